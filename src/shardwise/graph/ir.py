@@ -1,0 +1,156 @@
+"""The graph: values and operators as frozen data.
+
+A ``Graph`` is a straight list of operators over named values, in execution order, without control flow,
+mutation or Python. It is produced by ``graph.capture`` and changed only by passes that return a new graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch._ops import OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the value called ``name`` inside the arguments of an operator."""
+
+    name: str
+
+
+# An argument is a Ref, a Python constant (int, float, complex, bool, None, str, dtype, device, layout,
+# memory format) or a tuple of arguments.
+Arg = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the graph. ``requires_grad``: a gradient of the loss flows through it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+SourceKind = Literal["input", "parameter", "buffer", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value that no operator computes comes from.
+
+    ``names``: for parameters and buffers every qualified name under which the module holds this tensor
+    (more than one when weights are tied; the first is the canonical one, in ``named_parameters()`` order). For inputs the
+    path of the leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``. ``trainable``: the parameter requires grad.
+    """
+
+    value: str
+    kind: SourceKind
+    names: tuple[str, ...]
+    trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator call. ``results`` names the tensors it returns, in order.
+
+    ``name`` is ``"<module path>/<operator>"`` (``"layers.0.mlp.up/linear"``; operators of the root module are ``"/add"``), with ``_1``,
+    ``_2``, ... appended to repetitions: it does not depend on shapes, so plans are keyed by it. ``source`` is ``"model.py:41"``,
+    the innermost line of the user's model (not of torch).
+    ``scope`` names the user's annotation (``sw.shard``) that covers the operator, or is empty.
+    """
+
+    name: str
+    target: OpOverload
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    results: tuple[str, ...]
+    source: str = ""
+    scope: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition("/")[0]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the tensor operands: the Refs in args, then kwargs, flattened in order, repetitions kept."""
+        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured model.
+
+    ``sources``: parameters, buffers, constants and inputs. ``outputs``: the flattened outputs of the call: Refs or Python constants.
+    ``loss``: the value that is differentiated, or None. ``mutations``: (buffer value, value written back to it after the step).
+    ``constraints``: (value, layout text) from ``sw.constrain``.
+    """
+
+    values: tuple[Value, ...]
+    sources: tuple[Source, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Arg, ...]
+    loss: str | None = None
+    mutations: tuple[tuple[str, str], ...] = ()
+    constraints: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Value]:
+        return {value.name: value for value in self.values}
+
+    @cached_property
+    def op_by_name(self) -> dict[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def producer(self) -> dict[str, Op]:
+        """Value name -> the op that computes it (sources are absent)."""
+        return {result: op for op in self.ops for result in op.results}
+
+    @cached_property
+    def source_of(self) -> dict[str, Source]:
+        return {source.value: source for source in self.sources}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[Op, ...]]:
+        """Value name -> the ops that use it, in order, each once."""
+        found: dict[str, dict[str, Op]] = {value.name: {} for value in self.values}
+        for op in self.ops:
+            for name in op.operands:
+                found[name][op.name] = op
+        return {name: tuple(ops.values()) for name, ops in found.items()}
+
+
+def refs(arg: Arg) -> Iterator[str]:
+    """Names of the values used in an argument, depth first."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+
+
+def map_refs(arg: Arg, function: Callable[[str], Arg]) -> Arg:
+    """The argument with every Ref replaced by ``function(name)``; tuples stay tuples."""
+    if isinstance(arg, Ref):
+        return function(arg.name)
+    if isinstance(arg, tuple):
+        return tuple(map_refs(item, function) for item in arg)
+    return arg

@@ -1,0 +1,122 @@
+"""The sixteen conversions between states: which collective in forward, which in backward.
+
+This table and the rules are all there is to parallelism: data, tensor, sequence, context and expert parallelism and ZeRO
+are choices of layouts. The backward of a conversion L -> T is the forward of dual(T) -> dual(L), where the dual layout is
+that of the cotangent (S and I stay, R becomes P, P becomes whole everywhere); ``tests/layouts`` checks the table
+against that identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardwise.layouts.layout import PARTIAL_KINDS, Layout
+
+Primitive = Literal[
+    "none",  # the same tensor
+    "slice",  # keep the own slice of the whole
+    "zero_pad",  # place the own slice in zeros
+    "keep_one",  # the whole on coordinate 0, zeros elsewhere
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+]
+
+COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of the table: the primitive applied to the value, and the one applied to the cotangent."""
+
+    forward: Primitive
+    backward: Primitive
+
+
+CELLS: dict[tuple[str, str], Cell] = {
+    ("S", "S"): Cell("all_to_all", "all_to_all"),
+    ("S", "I"): Cell("all_gather", "slice"),
+    ("S", "R"): Cell("all_gather", "reduce_scatter"),
+    ("S", "P"): Cell("zero_pad", "slice"),
+    ("I", "S"): Cell("slice", "all_gather"),
+    ("I", "I"): Cell("none", "none"),
+    ("I", "R"): Cell("none", "all_reduce"),
+    ("I", "P"): Cell("keep_one", "none"),
+    ("R", "S"): Cell("slice", "zero_pad"),
+    ("R", "I"): Cell("none", "keep_one"),
+    ("R", "R"): Cell("none", "none"),
+    ("R", "P"): Cell("keep_one", "keep_one"),
+    ("P", "S"): Cell("reduce_scatter", "all_gather"),
+    ("P", "I"): Cell("all_reduce", "none"),
+    ("P", "R"): Cell("all_reduce", "all_reduce"),
+    ("P", "P"): Cell("none", "none"),
+}
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of a redistribution: sub-axes ``axes`` (major first, one collective over their product) go from one state
+    to another; all of them leave the same atom, or arrive at the same atom.
+
+    ``source`` and ``target`` are the layouts before and after, over the same atoms.
+    """
+
+    source: Layout
+    target: Layout
+    axes: tuple[str, ...]
+
+    @cached_property
+    def cell(self) -> tuple[str, str]:
+        first = self.axes[0]
+        return self.source.state_of[first], self.target.state_of[first]
+
+    @property
+    def reduction(self) -> str:
+        """``sum``, or the kind of a gradient-free partial value."""
+        return PARTIAL_KINDS.get(self.cell[0], "sum")
+
+    @property
+    def entry(self) -> Cell:
+        source, target = self.cell
+        return CELLS["P" if source in PARTIAL_KINDS else source, "P" if target in PARTIAL_KINDS else target]
+
+    def num_sent(self, backward: bool = False) -> float:
+        """Elements that the busiest rank sends: the bandwidth-optimal (ring, pairwise) algorithm of each collective."""
+        primitive = self.entry.backward if backward else self.entry.forward
+        n = self.source.mesh.size_of(self.axes)
+        before, after = (self.target, self.source) if backward else (self.source, self.target)
+        if primitive == "all_gather":
+            return (n - 1) * before.max_local_numel
+        if primitive == "reduce_scatter":
+            return (n - 1) * after.max_local_numel
+        if primitive == "all_reduce":
+            return 2 * (n - 1) / n * before.max_local_numel
+        if primitive == "all_to_all":
+            return (n - 1) / n * before.max_local_numel
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective as the plan lists it and the virtual cluster records it: what one rank takes part in.
+
+    ``num_bytes``: bytes of the whole message on the busiest rank (the gathered tensor of an all_gather, the input of the
+    others).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    num_bytes: int
+
+
+def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Collective | None:
+    """The collective that a move performs in forward or backward, or None."""
+    primitive = move.entry.backward if backward else move.entry.forward
+    if primitive not in COLLECTIVES:
+        return None
+    before, after = (move.target, move.source) if backward else (move.source, move.target)
+    whole = after if primitive == "all_gather" else before
+    return Collective(primitive, move.axes, whole.max_local_numel * itemsize)

@@ -1,0 +1,233 @@
+"""Layouts: what every device holds of one tensor, and what its gradient looks like there.
+
+On every (sub-)axis of the mesh a value is in one of four states:
+
+``S`` sharded      each device holds its slice of one tensor dim; so is the cotangent
+``I`` invariant    each device holds the whole, consumers do the same work everywhere; the cotangent is whole everywhere
+``R`` replicated   each device holds the whole, consumers do different work; the cotangent is a summand on each device
+``P`` partial      each device holds a summand; the cotangent is whole everywhere
+
+A tensor dim is a product of *atoms*, major first, and an axis shards one atom of one dim: the 2,304 columns of GPT-2's fused
+projection are ``(3 12@tp 64)``, whose shards are not contiguous. An atom may be sharded over several axes, major
+first. Sizes need not divide: with N devices along its axes, device i of an atom of size n holds its rows
+``floor(i n / N)`` to ``floor((i+1) n / N)``, which is the same whether the axes are seen one by one or merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+
+from shardwise.errors import LayoutError
+from shardwise.layouts.mesh import Mesh
+
+PARTIAL_KINDS = {"P": "sum", "Pmax": "max", "Pmin": "min", "Pany": "any"}
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A factor of a tensor dim: its global size, and the sub-axes that shard it, major first."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One state per sub-axis. ``dims``: the atoms of every tensor dim (at least one each). ``states``: the sub-axes that are
+    neither sharding an atom nor invariant, with ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, in device order.
+
+    Layouts compare by value; ``canonical()`` gives equal results for layouts that place every element equally.
+    """
+
+    mesh: Mesh
+    dims: tuple[tuple[Atom, ...], ...]
+    states: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh.axes, self.dims, self.states))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @staticmethod
+    def whole(mesh: Mesh, shape: tuple[int, ...], state: str = "I") -> Layout:
+        """The whole tensor on every device, in the same state on every axis."""
+        states = () if state == "I" else tuple((axis, state) for axis in mesh.sub_axes)
+        return Layout(mesh, tuple((Atom(size),) for size in shape), states)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(prod(atom.size for atom in dim) for dim in self.dims)
+
+    @cached_property
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Sub-axis -> (dim, atom) that it shards."""
+        return {a: (d, i) for d, dim in enumerate(self.dims) for i, atom in enumerate(dim) for a in atom.axes}
+
+    @cached_property
+    def state_of(self) -> dict[str, str]:
+        """Sub-axis -> ``S``, ``I``, ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, for every sub-axis of the mesh."""
+        found = dict.fromkeys(self.mesh.sub_axes, "I")
+        found.update(self.states)
+        found.update(dict.fromkeys(self.positions, "S"))
+        return found
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, state in self.states if state in PARTIAL_KINDS)
+
+    def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
+        """(offset, length) of an atom on the device at ``coordinates``."""
+        size, axes = self.dims[dim][atom].size, self.dims[dim][atom].axes
+        count, index = 1, 0
+        for axis in axes:
+            count *= self.mesh.sizes[axis]
+            index = index * self.mesh.sizes[axis] + coordinates[axis]
+        start = index * size // count
+        return start, (index + 1) * size // count - start
+
+    def local_atoms(self, coordinates: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+        """The sizes of all atoms on a device, per dim."""
+        return tuple(
+            tuple(self.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))) for d, dim in enumerate(self.dims)
+        )
+
+    def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the local tensor on a device."""
+        return tuple(prod(sizes) for sizes in self.local_atoms(coordinates))
+
+    @cached_property
+    def max_local_numel(self) -> int:
+        """Elements on the device that holds most."""
+        count = 1
+        for dim in self.dims:
+            for atom in dim:
+                count *= -(-atom.size // self.mesh.size_of(atom.axes))
+        return count
+
+    @cached_property
+    def is_even(self) -> bool:
+        return all(atom.size % self.mesh.size_of(atom.axes) == 0 for dim in self.dims for atom in dim)
+
+    def moved(self, axis_states: Mapping[str, str | tuple[int, int]]) -> Layout:
+        """The layout with some sub-axes put elsewhere: a state, or a position (dim, atom) where it is appended as the minor-most."""
+        dims = [[list(atom.axes) for atom in dim] for dim in self.dims]
+        for dim in dims:
+            for axes in dim:
+                axes[:] = [axis for axis in axes if axis not in axis_states]
+        states = {axis: state for axis, state in self.states if axis not in axis_states}
+        for axis, where in axis_states.items():
+            if isinstance(where, tuple):
+                dims[where[0]][where[1]].append(axis)
+            elif where != "I":
+                states[axis] = where
+        new = tuple(
+            tuple(Atom(atom.size, tuple(axes)) for atom, axes in zip(dim, new_dim, strict=True))
+            for dim, new_dim in zip(self.dims, dims, strict=True)
+        )
+        return Layout(self.mesh, new, tuple(sorted(states.items(), key=lambda item: self.mesh.order[item[0]])))
+
+    @cached_property
+    def dual(self) -> Layout:
+        """The layout of the cotangent: S and I stay, R becomes P, P becomes I (whole everywhere)."""
+        return self.moved({axis: "P" if state == "R" else "I" for axis, state in self.states})
+
+    def canonical(self) -> Layout:
+        """Atoms merged wherever the merged dim places its elements in the same way."""
+        return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
+
+    def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
+        """The same placement written over finer atoms (their sizes, per dim). Raises LayoutError where there is none."""
+        if tuple(map(prod, atoms)) != self.shape:
+            raise LayoutError(f"a layout of shape {list(self.shape)} does not describe {[list(a) for a in atoms]}")
+        dims = tuple(_refine(dim, sizes, self.mesh) for dim, sizes in zip(self.dims, atoms, strict=True))
+        return replace(self, dims=dims)
+
+    @property
+    def atoms(self) -> tuple[tuple[int, ...], ...]:
+        """The global sizes of the atoms, per dim."""
+        return tuple(tuple(atom.size for atom in dim) for dim in self.dims)
+
+    def __str__(self) -> str:
+        from shardwise.layouts.text import format_layout
+
+        return format_layout(self)
+
+    __repr__ = __str__
+
+
+def _merge(dim: tuple[Atom, ...], mesh: Mesh) -> tuple[Atom, ...]:
+    merged: list[Atom] = []
+    for atom in dim:
+        if atom.size == 1 and not atom.axes:
+            continue
+        if merged:
+            last = merged[-1]
+            count = mesh.size_of(last.axes)
+            if count == last.size or (not atom.axes and last.size % count == 0):
+                merged[-1] = Atom(last.size * atom.size, last.axes + atom.axes)
+                continue
+        merged.append(atom)
+    return tuple(merged) or (Atom(1),)
+
+
+def _refine(dim: tuple[Atom, ...], sizes: tuple[int, ...], mesh: Mesh) -> tuple[Atom, ...]:
+    """Write the atoms of a dim over ``sizes``, whose cut points include theirs after merging."""
+    if tuple(atom.size for atom in dim) == sizes:
+        return dim
+    result: list[Atom] = []
+    rest = list(sizes)
+    for atom in _merge(dim, mesh):
+        taken: list[int] = []
+        while prod(taken) < atom.size and rest:
+            taken.append(rest.pop(0))
+        while rest and rest[0] == 1:
+            taken.append(rest.pop(0))
+        if prod(taken) != atom.size:
+            raise LayoutError(f"({' '.join(map(str, sizes))}) does not divide an atom of size {atom.size}")
+        result.extend(_spread(atom, tuple(taken), mesh))
+    return tuple(result)
+
+
+def _spread(atom: Atom, sizes: tuple[int, ...], mesh: Mesh) -> list[Atom]:
+    """Divide one atom into several, handing its axes on from the major to the minor ones."""
+    if len(sizes) == 1:
+        return [Atom(sizes[0], atom.axes)]
+    axes, result = list(atom.axes), []
+    for position, size in enumerate(sizes):
+        own: list[str] = []
+        left = size
+        last = position == len(sizes) - 1
+        while axes and (last or (left > 1 and left % mesh.sizes[axes[0]] == 0)):
+            left //= mesh.sizes[axes[0]] if not last else 1
+            own.append(axes.pop(0))
+        if axes and left != 1:
+            raise LayoutError(f"{atom.size} over {mesh.format_axes(atom.axes)} is not a sharding of ({' '.join(map(str, sizes))})")
+        result.append(Atom(size, tuple(own)))
+    return result
+
+
+@lru_cache(maxsize=100_000)
+def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The coarsest division of a dim that refines both, or None when their cut points do not nest."""
+    cuts = sorted(_cuts(first) | _cuts(second))
+    sizes: list[int] = []
+    for small, large in zip(cuts, cuts[1:], strict=False):
+        if large % small:
+            return None
+        sizes.append(large // small)
+    return tuple(reversed(sizes)) or (1,)
+
+
+def _cuts(sizes: tuple[int, ...]) -> set[int]:
+    """Strides of the atoms: (3, 12, 64) -> {1, 64, 768, 2304}."""
+    cuts, stride = {1}, 1
+    for size in reversed(sizes):
+        stride *= size
+        cuts.add(stride)
+    return cuts

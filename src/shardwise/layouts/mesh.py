@@ -1,0 +1,167 @@
+"""The mesh: named axes of devices, and the prime sub-axes into which they divide.
+
+A mesh has no devices in it: it is shape and names. Ranks are numbered row-major over the axes, the last axis fastest
+(and, by convention, closest). Axes of composite size divide into *sub-axes* of prime size, major first, so that two operators
+which see the same eight devices as ``(2, 4)`` and as ``(8, 1)`` speak about the same three binary sub-axes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from shardwise.errors import LayoutError, NotationError, caret
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Prime factors in ascending order: 12 -> (2, 2, 3); 1 -> ()."""
+    found: list[int] = []
+    divisor = 2
+    while number > 1:
+        if number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        else:
+            divisor = divisor + 1 if divisor * divisor < number else number
+    return tuple(found)
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Named mesh axes with their sizes: ``Mesh(dp=2, tp=4)`` is eight devices.
+
+    ``sub_axes`` are the prime parts: an axis of prime size is its own sub-axis (``dp``), the others number theirs, major
+    first (``tp.0``, ``tp.1``); axes of size 1 have none. Layouts and strategies name sub-axes; texts may name whole axes.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]] = (), /, **sizes: int) -> None:
+        pairs = tuple(axes.items() if isinstance(axes, Mapping) else axes) + tuple(sizes.items())
+        for name, size in pairs:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise LayoutError(f"mesh axis name {name!r} is not an identifier")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise LayoutError(f"mesh axis {name} needs a positive whole number of devices, not {size!r}")
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise LayoutError(f"mesh axis named twice in {pairs}")
+        object.__setattr__(self, "axes", pairs)
+
+    @cached_property
+    def num_devices(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[str, ...]]:
+        parts = {}
+        for name, size in self.axes:
+            primes = prime_factors(size)
+            parts[name] = (name,) if len(primes) == 1 else tuple(f"{name}.{i}" for i in range(len(primes)))
+        return parts
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sub-axis -> its (prime) size, in device order, major first."""
+        return {
+            part: prime
+            for name, size in self.axes
+            for part, prime in zip(self._parts[name], prime_factors(size), strict=True)
+        }
+
+    @cached_property
+    def sub_axes(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Sub-axis -> its position in device order."""
+        return {axis: i for i, axis in enumerate(self.sub_axes)}
+
+    def expand(self, name: str) -> tuple[str, ...]:
+        """The sub-axes of an axis (``tp`` -> ``("tp.0", "tp.1")``) or of a sub-axis (itself).
+
+        Raises LayoutError for a name that the mesh does not have.
+        """
+        if name in self._parts:
+            return self._parts[name]
+        if name in self.sizes:
+            return (name,)
+        known = ", ".join(f"{axis}={size}" for axis, size in self.axes)
+        raise LayoutError(f"unknown mesh axis {name!r}: the mesh is ({known})")
+
+    def size_of(self, axes: Iterable[str]) -> int:
+        """Number of devices along the product of sub-axes."""
+        return prod(self.sizes[axis] for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Sub-axis -> coordinate of a rank."""
+        found: dict[str, int] = {}
+        for axis in reversed(self.sub_axes):
+            rank, found[axis] = divmod(rank, self.sizes[axis])
+        return {axis: found[axis] for axis in self.sub_axes}
+
+    def rank_of(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for axis in self.sub_axes:
+            rank = rank * self.sizes[axis] + coordinates[axis]
+        return rank
+
+    def index_along(self, axes: Iterable[str], rank: int) -> int:
+        """Position of a rank along the product of sub-axes, the first of them major."""
+        coordinates, index = self.coordinates(rank), 0
+        for axis in axes:
+            index = index * self.sizes[axis] + coordinates[axis]
+        return index
+
+    def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along ``axes`` only, ordered by their position along them."""
+        base = self.coordinates(rank)
+        ranks: list[int] = []
+        for index in range(self.size_of(axes)):
+            coordinates = dict(base)
+            for axis in reversed(axes):
+                index, coordinates[axis] = divmod(index, self.sizes[axis])
+            ranks.append(self.rank_of(coordinates))
+        return tuple(ranks)
+
+    def format_axes(self, axes: tuple[str, ...]) -> str:
+        """Sub-axes as text, whole axes by their own name: ``("dp", "tp.0", "tp.1")`` -> ``(dp,tp)``."""
+        names: list[str] = []
+        rest = axes
+        while rest:
+            whole = rest[0].rpartition(".")[0]
+            parts = self._parts.get(whole, ())
+            if parts and rest[: len(parts)] == parts:
+                names.append(whole)
+                rest = rest[len(parts) :]
+            else:
+                names.append(rest[0])
+                rest = rest[1:]
+        return names[0] if len(names) == 1 else "(" + ",".join(names) + ")"
+
+    def parse_axes(self, text: str) -> tuple[str, ...]:
+        """The inverse of ``format_axes``; spaces are allowed."""
+        names = text.strip().removeprefix("(").removesuffix(")").split(",")
+        return tuple(part for name in names for part in self.expand(name.strip()))
+
+    def __str__(self) -> str:
+        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self.axes) + ")"
+
+    __repr__ = __str__
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """``"Mesh(dp=2, tp=4)"`` or ``"dp=2, tp=4"`` -> Mesh."""
+        inner = re.fullmatch(r"\s*(?:Mesh\()?([^()]*)\)?\s*", text)
+        pairs: list[tuple[str, int]] = []
+        for item in (inner.group(1) if inner else text).split(","):
+            match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", item)
+            if match is None:
+                if not item.strip() and not pairs:
+                    continue
+                raise NotationError(caret(text, max(text.find(item), 0), "a mesh reads dp=2, tp=4"))
+            pairs.append((match.group(1), int(match.group(2))))
+        return Mesh(pairs)

@@ -1,0 +1,141 @@
+"""Strategies: which mesh axes split which factors of an operator, and the layouts that follow.
+
+``"m@dp n@tp"`` splits factor m over axis dp and n over tp. An axis that is assigned to no factor makes every device
+along it repeat the work (``I``, the default), or repeat it for consumers that do different work (``R@tp``), or passes a partial sum
+through an operator that is linear in it (``P@tp``; ``P1@tp`` for the second group of operands it is linear in).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.errors import LayoutError, NotationError, caret
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.rules.rule import Dims, OpRule
+
+REDUCTION_STATES = {"sum": "P", "max": "Pmax", "min": "Pmin", "any": "Pany"}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """``factors``: factor -> the sub-axes that split it, major first. ``rest``: sub-axis -> ``R`` or ``P0``, ``P1``, ...
+
+    Sub-axes in neither are invariant (the work is repeated).
+    """
+
+    factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    rest: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(choices: Mapping[str, str]) -> Strategy:
+        """From sub-axis -> factor, ``I``, ``R`` or ``P<group>``; axes of one factor are major first in the mapping's order."""
+        factors: dict[str, tuple[str, ...]] = {}
+        rest: list[tuple[str, str]] = []
+        for axis, choice in choices.items():
+            if choice == "I":
+                continue
+            if is_rest(choice):
+                rest.append((axis, choice))
+            else:
+                factors[choice] = (*factors.get(choice, ()), axis)
+        return Strategy(tuple(sorted(factors.items())), tuple(sorted(rest)))
+
+    @cached_property
+    def choice_of(self) -> dict[str, str]:
+        """Sub-axis -> factor, ``R`` or ``P<group>``; absent: ``I``."""
+        return {axis: factor for factor, axes in self.factors for axis in axes} | dict(self.rest)
+
+    @cached_property
+    def axes_of(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.factors)
+
+    def format(self, mesh: Mesh) -> str:
+        words = [f"{factor}@{mesh.format_axes(axes)}" for factor, axes in self.factors]
+        for state in sorted({state for _, state in self.rest}):
+            axes = tuple(sorted((a for a, own in self.rest if own == state), key=mesh.order.__getitem__))
+            words.append(f"{'P' if state == 'P0' else state}@{mesh.format_axes(axes)}")
+        return " ".join(words)
+
+
+def is_rest(choice: str) -> bool:
+    """Whether a choice is a state rather than a factor (factors are lower case)."""
+    return re.fullmatch(r"I|R|P\d+", choice) is not None
+
+
+def parse_choices(text: str, mesh: Mesh) -> dict[str, str]:
+    """``"m@dp n@(tp,sp) I@x"`` -> sub-axis -> choice, in the order written. Raises NotationError or LayoutError."""
+    choices: dict[str, str] = {}
+    position = 0
+    for match in re.finditer(r"\s*([A-Za-z_][\w.]*)@(\([^)]*\)|[\w.]+)\s*", text):
+        if match.start() != position:
+            break
+        position = match.end()
+        name = "P0" if match.group(1) == "P" else match.group(1)
+        for axis in mesh.parse_axes(match.group(2)):
+            if axis in choices:
+                raise LayoutError(f"mesh axis {axis} is used more than once in {text!r}")
+            choices[axis] = name
+    if position != len(text.rstrip()) and position != len(text):
+        raise NotationError(caret(text, position, "a strategy reads m@dp n@tp"))
+    return choices
+
+
+def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
+    """Raise LayoutError unless the strategy is one of the operator's."""
+    known = {factor.name: factor for factor in rule.factors}
+    seen: set[str] = set()
+    for name, axes in strategy.factors:
+        if name not in known:
+            raise LayoutError(f"the operator has no factor {name!r}: {rule}")
+        if known[name].kind == "whole":
+            raise LayoutError(f"factor {name} of {rule} can not be split")
+        for axis in axes:
+            mesh.expand(axis)
+            if axis in seen:
+                raise LayoutError(f"mesh axis {axis} splits two factors")
+            seen.add(axis)
+    for axis, state in strategy.rest:
+        mesh.expand(axis)
+        if axis in seen:
+            raise LayoutError(f"mesh axis {axis} is used twice")
+        if state != "R" and int(state[1:]) >= len(rule.linear):
+            raise LayoutError(f"a partial sum does not pass through {rule}: not linear ({state}@{axis})")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The layouts that a strategy gives to the operands and results of an operator."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
+    """Rule + strategy -> layouts. A lowered factor gives the layouts around the lowering: results that lack it are invariant."""
+    kinds = {factor.name: factor for factor in rule.factors}
+
+    def layout(dims: Dims, states: dict[str, str]) -> Layout:
+        present = {factor for dim in dims for factor in dim}
+        atoms = tuple(
+            tuple(Atom(kinds[f].size, strategy.axes_of.get(f, ())) for f in dim) or (Atom(1),) for dim in dims
+        )
+        own = {axis: s for axis, s in states.items() if s != "I" and strategy.choice_of.get(axis) not in present}
+        return Layout(mesh, atoms, tuple(sorted(own.items(), key=lambda item: mesh.order[item[0]])))
+
+    operands = []
+    for position, dims in enumerate(rule.operands):
+        states = {axis: "R" for _, axes in strategy.factors for axis in axes}
+        for axis, state in strategy.rest:
+            passes = state != "R" and position in rule.linear[int(state[1:])]
+            states[axis] = "P" if passes else "R"
+        operands.append(layout(dims, states))
+    results = []
+    for dims in rule.results:
+        states = {axis: REDUCTION_STATES.get(kinds[f].kind, "I") for f, axes in strategy.factors for axis in axes}
+        states |= {axis: "R" if state == "R" else "P" for axis, state in strategy.rest}
+        results.append(layout(dims, states))
+    return Applied(tuple(operands), tuple(results))

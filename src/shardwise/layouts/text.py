@@ -1,0 +1,108 @@
+"""Layouts as types: ``bf16[32@dp, 512, 4096@(tp,sp)]``, ``f64[64, (3 12@tp 64)] partial(sum@tp) replicated(dp)``.
+
+Axes that are not mentioned are invariant.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from shardwise.errors import LayoutError, NotationError, caret
+from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout
+from shardwise.layouts.mesh import Mesh
+
+DTYPE_NAMES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def format_dtype(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
+    """The layout as a type. Atoms are merged where that changes nothing."""
+    mesh, layout = layout.mesh, layout.canonical()
+
+    def atom_text(atom: Atom) -> str:
+        return f"{atom.size}@{mesh.format_axes(atom.axes)}" if atom.axes else str(atom.size)
+
+    dims = [
+        atom_text(dim[0]) if len(dim) == 1 else "(" + " ".join(map(atom_text, dim)) + ")" for dim in layout.dims
+    ]
+    text = (format_dtype(dtype) if dtype else "") + "[" + ", ".join(dims) + "]"
+    for state in ("R", *PARTIAL_KINDS):
+        axes = tuple(axis for axis, own in layout.states if own == state)
+        if axes:
+            names = mesh.format_axes(axes).strip("()")
+            text += f" replicated({names})" if state == "R" else f" partial({PARTIAL_KINDS[state]}@{names})"
+    return text
+
+
+def parse_layout(text: str, mesh: Mesh) -> Layout:
+    """The inverse of ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or LayoutError."""
+    match = re.match(r"\s*\w*\s*\[", text)
+    if match is None:
+        raise NotationError(caret(text, 0, "a layout reads [32@dp, 512, 4096@tp]"))
+    close = text.find("]", match.end())
+    if close < 0:
+        raise NotationError(caret(text, len(text), "']' is missing"))
+    dims: list[tuple[Atom, ...]] = []
+    column = match.end()
+    for item in _split_dims(text[match.end() : close]):
+        dims.append(_parse_dim(text, column, item, mesh))
+        column += len(item) + 1
+    states: dict[str, str] = {}
+    kinds = {kind: state for state, kind in PARTIAL_KINDS.items()}
+    column = close + 1
+    for word in re.finditer(r"\s*(replicated|partial)\(([^)]*)\)|\S+", text[close + 1 :]):
+        inner = word.group(2)
+        if word.group(1) is None:
+            raise NotationError(caret(text, column + word.start(), "expected replicated(axes) or partial(sum@axes)"))
+        state = "R"
+        if word.group(1) == "partial":
+            kind, _, inner = inner.partition("@")
+            if kind.strip() not in kinds or not inner:
+                raise NotationError(caret(text, column + word.start(), "a partial sum reads partial(sum@tp)"))
+            state = kinds[kind.strip()]
+        for axis in mesh.parse_axes(inner):
+            if axis in states:
+                raise LayoutError(f"mesh axis {axis} has two states in {text!r}")
+            states[axis] = state
+    layout = Layout(mesh, tuple(dims), tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]])))
+    used = [axis for dim in dims for atom in dim for axis in atom.axes] + list(states)
+    twice = sorted({axis for axis in used if used.count(axis) > 1})
+    if twice:
+        raise LayoutError(f"mesh axis {', '.join(twice)} is used more than once in {text!r}")
+    return layout
+
+
+def _split_dims(text: str) -> list[str]:
+    """Split at the commas outside parentheses."""
+    items, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            items.append(text[start:i])
+            start = i + 1
+    return [*items, text[start:]] if text.strip() else []
+
+
+def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[Atom, ...]:
+    inner = item.strip()
+    if inner.startswith("(") and inner.endswith(")") and not re.fullmatch(r"\(.*\)@.*", inner):
+        inner = inner[1:-1]
+    atoms: list[Atom] = []
+    position = 0
+    for match in re.finditer(r"\s*(\d+)(?:@(\([^)]*\)|[\w.]+))?\s*", inner):
+        if match.start() != position:
+            break
+        position = match.end()
+        atoms.append(Atom(int(match.group(1)), mesh.parse_axes(match.group(2)) if match.group(2) else ()))
+    if position != len(inner) or not atoms:
+        raise NotationError(caret(text, column + position, "a dim reads 4096, 4096@tp, 4096@(dp,tp) or (3 12@tp 64)"))
+    return tuple(atoms)

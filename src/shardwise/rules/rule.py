@@ -1,0 +1,120 @@
+"""What an operator's rule says, once the sizes are known.
+
+A rule describes an operator by its *factors*, the dimensions of its iteration space. A matrix product
+``m k, k n -> m n`` has three: m and n appear in the result, k is summed over. Where a factor may be split follows:
+
+* an operand that has a split factor is sharded on it, an operand that lacks it is replicated;
+* a result that has it is sharded; a result that lacks it is partial, with the factor's reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch._ops import OpOverload
+
+from shardwise.graph.ir import Arg, Op
+
+FactorKind = Literal[
+    "parallel",  # in every result: splitting it splits the work
+    "sum",  # in no result: each part computes a summand
+    "max",  # in no result, combined by maximum; gradient-free values only (inside lowerings)
+    "min",
+    "any",
+    "lowered",  # may be split, by replacing the operator with its lowering
+    "whole",  # may not be split
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A dimension of the iteration space: its name in the rule, its size and what splitting it means."""
+
+    name: str
+    size: int
+    kind: FactorKind = "parallel"
+
+
+# The factors of one tensor, per dim, major first: ``(("m",), ("h", "d"))`` is a matrix whose columns are h*d. A dim
+# of size 1 that is broadcast has no factor: ``()``.
+Dims = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one factor (or of one atom of it) that a rank holds: ``length`` of ``size``, from ``offset``."""
+
+    size: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalContext:
+    """What ``localize`` may know: the local shapes on this rank, and the rank's part of every factor.
+
+    ``pieces[factor]`` lists the factor's atoms, major first: one Piece unless the graph made the factor a product.
+    """
+
+    operand_shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    pieces: dict[str, tuple[Piece, ...]]
+
+    def is_split(self, factor: str) -> bool:
+        return any(piece.length != piece.size for piece in self.pieces[factor])
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A local operator call: what a rank executes in place of the op. ``target`` is an OpOverload (ATen or ``shardwise::``)."""
+
+    target: OpOverload
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+
+
+Localize = Callable[[Op, LocalContext], Call]
+# A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the same result with operators
+# that all have rules. It is traced with fake tensors; its operators are then split like any others.
+Lowering = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """The rule of one op of a graph.
+
+    ``factors`` in the order in which split counts are mapped to mesh axes (order of first appearance in operands, then results).
+    ``operands`` follow ``op.operands``; ``results`` follow ``op.results``.
+    ``linear``: groups of operand positions; the operator is jointly linear in each group while the others are held fixed
+    (add: ``((0, 1),)``; mul and matmul: ``((0,), (1,))``; cast, view: ``((0,),)``), so partial sums may pass through.
+    ``localize``: the call with the sizes that a rank needs (None: the same arguments work on shards).
+    ``lowering``: the program that replaces the operator when a ``lowered`` factor is split.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    linear: tuple[tuple[int, ...], ...] = ()
+    localize: Localize | None = None
+    lowering: Lowering | None = None
+
+    def factor(self, name: str) -> Factor:
+        for factor in self.factors:
+            if factor.name == name:
+                return factor
+        raise KeyError(name)
+
+    def with_kinds(self, kinds: dict[str, FactorKind]) -> OpRule:
+        """The rule with the kinds of some factors replaced."""
+        factors = tuple(replace(f, kind=kinds.get(f.name, f.kind)) for f in self.factors)
+        return replace(self, factors=factors)
+
+    def __str__(self) -> str:
+        def dims(tensor: Dims) -> str:
+            return " ".join(d[0] if len(d) == 1 else "(" + " ".join(d) + ")" if d else "1" for d in tensor)
+
+        kinds = [f"{f.name}:{f.kind}" for f in self.factors if f.kind != "parallel"]
+        text = ", ".join(map(dims, self.operands)) + " -> " + ", ".join(map(dims, self.results))
+        return text + ("  " + " ".join(kinds) if kinds else "")

@@ -1,0 +1,207 @@
+"""Sharding propagation: complete a plan from the strategies that are fixed, by following the data.
+
+Every sub-axis is decided by itself, major first. Two passes over the graph:
+
+* *up*: an operator that is fixed and wants an operand sharded asks the operator (or the parameter) that makes it to produce it so,
+  and that one its own operands, as long as the factor can be split there;
+* *down*: in execution order, every operator that is still open takes the choice that converts the fewest bytes of its operands. It splits
+  a factor only where an operand already is split on it, so nothing is split that nobody asked for.
+
+The result is greedy and local: no backtracking, no memory, one state per value. It is the specification's
+``sharding_propagation`` (``semantics.md``, section 4), made independent of the order in which operators were configured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.conversions import CELLS
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import REDUCTION_STATES, Strategy, is_rest
+from shardwise.rules.rule import Dims, OpRule
+
+# Where a value is on one axis: "I", "R", "P" (or another partial kind), or a place: (dim, stride of the atom in the dim, its size).
+Place = tuple[int, int, int]
+Where = str | Place
+
+PRIMITIVE_SHARE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+
+
+def axis_cost(source: Where, target: Where, size: int, differentiable: bool) -> float:
+    """What converting one axis moves, as a share of the tensor that is whole along it: each device sends (n-1)/n of it in an
+    all-gather or reduce-scatter, twice that in an all-reduce, 1/n of that in an all-to-all."""
+    if source == target:
+        return 0.0
+    states = [w if isinstance(w, str) else "S" for w in (source, target)]
+    if not differentiable:
+        states = ["I" if s == "R" else s for s in states]
+    cell = CELLS["P" if states[0].startswith("P") else states[0], "P" if states[1].startswith("P") else states[1]]
+    used = [cell.forward] + ([cell.backward] if differentiable else [])
+    share = sum(1 / size if p == "all_to_all" else PRIMITIVE_SHARE.get(p, 0.0) for p in used)
+    return share * (size - 1) / size
+
+
+def factor_places(rule: OpRule) -> tuple[tuple[dict[str, Place], ...], tuple[dict[str, Place], ...]]:
+    """For every operand and every result: factor -> its place there."""
+    sizes = {factor.name: factor.size for factor in rule.factors}
+
+    def places(tensor: Dims) -> dict[str, Place]:
+        found: dict[str, Place] = {}
+        for dim, factors in enumerate(tensor):
+            stride = 1
+            for factor in reversed(factors):
+                found[factor] = (dim, stride, sizes[factor])
+                stride *= sizes[factor]
+        return found
+
+    return tuple(map(places, rule.operands)), tuple(map(places, rule.results))
+
+
+@dataclass
+class Propagation:
+    """The state of one propagation over a graph. ``choices``: op -> sub-axis -> factor, ``I``, ``R`` or ``P<group>``; ``sources``: source
+    value -> sub-axis -> where it is stored. Both are filled in by ``run``; what they hold before is fixed.
+
+    ``movable``: sources whose storage follows their consumers (parameters). ``closed``: (op, axis) pairs that repeat
+    the work on an axis rather than follow their operands.
+    """
+
+    graph: Graph
+    rules: Mapping[str, OpRule]
+    mesh: Mesh
+    choices: dict[str, dict[str, str]] = field(default_factory=dict)
+    sources: dict[str, dict[str, Where]] = field(default_factory=dict)
+    movable: frozenset[str] = frozenset()
+    closed: frozenset[tuple[str, str]] = frozenset()
+
+    def run(self) -> dict[str, Strategy]:
+        """Decide everything that is open and return a strategy per op."""
+        self._places = {op.name: factor_places(self.rules[op.name]) for op in self.graph.ops}
+        self._split: dict[tuple[str, str], int] = {}
+        self._fixed = {name: tuple(choices.items()) for name, choices in self.choices.items()}
+        for op in self.graph.ops:
+            for axis, choice in self.choices.setdefault(op.name, {}).items():
+                self._count(op.name, choice, axis)
+        for axis in self.mesh.sub_axes:
+            self._up(axis)
+            self._down(axis)
+        return {name: self._strategy(name) for name in self.choices}
+
+    def _strategy(self, name: str) -> Strategy:
+        """Axes of one factor are major first in device order, but in the order the user wrote them where he did."""
+        choices = self.choices[name]
+        axes = sorted(choices, key=self.mesh.order.__getitem__)
+        for factor in set(choices.values()):
+            written = [axis for axis, choice in self._fixed.get(name, ()) if choice == factor]
+            slots = [i for i, axis in enumerate(axes) if axis in written]
+            for slot, axis in zip(slots, written, strict=True):
+                axes[slot] = axis
+        return Strategy.of({axis: choices[axis] for axis in axes})
+
+    def _count(self, op: str, choice: str, axis: str) -> None:
+        if not is_rest(choice):
+            self._split[op, choice] = self._split.get((op, choice), 1) * self.mesh.sizes[axis]
+
+    def _decide(self, op: Op, axis: str, choice: str) -> None:
+        self.choices[op.name][axis] = choice
+        self._count(op.name, choice, axis)
+        self._store(op, axis)
+
+    def _store(self, op: Op, axis: str) -> None:
+        """Parameters that are not stored anywhere yet on this axis are stored as their consumer needs them."""
+        for position, value in enumerate(op.operands):
+            if value in self.movable and axis not in self.sources.setdefault(value, {}):
+                need = self.operand_where(op.name, position, self.choices[op.name][axis])
+                self.sources[value][axis] = need if isinstance(need, tuple) else "I"
+
+    def _fits(self, op: Op, factor: str, axis: str) -> bool:
+        kind = self.rules[op.name].factor(factor).kind
+        left = self.rules[op.name].factor(factor).size // self._split.get((op.name, factor), 1)
+        if kind in ("max", "min", "any"):
+            return left % self.mesh.sizes[axis] == 0
+        return kind != "whole" and left % self.mesh.sizes[axis] == 0
+
+    def operand_where(self, op: str, position: int, choice: str) -> Where:
+        """Where an operand must be on an axis, given the op's choice for it."""
+        if choice in ("I", "R"):
+            return choice
+        if is_rest(choice):
+            return "P" if position in self.rules[op].linear[int(choice[1:])] else "R"
+        return self._places[op][0][position].get(choice, "R")
+
+    def result_where(self, op: str, index: int, choice: str) -> Where:
+        """Where a result is on an axis, given the op's choice for it."""
+        if is_rest(choice):
+            return "P" if choice.startswith("P") else choice
+        own = self._places[op][1][index].get(choice)
+        return own if own is not None else REDUCTION_STATES.get(self.rules[op].factor(choice).kind, "I")
+
+    def _value_where(self, value: str, axis: str) -> Where | None:
+        """Where a value is on an axis, or None while that is open."""
+        producer = self.graph.producer.get(value)
+        if producer is None:
+            return self.sources.get(value, {}).get(axis, None if value in self.movable else "I")
+        choice = self.choices[producer.name].get(axis)
+        return None if choice is None else self.result_where(producer.name, producer.results.index(value), choice)
+
+    def _up(self, axis: str) -> None:
+        """From the fixed operators against the data."""
+        pending = [op for op in self.graph.ops if axis in self.choices[op.name]]
+        for op in pending:
+            self._store(op, axis)
+        while pending:
+            op = pending.pop()
+            choice = self.choices[op.name][axis]
+            if is_rest(choice):
+                continue
+            for position, value in enumerate(op.operands):
+                place = self._places[op.name][0][position].get(choice)
+                producer = self.graph.producer.get(value)
+                if place is None or producer is None or axis in self.choices[producer.name]:
+                    continue
+                index = producer.results.index(value)
+                for factor, own in self._places[producer.name][1][index].items():
+                    if own == place and self._fits(producer, factor, axis) and (producer.name, axis) not in self.closed:
+                        self._decide(producer, axis, factor)
+                        pending.append(producer)
+                        break
+
+    def _down(self, axis: str) -> None:
+        """With the data, in execution order."""
+        for op in self.graph.ops:
+            if axis not in self.choices[op.name]:
+                self._decide(op, axis, self._best(op, axis))
+
+    def _best(self, op: Op, axis: str) -> str:
+        rule = self.rules[op.name]
+        if (op.name, axis) in self.closed:
+            return "I"
+        known = [self._value_where(value, axis) for value in op.operands]
+        places = self._places[op.name][0]
+        candidates: list[str] = []
+        for factor in rule.factors:
+            asked = any(where is not None and where == places[i].get(factor.name) for i, where in enumerate(known))
+            if asked and self._fits(op, factor.name, axis):
+                candidates.append(factor.name)
+        for group, members in enumerate(rule.linear):
+            if any(known[i] == "P" for i in members) and self._passes_on(op):
+                candidates.append(f"P{group}")
+        candidates.append("I")
+        return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
+
+    def _passes_on(self, op: Op) -> bool:
+        """A partial sum is carried through an operator only while a single consumer waits for it: otherwise each would reduce it."""
+        return len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
+
+    def _cost(self, op: Op, axis: str, choice: str, known: list[Where | None]) -> float:
+        total = 0.0
+        for position, value in enumerate(op.operands):
+            where = known[position]
+            if where is None or (value in self.movable and where == "I"):
+                continue
+            info = self.graph.by_name[value]
+            need = self.operand_where(op.name, position, choice)
+            total += info.num_bytes * axis_cost(where, need, self.mesh.sizes[axis], info.requires_grad)
+        return total
