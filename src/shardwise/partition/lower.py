@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
 
 from shardwise.graph.capture import capture_function
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
-from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.rule import Lowering, OpRule
 from shardwise.rules.tables import rule_of, whole_rule
-from shardwise.search.propagate import Place, Propagation, Where
+from shardwise.search.propagate import Propagation, where_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +68,6 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
         found.extend(deeper)
         values.extend(added)
     return found, tuple(values)
-
-
-def where_of(layout: Layout) -> dict[str, Where]:
-    """A layout as propagation sees it: sub-axis -> state or place."""
-    found: dict[str, Where] = {}
-    for axis in layout.mesh.sub_axes:
-        found[axis] = layout.state_of[axis]
-        if axis in layout.positions:
-            dim, atom = layout.positions[axis]
-            sizes = [a.size for a in layout.dims[dim]]
-            place: Place = (dim, prod(sizes[atom + 1 :]), sizes[atom])
-            found[axis] = place
-    return found
 
 
 def _fragment(op: Op, lowering: Lowering, graph: Graph) -> Graph:

@@ -80,13 +80,16 @@ class Spmd:
     def backward_collectives(self) -> tuple[Collective, ...]:
         """Every collective of one backward pass, in the order in which autograd runs them: newest conversion first, and only those
         through which a gradient of the loss flows."""
-        reached = self._reached
         return tuple(
             c
             for conversion in reversed(self.conversions)
-            if conversion.result in reached
+            if self.receives_gradient(conversion)
             for c in conversion.collectives(backward=True)
         )
+
+    def receives_gradient(self, conversion: Conversion) -> bool:
+        """Whether a cotangent of the loss reaches the conversion's result."""
+        return conversion.differentiable and conversion.result in self._reached
 
     @cached_property
     def _reached(self) -> frozenset[str]:

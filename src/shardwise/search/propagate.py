@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.conversions import CELLS
+from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import REDUCTION_STATES, Strategy, is_rest
 from shardwise.rules.rule import Dims, OpRule
@@ -57,6 +59,19 @@ def factor_places(rule: OpRule) -> tuple[tuple[dict[str, Place], ...], tuple[dic
         return found
 
     return tuple(map(places, rule.operands)), tuple(map(places, rule.results))
+
+
+def where_of(layout: Layout) -> dict[str, Where]:
+    """A layout as propagation sees it: sub-axis -> state or place."""
+    found: dict[str, Where] = {}
+    for axis in layout.mesh.sub_axes:
+        found[axis] = layout.state_of[axis]
+        if axis in layout.positions:
+            dim, atom = layout.positions[axis]
+            sizes = [a.size for a in layout.dims[dim]]
+            place: Place = (dim, prod(sizes[atom + 1 :]), sizes[atom])
+            found[axis] = place
+    return found
 
 
 @dataclass
@@ -117,11 +132,9 @@ class Propagation:
                 self.sources[value][axis] = need if isinstance(need, tuple) else "I"
 
     def _fits(self, op: Op, factor: str, axis: str) -> bool:
-        kind = self.rules[op.name].factor(factor).kind
-        left = self.rules[op.name].factor(factor).size // self._split.get((op.name, factor), 1)
-        if kind in ("max", "min", "any"):
-            return left % self.mesh.sizes[axis] == 0
-        return kind != "whole" and left % self.mesh.sizes[axis] == 0
+        """Whether a factor can be split over one more axis and leave every device a share."""
+        own = self.rules[op.name].factor(factor)
+        return own.kind != "whole" and own.size // self._split.get((op.name, factor), 1) >= self.mesh.sizes[axis]
 
     def operand_where(self, op: str, position: int, choice: str) -> Where:
         """Where an operand must be on an axis, given the op's choice for it."""

@@ -1,0 +1,54 @@
+# Every target does its whole set-up: a machine with Python 3.11 or newer and pip is enough.
+#
+#   make demo       a byte-level GPT trains on eight ranks under two plans
+#   make test       the test suite
+#   make lint       ruff, mypy and import-linter
+#   make install    only the set-up: .venv with the pinned torch and this project, editable
+#
+# PYTHON=python3.12 chooses the interpreter. TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's smaller
+# CPU-only wheel (on Linux, PyPI's has CUDA inside).
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := test
+.PHONY: demo test lint install format clean
+
+TORCH := torch==2.13.0
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
+	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+install: $(STAMP)
+
+# Torch goes first, by its exact pin, so that no other requirement chooses its version.
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "shardwise needs Python 3.11 or newer; found none: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c '$(NEW_ENOUGH)' || { echo "shardwise needs Python 3.11 or newer; $(PYTHON) is older"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(PIP) install --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(PIP) install --progress-bar off --editable ".[test,dev]" "$(TORCH)"
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

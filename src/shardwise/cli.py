@@ -1,0 +1,98 @@
+"""The command ``shardwise``: one line per subcommand in ``COMMANDS``.
+
+``shardwise run -n 8 train.py --lr 3e-4`` starts eight ranks of a script on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.launch import launch
+
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: its arguments and what it does. ``execute`` returns the exit code."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    execute: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``shardwise``. Returns the exit code: 2 for whatever the user can mend in the command."""
+    parser = argparse.ArgumentParser(prog="shardwise", description="Trains an ordinary PyTorch model on many devices.")
+    parser.add_argument("--version", action="version", version=_versions())
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        command.add_arguments(subparser)
+        subparser.set_defaults(execute=command.execute)
+    chosen = parser.parse_args(arguments)
+    try:
+        code: int = chosen.execute(chosen)
+    except ShardwiseError as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return code
+
+
+def _versions() -> str:
+    """For example ``shardwise 0.1.0 (torch 2.13.0, Python 3.11.7)``."""
+    found = []
+    for package in ("shardwise", "torch"):
+        try:
+            found.append(version(package))
+        except PackageNotFoundError:  # a checkout on PYTHONPATH
+            found.append("not installed")
+    return f"shardwise {found[0]} (torch {found[1]}, Python {sys.version.split()[0]})"
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "shardwise run -n NUM_RANKS [options] (script.py | -m module) [arguments of the script ...]"
+    add = parser.add_argument
+    add("-n", "--num-ranks", type=int, required=True, help="ranks to start on this machine, usually one per GPU")
+    add("-m", "--module", action="store_true", help="the script is the name of a module, as in python -m")
+    add(
+        "--nnodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="machines that take part, each with its own shardwise run (1)",
+    )
+    add("--node-rank", type=int, default=0, metavar="I", help="which of them this one is, from 0 (0)")
+    add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of machine 0 (127.0.0.1)")
+    add("--master-port", type=int, metavar="PORT", help="a free port there (on a single machine one is found)")
+    add("--log-dir", metavar="DIR", help="keep the whole output of rank 3 in DIR/rank-3.log")
+    add("--tag", action="store_true", help="show the output of every rank, each line behind [rank 3]")
+    add("command", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments")
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
+    return launch(
+        ["-m", *command] if chosen.module else command,
+        chosen.num_ranks,
+        nnodes=chosen.nnodes,
+        node_rank=chosen.node_rank,
+        master_addr=chosen.master_addr,
+        master_port=chosen.master_port,
+        log_dir=chosen.log_dir,
+        tag=chosen.tag,
+    )
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

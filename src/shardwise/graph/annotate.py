@@ -1,0 +1,191 @@
+"""What the user says inside the model: strategies of calls and submodules, layouts of values.
+
+Outside capture all three functions change nothing. While a model is captured, a call made through ``shard`` opens a *region*:
+every operator traced inside it carries the region's number, and the innermost region wins. ``constrain`` leaves a marker operator.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.fx.traceback
+from torch import nn
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.operators import mark
+
+Strategy = str | tuple[tuple[int, ...], ...]
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+REGION = "shardwise_region"
+_ATTRIBUTE = "_shardwise_region"
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """A strategy for the operators of ``scope`` (``Op.scope``). ``source`` is the line where the user wrote it."""
+
+    scope: str
+    strategy: Strategy
+    out_strategy: Strategy | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """An annotation before its scope is known. ``name``: the function's name, or "" for a module. ``path``: the module's path."""
+
+    name: str
+    path: str
+    strategy: Strategy
+    out_strategy: Strategy | None
+    source: str
+
+
+@dataclass
+class Recorder:
+    """The regions that were opened while a model is captured, in order of their numbers."""
+
+    regions: list[Region] = field(default_factory=list)
+
+    def add(self, region: Region) -> int:
+        self.regions.append(region)
+        return len(self.regions) - 1
+
+    def cover(self, module: nn.Module, region: Region) -> None:
+        """Lets every call of ``module`` (a copy made for capture) open the region."""
+        number = self.add(region)
+        forward = module.forward
+
+        @wraps(forward)
+        def covered(*args: Any, **kwargs: Any) -> Any:
+            with torch.fx.traceback.annotate({REGION: number}):
+                return forward(*args, **kwargs)
+
+        module.forward = covered
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("shardwise_recorder", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """While a model is captured: annotated calls open regions of the recorder."""
+    recorder = Recorder()
+    token = _RECORDER.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _RECORDER.reset(token)
+
+
+def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
+    """Fixes the strategy of a call or of a submodule.
+
+    ``target``: a callable, then the result is a callable to use inside ``forward``; or an ``nn.Module``, which is annotated and
+    returned: the strategy holds for all operators inside it. ``in_strategy``: axes per factor, ``"m@dp n@tp"``; or split counts, one tuple per
+    tensor operand with one count per dim: ``((2, 4), (4, 1))``. ``out_strategy``: the same for the results.
+    Raises ShardwiseError at once for a strategy that is nested wrongly or has a count that is not a whole number from 1.
+    """
+    source = _caller_line()
+    name = getattr(target, "__name__", type(target).__name__)
+    strategy, out = _checked_pair(in_strategy, out_strategy, name, source)
+    if isinstance(target, nn.Module):
+        setattr(target, _ATTRIBUTE, Region("", "", strategy, out, source))
+        return target
+
+    @wraps(target)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        recorder = _RECORDER.get()
+        if recorder is None:
+            return target(*args, **kwargs)
+        number = recorder.add(Region(name, "", strategy, out, source))
+        with torch.fx.traceback.annotate({REGION: number}):
+            return target(*args, **kwargs)
+
+    return cast(Target, sharded)
+
+
+def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
+    """Fixes the layout of a value: ``constrain(x, "[32@dp, 512, 4096@tp]")``. Returns x."""
+    if not isinstance(text, str) or not text.strip():
+        raise ShardwiseError(problem(f"constrain takes a layout as text, not {text!r}", source=_caller_line(), fix='"[32@dp, 512]"'))
+    if _RECORDER.get() is None:
+        return x
+    return cast(torch.Tensor, mark(x, text))
+
+
+def module_region(module: nn.Module) -> Region | None:
+    """The region that ``shard`` attached to a module."""
+    return cast("Region | None", vars(module).get(_ATTRIBUTE))
+
+
+def checked_strategy(strategy: Any, name: str, source: str = "") -> Strategy:
+    """The strategy with lists as tuples. Raises ShardwiseError if its form is wrong."""
+    return _checked_pair(strategy, None, name, source)[0]
+
+
+def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> tuple[Strategy, Strategy | None]:
+    if _is_flat(strategy):
+        pair = [strategy] + ([out_strategy] if _is_flat(out_strategy) else [])
+        meant = _tuples(pair)
+        alone = f"; its second argument would be the strategy of the results" if len(pair) == 2 else ""
+        raise ShardwiseError(
+            problem(
+                f"a strategy holds one tuple per tensor operand, but {_tuples(strategy)!r} is a single tuple of counts{alone}",
+                op=name,
+                source=source,
+                fix=f"shard({name}, {meant!r})",
+            )
+        )
+    out = None if out_strategy is None else _checked(out_strategy, "out_strategy", name, source)
+    return _checked(strategy, "in_strategy", name, source), out
+
+
+def _is_flat(strategy: Any) -> bool:
+    return isinstance(strategy, (tuple, list)) and len(strategy) > 0 and all(isinstance(item, (int, float)) for item in strategy)
+
+
+def _tuples(strategy: Any) -> Any:
+    return tuple(map(_tuples, strategy)) if isinstance(strategy, (tuple, list)) else strategy
+
+
+def _checked(strategy: Any, role: str, name: str, source: str) -> Strategy:
+    def fail(what: str, fix: str) -> ShardwiseError:
+        return ShardwiseError(problem(f"{role} {what}", op=name, source=source, fix=fix))
+
+    if isinstance(strategy, str):
+        if not strategy.strip():
+            raise fail("is empty", 'name axes per factor, as in "m@dp n@tp"')
+        return strategy
+    if _is_flat(strategy):
+        raise fail(f"{_tuples(strategy)!r} is a single tuple of counts", f"write {(_tuples(strategy),)!r}: one tuple per tensor")
+    if not isinstance(strategy, (tuple, list)):
+        raise fail(f"is {strategy!r}", 'give a text such as "m@dp n@tp" or split counts such as ((2, 4), (4, 1))')
+    for position, counts in enumerate(strategy):
+        if not isinstance(counts, (tuple, list)):
+            raise fail(f"has {counts!r} for tensor {position}", "give one tuple of split counts per tensor, () for a scalar")
+        for dim, count in enumerate(counts):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise fail(f"has split count {count!r} for dim {dim} of tensor {position}", "a split count is a whole number")
+            if count < 1:
+                raise fail(f"has split count {count} for dim {dim} of tensor {position}", "write 1 for a dim that is not split")
+    return cast(Strategy, _tuples(strategy))
+
+
+def _caller_line() -> str:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

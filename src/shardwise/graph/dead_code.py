@@ -1,0 +1,33 @@
+"""Removal of what nothing uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.graph.ir import Graph, Op, refs
+
+
+def eliminate_dead_code(graph: Graph) -> Graph:
+    """Drops ops none of whose results is used, constants that nothing uses, and values that nothing produces.
+
+    Parameters, buffers and inputs stay: they belong to the module and to its call whether the graph reads them or not. Unused
+    results of an op that stays are kept as well.
+    """
+    live = set(refs(graph.outputs)) | {name for _, name in graph.mutations}
+    if graph.loss is not None:
+        live.add(graph.loss)
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if live.intersection(op.results):
+            live.update(op.operands)
+            kept.append(op)
+    kept.reverse()
+    sources = tuple(source for source in graph.sources if source.kind != "constant" or source.value in live)
+    exists = {source.value for source in sources} | {name for op in kept for name in op.results}
+    return replace(
+        graph,
+        values=tuple(value for value in graph.values if value.name in exists),
+        sources=sources,
+        ops=tuple(kept),
+        constraints=tuple((name, text) for name, text in graph.constraints if name in exists),
+    )

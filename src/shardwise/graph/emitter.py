@@ -1,0 +1,110 @@
+"""Building a graph op by op, with result types inferred: what every pass writes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.infer import TypeInference
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
+from shardwise.graph.schema import operator_name
+
+Rewrite = Callable[[Op, "Emitter"], tuple[Arg, ...] | None]
+
+
+class Emitter:
+    """A graph under construction.
+
+    Ops are emitted on behalf of ``origin``, whose module path, source line and scope they get. An op whose target has a line in
+    ``rewrites`` is replaced by what that function emits; the function returns the new results, or None to keep the op.
+    """
+
+    def __init__(
+        self, values: Iterable[Value], sources: Iterable[Source], rewrites: Mapping[OpOverload, Rewrite] | None = None
+    ) -> None:
+        self.values: dict[str, Value] = {value.name: value for value in values}
+        self.sources: list[Source] = list(sources)
+        self.ops: list[Op] = []
+        self.constraints: list[tuple[str, str]] = []
+        self.num_random_calls = 0
+        self.origin = Op("/", torch.ops.aten.alias.default, (), (), ())
+        self._rewrites = dict(rewrites or {})
+        self._types = TypeInference()
+        self._num_emitted = 0
+
+    def value(self, arg: Arg) -> Value:
+        """The value that a Ref uses."""
+        assert isinstance(arg, Ref), f"expected a value, found {arg!r}"
+        return self.values[arg.name]
+
+    def emit(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
+        """Appends a call and returns its result: a Ref, or a tuple of Refs if the operator returns several tensors."""
+        op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
+        results = self.apply(op)
+        return results[0] if len(results) == 1 else results
+
+    def apply(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
+        """Appends ``op``, or what replaces it, and returns its results; ``results`` are the names they get if the op is kept."""
+        rewrite = self._rewrites.get(op.target)
+        if rewrite is not None:
+            replaced = rewrite(op, self)
+            if replaced is not None:
+                return replaced
+        inferred = self._types.results(op.target, op.args, op.kwargs, self.values.__getitem__)
+        names = results if len(results) == len(inferred) else self._fresh(operator_name(op.target), len(inferred))
+        for name, value in zip(names, inferred, strict=True):
+            self.values[name] = replace(value, name=name)
+        self._num_emitted += 1
+        name = f"{self.origin.module}/{operator_name(op.target)}.{self._num_emitted}"
+        self.ops.append(replace(op, name=name, results=names))
+        return tuple(Ref(name) for name in names)
+
+    def add_source(self, source: Source, value: Value) -> Ref:
+        """Adds a source, once."""
+        if value.name not in self.values:
+            self.values[value.name] = value
+            self.sources.append(source)
+        return Ref(value.name)
+
+    def graph(self, outputs: tuple[Arg, ...], loss: str | None, mutations: tuple[tuple[str, str], ...]) -> Graph:
+        """The finished graph. Op names are unique but provisional: ``naming.assign_names`` gives the final ones."""
+        values = tuple(self.values.values())
+        return Graph(values, tuple(self.sources), tuple(self.ops), outputs, loss, mutations, tuple(self.constraints))
+
+    def _fresh(self, stem: str, count: int) -> tuple[str, ...]:
+        names: list[str] = []
+        while len(names) < count:
+            self._num_emitted += 1
+            name = f"{stem}.{self._num_emitted}"
+            if name not in self.values:
+                names.append(name)
+        return tuple(names)
+
+
+def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph:
+    """The graph with every op replaced by what its line in ``rewrites`` emits; types are inferred anew throughout."""
+    source_values = [graph.by_name[source.value] for source in graph.sources]
+    emitter = Emitter(source_values, graph.sources, rewrites)
+    emitter.constraints = []
+    known: dict[str, Arg] = {source.value: Ref(source.value) for source in graph.sources}
+    for op in graph.ops:
+        emitter.origin = op
+        args = map_refs(op.args, known.__getitem__)
+        kwargs = tuple((key, map_refs(arg, known.__getitem__)) for key, arg in op.kwargs)
+        results = emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
+        assert len(results) == len(op.results), f"{op.name}: {len(results)} results replace {len(op.results)}"
+        known.update(zip(op.results, results, strict=True))
+
+    def renamed(name: str) -> str:
+        return emitter.value(known[name]).name
+
+    emitter.constraints[:0] = [(renamed(name), text) for name, text in graph.constraints]
+    return emitter.graph(
+        tuple(map_refs(output, known.__getitem__) for output in graph.outputs),
+        None if graph.loss is None else renamed(graph.loss),
+        tuple((buffer, renamed(name)) for buffer, name in graph.mutations),
+    )

@@ -1,0 +1,44 @@
+"""Result types of operators, found by running them on fake tensors (no memory, no arithmetic)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.graph.ir import Arg, Ref, Value
+from shardwise.graph.schema import tensor_results
+
+
+class TypeInference:
+    """Runs operators on fake tensors. Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+
+    def results(
+        self, target: OpOverload, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], value: Callable[[str], Value]
+    ) -> list[Value]:
+        """The results of a call as nameless values. requires_grad is what autograd says. Raises what the operator raises."""
+        with self._mode, torch.enable_grad():
+            operand = self.operand
+            result = target(
+                *(_materialize(arg, value, operand) for arg in args),
+                **{key: _materialize(arg, value, operand) for key, arg in kwargs},
+            )
+        return [Value("", tuple(t.shape), t.dtype, t.requires_grad) for t in tensor_results(result)]
+
+    def operand(self, value: Value) -> torch.Tensor:
+        """A fake tensor of the value's type."""
+        with self._mode:
+            return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+
+
+def _materialize(arg: Arg, value: Callable[[str], Value], operand: Callable[[Value], torch.Tensor]) -> Arg:
+    if isinstance(arg, Ref):
+        return operand(value(arg.name))
+    if isinstance(arg, tuple):
+        return [_materialize(item, value, operand) for item in arg]
+    return arg

@@ -1,0 +1,33 @@
+"""Straight execution of a graph on one device: a reference for everything that is done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.graph.ir import Arg, Graph, Ref
+from shardwise.graph.schema import tensor_results
+
+
+def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs every op in order with autograd as usual.
+
+    ``inputs`` holds the data of every source (value name -> tensor of the global shape). Returns the data of every value, sources
+    included. Raises KeyError if the data of a source is missing.
+    """
+    known = {source.value: inputs[source.value] for source in graph.sources}
+    for op in graph.ops:
+        result = op.target(*(lookup(arg, known) for arg in op.args), **{key: lookup(arg, known) for key, arg in op.kwargs})
+        known.update(zip(op.results, tensor_results(result), strict=True))
+    return known
+
+
+def lookup(arg: Arg, known: Mapping[str, torch.Tensor]) -> Any:
+    """The argument with tensors in place of Refs and lists in place of tuples."""
+    if isinstance(arg, Ref):
+        return known[arg.name]
+    if isinstance(arg, tuple):
+        return [lookup(item, known) for item in arg]
+    return arg

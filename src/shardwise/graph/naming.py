@@ -1,0 +1,52 @@
+"""The final names: ops after their module and operator, values after their operator, parameters after themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from shardwise.graph.ir import Arg, Graph, Ref, map_refs
+from shardwise.graph.schema import operator_name
+
+
+def assign_names(graph: Graph) -> Graph:
+    """Names ops ``"<module path>/<operator>"`` and results ``"<operator>"``, with ``_1``, ``_2``, ... appended to repetitions.
+
+    Sources keep their names. Results of an op with several get ``"split.0"``, ``"split.1"``, ....
+    """
+    taken = {source.value for source in graph.sources}
+    op_counts: Counter[str] = Counter()
+    value_counts: Counter[str] = Counter()
+    new_names = {name: name for name in taken}
+    ops = []
+    for op in graph.ops:
+        operator = operator_name(op.target)
+        stem = f"{op.module}/{operator}"
+        op_name = _numbered(stem, op_counts[stem])
+        op_counts[stem] += 1
+        while (value_name := _numbered(operator, value_counts[operator])) in taken:
+            value_counts[operator] += 1
+        value_counts[operator] += 1
+        several = len(op.results) > 1
+        results = tuple(f"{value_name}.{i}" if several else value_name for i in range(len(op.results)))
+        new_names.update(zip(op.results, results, strict=True))
+
+        def renamed(name: str) -> Arg:
+            return Ref(new_names[name])
+
+        args = map_refs(op.args, renamed)
+        kwargs = tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs)
+        ops.append(replace(op, name=op_name, args=args, kwargs=kwargs, results=results))
+    return replace(
+        graph,
+        values=tuple(replace(value, name=new_names[value.name]) for value in graph.values),
+        ops=tuple(ops),
+        outputs=tuple(map_refs(output, lambda name: Ref(new_names[name])) for output in graph.outputs),
+        loss=None if graph.loss is None else new_names[graph.loss],
+        mutations=tuple((buffer, new_names[name]) for buffer, name in graph.mutations),
+        constraints=tuple((new_names[name], text) for name, text in graph.constraints),
+    )
+
+
+def _numbered(stem: str, count: int) -> str:
+    return stem if count == 0 else f"{stem}_{count}"

@@ -1,0 +1,132 @@
+"""Operators of our own that a graph may contain: sharded dropout and the mark that carries ``constrain``.
+
+Dropout under sharding must not depend on who computes what: one seed would give every shard the same mask, different seeds would
+give replicas different masks. So the mask is a *hash of the global index*: element ``i`` of the ``c``-th dropout of the model
+under seed ``s`` is kept if ``uniform(hash(s, c, i)) >= p``. The hash is the finalizer of splitmix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014), computed with wrapping int64 arithmetic, the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift of int64 (torch's ``>>`` copies the sign)."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def splitmix64(bits: torch.Tensor) -> torch.Tensor:
+    """The 64-bit finalizer of splitmix64, element-wise on int64."""
+    bits = (bits ^ _shift_right(bits, 30)) * _MULTIPLIER_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MULTIPLIER_2
+    return bits ^ _shift_right(bits, 31)
+
+
+def global_indices(
+    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Row-major indices in the tensor of ``sizes`` of the block of ``lengths`` that begins at ``offsets``: int64, shape ``lengths``."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    stride, trailing = 1, 0
+    for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
+        position = torch.arange(offset, offset + length, dtype=torch.int64, device=device)
+        index = index + (position * stride).reshape(length, *[1] * trailing)
+        stride *= size
+        trailing += 1
+    return index
+
+
+def dropout_mask(
+    seed: torch.Tensor, p: float, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """Which elements of the block are kept: bool, shape ``lengths``. 53 bits of the hash are compared with ``p``."""
+    key = splitmix64(splitmix64(seed + _GOLDEN) + call)
+    bits = splitmix64(key + (global_indices(sizes, offsets, lengths, seed.device) + 1) * _GOLDEN)
+    return _shift_right(bits, 11) >= int(p * (1 << 53))
+
+
+@torch.library.custom_op(
+    "shardwise::dropout",
+    mutates_args=(),
+    schema="(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None) -> Tensor",
+)
+def dropout(
+    x: torch.Tensor,
+    seed: torch.Tensor,
+    p: float,
+    call: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Dropout whose mask depends only on the global index of an element.
+
+    ``seed``: int64 of shape (). ``call``: which dropout of the model. ``sizes``: the global shape, ``offsets``: the global index of
+    the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its dims, such as sizes (3, 8, 8),
+    offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default ``x.shape``.
+    """
+    shape = tuple(x.shape) if lengths is None else tuple(lengths)
+    keep = dropout_mask(seed.to(x.device), p, call, sizes, offsets, shape).reshape(x.shape)
+    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    return torch.where(keep, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@dropout.register_fake
+def _(
+    x: torch.Tensor,
+    seed: torch.Tensor,
+    p: float,
+    call: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int] | None = None,
+) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, seed, *ctx.numbers = inputs
+    ctx.save_for_backward(seed)
+
+
+def _dropout_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (seed,) = ctx.saved_tensors
+    return torch.ops.shardwise.dropout.default(gradient, seed, *ctx.numbers), *[None] * 6
+
+
+dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
+
+
+@torch.library.custom_op("shardwise::mark", mutates_args=(), schema="(Tensor x, str tag) -> Tensor")
+def mark(x: torch.Tensor, tag: str) -> torch.Tensor:
+    """The identity. It exists only while a model is being captured, where ``tag`` is the layout text of ``sw.constrain``."""
+    return x.clone()
+
+
+@mark.register_fake
+def _(x: torch.Tensor, tag: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _mark_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Nothing is saved."""
+
+
+def _mark_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return gradient, None
+
+
+mark.register_autograd(_mark_backward, setup_context=_mark_setup)

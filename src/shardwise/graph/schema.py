@@ -1,0 +1,55 @@
+"""What an operator's schema says: its short name, its arguments by name, what it writes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.ir import Arg, Op
+
+
+def operator_name(target: OpOverload) -> str:
+    """The operator without namespace and overload: ``aten.add.Tensor`` -> ``add``."""
+    return str(target._schema.name).rpartition("::")[2]
+
+
+def arguments(op: Op) -> dict[str, Arg]:
+    """Every argument of the call by its schema name, defaults filled in (list defaults as tuples)."""
+    given = dict(op.kwargs)
+    bound: dict[str, Arg] = {}
+    for position, argument in enumerate(op.target._schema.arguments):
+        if position < len(op.args) and not argument.kwarg_only:
+            bound[argument.name] = op.args[position]
+        elif argument.name in given:
+            bound[argument.name] = given[argument.name]
+        elif argument.has_default_value():
+            default = argument.default_value
+            bound[argument.name] = tuple(default) if isinstance(default, list) else default
+    return bound
+
+
+def written_arguments(target: OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that the operator changes in place."""
+    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def is_random(target: OpOverload) -> bool:
+    """True if the operator draws from a random number generator."""
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def returns_one_tensor(target: OpOverload) -> bool:
+    """True if a call's result is a tensor, not a tuple or a list of tensors."""
+    returns = target._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+def tensor_results(result: Any) -> list[torch.Tensor]:
+    """The tensors that a call returned, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [tensor for item in result for tensor in tensor_results(item)]
+    return []

@@ -1,0 +1,282 @@
+"""From a live module to an exported program, without touching the module and without memory.
+
+The module is copied with a *fake* tensor (shape, dtype, strides, no data) in place of every parameter and buffer, and the copy is
+exported by ``torch.export`` in non-strict mode: its Python runs once, on fake tensors. Fake tensors claim to be on the CPU, so small
+tensors that the model makes from Python numbers keep their data (on meta they would lose it).
+
+Two things that export does not keep are noted while the Python runs: the user's line of every operator (``UserLines``), and the
+region of an annotation (``regions``). Both travel as custom metadata of the traced nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.graph.annotate import REGION, Region, recording
+
+LINE = "shardwise_line"
+_NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_CUSTOM_FUNCTION = str(Path(torch.__file__).parent / "autograd" / "function.py")
+_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the traced call returned.
+
+    ``spec`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in order), else ``(constant,)``.
+    The traced tensors are the tensor leaves, then the loss if ``has_loss`` and it is none of them (``loss_position`` says which), then the new values of
+    ``replaced_buffers``.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[Any] | None, ...]
+    loss_position: int | None
+    replaced_buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An exported call: the program, what it returned, and the annotated regions in order of their numbers."""
+
+    program: ExportedProgram
+    outcome: Outcome
+    regions: tuple[Region, ...]
+    origins: tuple[tuple[str, int], ...] = field(default=())
+
+
+Finish = Callable[[Any, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor | None]]
+
+
+class TracedCall(nn.Module):
+    """Calls a module with the tensor leaves of its arguments and flattens what it returns."""
+
+    def __init__(self, module: nn.Module, call: Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor | None]]) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self._calls = [call]
+        self._outcomes: list[Outcome] = []
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = _buffers_by_owner(self.module)
+        output, loss = self._calls[0](self.module, tensors)
+        leaves, spec = pytree.tree_flatten(output)
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        position = None
+        if loss is not None:
+            position = next((i for i, leaf in enumerate(found) if leaf is loss), None)
+            if position is None:
+                position = len(found)
+                found.append(loss)
+        replaced = []
+        for (name, owner, attribute), buffer in before.items():
+            now = owner._buffers[attribute]
+            if now is not buffer and now is not None:
+                replaced.append(name)
+                found.append(now)
+                owner._buffers[attribute] = buffer
+        kept = tuple(None if isinstance(leaf, torch.Tensor) else (_constant(leaf),) for leaf in leaves)
+        self._outcomes.append(Outcome(spec, kept, position, tuple(replaced)))
+        return tuple(found)
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._outcomes[-1]
+
+
+def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], torch.Tensor]:
+    return {
+        (f"{path}.{attribute}" if path else attribute, owner, attribute): buffer
+        for path, owner in module.named_modules()
+        for attribute, buffer in owner._buffers.items()
+        if buffer is not None
+    }
+
+
+def _constant(leaf: Any) -> Any:
+    """A non-tensor output. Objects that torch can not flatten, such as a key-value cache, are not carried: they become None."""
+    return leaf if isinstance(leaf, (int, float, complex, bool, str, torch.dtype, torch.device)) else None
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor of the same shape, strides, dtype, requires_grad and parameterhood."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the module that shares no state with it; its parameters and buffers are fake, tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    for _, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise CaptureError(
+                problem("a lazy module has no shapes yet", fix="run the module once on real inputs before planning it")
+            )
+        memo.setdefault(id(tensor), fake_like(tensor, mode))
+    for path, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                if value.is_meta:
+                    raise CaptureError(
+                        problem(
+                            f"the tensor attribute {attribute!r} is on meta and has no data, and it is neither a parameter nor a buffer",
+                            op=path or type(owner).__name__,
+                            fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
+                        )
+                    )
+                memo[id(value)] = value.detach().cpu()
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise CaptureError(
+            problem(
+                f"{type(module).__name__} can not be copied: {error}",
+                fix="copy.deepcopy(module) must work: keep locks, open files and intermediate results out of its attributes",
+            )
+        ) from error
+
+
+class UserLines(TorchFunctionMode):
+    """Notes the user's line with every operator that is traced while the mode is active."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = user_line(sys._getframe(1))
+        with torch.fx.traceback.annotate({LINE: line}):
+            return func(*args, **(kwargs or {}))
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``"model.py:41"`` of the innermost frame of the user's model, or "". Raises CaptureError inside a custom autograd function."""
+    line = ""
+    inner = ""
+    while frame is not None and frame.f_code is not TracedCall.forward.__code__:
+        name = frame.f_code.co_filename
+        if not line and not name.startswith(_NOT_USER_CODE):
+            line = f"{Path(name).name}:{frame.f_lineno}"
+        if name == _CUSTOM_FUNCTION and frame.f_code.co_name == "apply":
+            _reject_custom_function(inner, line)
+        inner = name
+        frame = frame.f_back
+    return line if frame is not None else ""
+
+
+def _reject_custom_function(filename: str, line: str) -> None:
+    if filename.endswith("checkpoint.py"):
+        what, fix = "re-entrant activation checkpointing hides its gradients", "checkpoint(..., use_reentrant=False)"
+    else:
+        what = "a torch.autograd.Function is traced through, so its own backward would be lost"
+        fix = "write its forward with ordinary operators, or register it as an operator with torch.library.custom_op"
+    raise CaptureError(problem(what, source=line, fix=fix))
+
+
+def trace(
+    module: nn.Module,
+    examples: tuple[torch.Tensor, ...],
+    call: Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor | None]],
+    annotated: dict[str, Region],
+) -> Traced:
+    """Exports ``call(copy of module, examples)``, which returns (output, loss). ``annotated``: module path -> region.
+
+    Raises CaptureError with the user's line for whatever export rejects.
+    """
+    mode = FakeTensorMode()
+    traced = TracedCall(fake_copy(module, mode), call)
+    inputs = tuple(fake_like(example, mode) for example in examples)
+    try:
+        with _quiet(), recording() as recorder, torch.device("cpu"):
+            for path, region in annotated.items():
+                recorder.cover(traced.module.get_submodule(path), region)
+            with torch.fx.traceback.preserve_node_meta(), UserLines(), torch.enable_grad():
+                program = torch.export.export(traced, inputs, strict=False)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # whatever a model or export raises becomes an error with the model's line
+        raise _explained(error) from error
+    return Traced(program, traced.outcome, tuple(recorder.regions))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export logs what it then raises, and warns about what we handle: only the error reaches the user."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    disabled = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+            warnings.filterwarnings("ignore", message=r".*(attribute|assigned) .*export.*")
+            yield
+    finally:
+        for logger, was in zip(loggers, disabled, strict=True):
+            logger.disabled = was
+
+
+_DATA_DEPENDENT = {
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "UserError",
+}
+
+
+def _explained(error: Exception) -> CaptureError:
+    """The error as the user should see it: the innermost line of the model, and the mend."""
+    source = _line_of(error)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if type(error).__name__ in _DATA_DEPENDENT or isinstance(error.__cause__, torch._subclasses.fake_tensor.DataDependentOutputException):
+        return CaptureError(
+            problem(
+                f"the model's control flow, or a size, depends on the data of a tensor ({first})",
+                source=source,
+                fix="compute with tensors instead: torch.where for a choice, a mask instead of an index; or decide from arguments "
+                "that are Python numbers",
+            )
+        )
+    return CaptureError(
+        problem(f"the model can not be captured: {type(error).__name__}: {first}", source=source, fix="the call must run on fake (data-free) tensors")
+    )
+
+
+def _line_of(error: BaseException) -> str:
+    line = ""
+    inside = False
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if code is TracedCall.forward.__code__:
+            inside = True
+        elif inside and not code.co_filename.startswith(_NOT_USER_CODE):
+            line = f"{Path(code.co_filename).name}:{step.tb_lineno}"
+        step = step.tb_next
+    return line
+
+
+def required_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The positional parameters of a function that have no default."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(function).parameters.values()
+    return [p for p in found if p.kind in kinds and p.default is inspect.Parameter.empty]

@@ -1,0 +1,221 @@
+"""From a graph to the choice of a plan, and from a plan back to the choice for a graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
+from shardwise.graph.annotate import Annotation
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, parse_choices
+from shardwise.layouts.text import format_dtype, parse_layout
+from shardwise.plans.plan import Plan
+from shardwise.rules.atoms import Factored, factor_graph
+from shardwise.rules.rule import OpRule
+from shardwise.rules.tables import rule_of, whole_rule
+from shardwise.search.modes import Choice, Choices, choose, follows, spread_axes
+from shardwise.search.propagate import Where, factor_places, where_of
+from shardwise.search.wishes import burdens, choices_for
+
+
+class UnsplitWarning(UserWarning):
+    """An operator has no rule: it runs unsplit on gathered operands, slower but right."""
+
+
+def rules_of(graph: Graph) -> dict[str, OpRule]:
+    """The rule of every op; operators without one are kept whole, with one warning that names them all."""
+    rules: dict[str, OpRule] = {}
+    missing: dict[str, Op] = {}
+    for op in graph.ops:
+        rule = rule_of(op, graph)
+        if rule is None:
+            missing.setdefault(str(op.target), op)
+            rule = whole_rule(op, graph)
+        rules[op.name] = rule
+    if missing:
+        named = ", ".join(f"{target} ({op.name}, {op.source})" for target, op in missing.items())
+        warnings.warn(f"no rule for {named}: they run unsplit on gathered operands", UnsplitWarning, stacklevel=2)
+    return rules
+
+
+def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: str) -> tuple[Factored, Choice]:
+    """Complete what the user annotated, in the given mode."""
+    rules = rules_of(graph)
+    factored = factor_graph(graph, rules)
+    fixed = _fixed(graph, rules, factored, annotations, mesh)
+    return factored, choose(graph, factored, mesh, mode, fixed)
+
+
+def _fixed(
+    graph: Graph, rules: Mapping[str, OpRule], factored: Factored, annotations: Iterable[Annotation], mesh: Mesh
+) -> Choices:
+    """The user's strategies and constraints, per operator."""
+    weight = burdens(graph, factored.rules)
+    fixed: Choices = {}
+    for annotation in annotations:
+        op = _subject(graph, factored, annotation)
+        if op is None:
+            continue
+        own = {f.name: weight[op.name, f.name] for f in factored.rules[op.name].factors}
+        fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], annotation.strategy, mesh, graph, own)
+        if annotation.out_strategy is not None:
+            raise NotImplementedError(f"{op.name} ({op.source}): out_strategy is not supported yet; use sw.constrain on the result")
+    for value, text in graph.constraints:
+        op = graph.producer[value]
+        try:
+            layout = parse_layout(text, mesh)
+            if layout.shape != graph.by_name[value].shape:
+                raise LayoutError(f"{text} is not a layout of shape {list(graph.by_name[value].shape)}")
+            fixed[op.name] = _alias_choices(factored.rules[op.name], layout, factored.atoms[value])
+        except ShardwiseError as error:
+            raise type(error)(problem(str(error), op=op.name, source=op.source)) from error
+    return fixed
+
+
+def _alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, str]:
+    """The choices of an identity operator whose result is in ``layout``."""
+    (places,) = factor_places(rule)[1]
+    at = {place: factor for factor, place in places.items()}
+    choices: dict[str, str] = {}
+    for axis, where in where_of(layout.canonical().refine(atoms)).items():
+        if isinstance(where, tuple):
+            choices[axis] = at[where]
+        else:
+            choices[axis] = "P0" if where == "P" else where
+    return choices
+
+
+def _subject(graph: Graph, factored: Factored, annotation: Annotation) -> Op | None:
+    """The operator that an annotation speaks of: the one in its scope that does the work.
+
+    Views, casts and the sum with a bias that normalisation split off are not counted.
+    """
+    inside = [op for op in graph.ops if op.scope == annotation.scope]
+    if not inside:
+        return None
+    working = [op for op in inside if not follows(op, factored) and not _is_split_off(op, inside, graph)] or inside
+    if isinstance(annotation.strategy, str) and len(working) > 1:
+        names = {word.partition("@")[0] for word in annotation.strategy.split()}
+        working = [op for op in working if names <= {f.name.partition(".")[0] for f in factored.rules[op.name].factors}] or working
+    if len(working) > 1:
+        listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
+        raise LayoutError(
+            problem(
+                f"the strategy {annotation.strategy!r} covers {len(working)} operators: {listed}",
+                op=annotation.scope,
+                source=annotation.source,
+                fix="annotate the operator it is meant for: a smaller submodule, or the call inside forward",
+            )
+        )
+    return working[0]
+
+
+def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
+    """Whether the operator adds a parameter to the result of another operator of the same scope (a bias)."""
+    names = {result for other in inside for result in other.results}
+    sources = [name for name in op.operands if name in graph.source_of and graph.source_of[name].kind == "parameter"]
+    return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)
+
+
+def bind(plan: Plan, graph: Graph) -> tuple[Factored, Choice]:
+    """The choice that a plan makes for a graph of its model.
+
+    For the inputs of the plan every strategy must fit. For inputs of other sizes (and for evaluation) the strategies of operators that still
+    exist are kept where they still apply, and the rest follows them. Raises PlanError listing what does not fit.
+    """
+    _check_sources(plan, graph)
+    rules = rules_of(graph)
+    factored = factor_graph(graph, rules)
+    exact = _same_inputs(plan, graph) and {op.name for op in graph.ops} == set(plan.strategies)
+    if not exact and not {op.name for op in graph.ops} & set(plan.strategies):
+        raise PlanError("the plan is for another model: no operator has the same name")
+    fixed: Choices = {}
+    faults: list[str] = []
+    for op in graph.ops:
+        if op.name not in plan.strategies:
+            continue
+        try:
+            fixed[op.name] = _parse(plan.strategies[op.name], factored.rules[op.name], plan.mesh)
+        except ShardwiseError as error:
+            if exact:
+                faults.append(problem(f"strategy {plan.strategies[op.name]!r}: {error}", op=op.name, source=op.source))
+    if faults:
+        raise PlanError("\n".join(["the plan does not fit its model:", *faults]))
+    storage = {
+        source.value: _storage(plan, source.names, factored.atoms[source.value], graph.by_name[source.value].shape)
+        for source in graph.sources
+        if source.kind != "constant"
+    }
+    return factored, choose(graph, factored, plan.mesh, "auto", fixed, storage=storage)
+
+
+def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, str]:
+    """All axes of a strategy's text: those not named are invariant. Raises unless the rule allows it."""
+    choices = parse_choices(text, mesh)
+    check_strategy(rule, Strategy.of(choices), mesh)
+    for axis, choice in choices.items():
+        if not is_rest(choice) and rule.factor(choice).size < 2:
+            raise LayoutError(f"factor {choice} has size {rule.factor(choice).size}: nothing to split over {axis}")
+    return {**choices, **{axis: "I" for axis in mesh.sub_axes if axis not in choices}}
+
+
+def _same_inputs(plan: Plan, graph: Graph) -> bool:
+    have = tuple(
+        (source.names[0], graph.by_name[source.value].shape) for source in graph.sources if source.kind == "input"
+    )
+    return have == tuple((entry.name, entry.shape) for entry in plan.inputs)
+
+
+def _check_sources(plan: Plan, graph: Graph) -> None:
+    """Parameters and buffers must be those of the plan; inputs must have its dtypes and ranks."""
+    faults: list[str] = []
+    for kind, entries in (("parameter", plan.parameters), ("buffer", plan.buffers)):
+        have = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == kind}
+        want = {entry.name: entry for entry in entries}
+        for name in want.keys() - have.keys() if kind == "parameter" else ():
+            near = get_close_matches(name, have, 1)
+            faults.append(f"{kind} {name} is missing in the model" + (f"; it has {near[0]}" if near else ""))
+        for name in have.keys() - want.keys() if kind == "parameter" else ():
+            faults.append(f"{kind} {name} of the model is not in the plan")
+        for name in have.keys() & want.keys():
+            if have[name].shape != want[name].shape:
+                faults.append(f"{kind} {name} is {list(have[name].shape)} in the model and {list(want[name].shape)} in the plan")
+    inputs = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == "input"}
+    for entry in plan.inputs:
+        value = inputs.get(entry.name)
+        if value is None:
+            faults.append(f"input {entry.name} of the plan is not given")
+        elif format_dtype(value.dtype) != entry.dtype:
+            faults.append(f"input {entry.name} has dtype {format_dtype(value.dtype)}; the plan was made for {entry.dtype}")
+        elif len(value.shape) != len(entry.shape):
+            faults.append(
+                f"input {entry.name} has {len(value.shape)} dims {list(value.shape)}; the plan was made for {list(entry.shape)}"
+            )
+    for name in inputs.keys() - {entry.name for entry in plan.inputs}:
+        faults.append(f"input {name} is not in the plan")
+    if faults:
+        raise PlanError("\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in sorted(faults))]))
+
+
+def _storage(
+    plan: Plan, names: tuple[str, ...], atoms: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+) -> dict[str, Where]:
+    """Where the plan keeps a source, over the graph's atoms; an input of another size is split over the same axes of the same dims."""
+    layout = plan.layouts.get(names[0])
+    if layout is None:
+        return dict.fromkeys(plan.mesh.sub_axes, "I")
+    if layout.shape == shape:
+        try:
+            return where_of(layout.canonical().refine(atoms))
+        except LayoutError:
+            return where_of(layout)
+    where: dict[str, Where] = dict.fromkeys(plan.mesh.sub_axes, "I")
+    for dim, own in enumerate(layout.dims):
+        axes = [axis for atom in own for axis in atom.axes]
+        if axes and shape[dim] > 1:
+            where.update(spread_axes(atoms, dim, axes, plan.mesh))
+    return where

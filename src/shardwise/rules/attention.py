@@ -1,0 +1,80 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments
+from shardwise.rules import lowerings
+from shardwise.rules.binding import RuleTable, build, leading_names
+from shardwise.rules.calls import operand_positions
+from shardwise.rules.rule import Dims, FactorKind, OpRule
+
+aten = torch.ops.aten
+
+
+def attention_rule(op: Op, graph: Graph) -> OpRule | None:
+    """``b h t d, b h s d, b h s e -> b h t e``; grouped: the query heads are ``(g r)``, the key heads ``g``.
+
+    Batch, heads and value width are parallel, and queries too unless the mask is causal (a part must know where it
+    starts: lowered). Keys and the width that is contracted are lowered. With dropout there is no rule:
+    normalisation separates it.
+    """
+    given = arguments(op)
+    if given["dropout_p"] != 0.0:
+        return None
+    query, key, value = (graph.by_name[name].shape for name in op.operands[:3])
+    positions = operand_positions(op)
+    rank = max(len(query), len(key), len(value))
+    grouped = bool(given["enable_gqa"]) and len(query) >= 3 and query[-3] != key[-3]
+    leading = leading_names(rank - 3) + (("h",) if rank >= 3 else ())
+    heads = ("g", "r") if grouped else ("h",)
+    batch = tuple(heads if name == "h" else (name,) for name in leading)
+    batch_sizes = graph.by_name[op.results[0]].shape[:-2]
+
+    def tensor(shape: tuple[int, ...], *last: tuple[str, ...], shared: bool = False) -> Dims:
+        own = len(shape) - 2
+        dims: list[tuple[str, ...]] = []
+        for i in range(own):
+            position = len(batch) - own + i
+            factors: tuple[str, ...] = batch[position]
+            if shared and factors == heads and grouped:
+                factors = ("g",)
+            elif shape[i] != batch_sizes[position]:
+                factors = ()
+            dims.append(factors)
+        return (*dims, *last)
+
+    if grouped and value[-3] != key[-3]:
+        return None
+    operands = [
+        tensor(query, ("t",), ("d",)),
+        tensor(key, ("s",), ("d",), shared=True),
+        tensor(value, ("s",), ("e",), shared=True),
+    ]
+    if "attn_mask" in positions:
+        mask = graph.by_name[op.operands[positions["attn_mask"][0]]].shape
+        if len(mask) < 2:
+            return None
+        rows: tuple[str, ...] = ("t",) if mask[-2] == query[-2] else ()
+        columns: tuple[str, ...] = ("s",) if mask[-1] == key[-2] else ()
+        operands.append(tensor(mask, rows, columns))
+    result: Dims = (*batch, ("t",), ("e",))
+    kinds: dict[str, FactorKind] = {"s": "lowered", "d": "lowered"}
+    if given["is_causal"]:
+        kinds["t"] = "lowered"
+    sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
+    return build(
+        op,
+        graph,
+        operands,
+        [result],
+        kinds=kinds,
+        sizes=sizes,
+        linear=((2,),),
+        lowering=lowerings.scaled_dot_product_attention,
+    )
+
+
+ATTENTION: RuleTable = {aten.scaled_dot_product_attention.default: attention_rule}

@@ -1,0 +1,197 @@
+"""From rule templates and rule functions to the rule of one op: names, sizes and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.errors import LayoutError, problem
+from shardwise.graph.ir import Graph, Op
+from shardwise.rules.notation import ELLIPSIS, Pattern, format_dims, parse_rule
+from shardwise.rules.rule import Dims, Factor, FactorKind, Localize, Lowering, OpRule
+
+Linear = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class RuleTemplate:
+    """A line of a rule table: the notation and what may be done with each factor."""
+
+    pattern: Pattern
+    kinds: Mapping[str, FactorKind] = field(default_factory=dict)
+    linear: Linear = ()
+    localize: Localize | None = None
+    lowering: Lowering | None = None
+
+
+RuleFunction = Callable[[Op, Graph], OpRule | None]
+RuleTable = Mapping[OpOverload, RuleTemplate | RuleFunction]
+
+
+def rule(
+    text: str,
+    *,
+    reduction: Mapping[str, FactorKind] | None = None,
+    lowered: Sequence[str] = (),
+    whole: Sequence[str] = (),
+    linear: Linear = (),
+    localize: Localize | None = None,
+    lowering: Lowering | None = None,
+) -> RuleTemplate:
+    """A template: ``rule("m k, k n -> m n", reduction={"k": "sum"}, linear=((0,), (1,)))``."""
+    kinds: dict[str, FactorKind] = dict(reduction or {})
+    kinds.update(dict.fromkeys(lowered, "lowered"))
+    kinds.update(dict.fromkeys(whole, "whole"))
+    pattern = parse_rule(text)
+    known = {name for dims in pattern.operands + pattern.results for dim in dims for name in dim}
+    assert known >= kinds.keys(), f"{text!r} has no factor {sorted(kinds.keys() - known)}"
+    return RuleTemplate(pattern, kinds, linear, localize, lowering)
+
+
+def bind(template: RuleTemplate, op: Op, graph: Graph, sizes: Mapping[str, int] | None = None) -> OpRule:
+    """The template with the sizes of ``op``. Raises LayoutError when a tensor does not fit the pattern."""
+    pattern = template.pattern
+    shapes = [graph.by_name[name].shape for name in (*op.operands, *op.results)]
+    tensors = (*pattern.operands, *pattern.results)
+    if len(op.operands) != len(pattern.operands) or len(op.results) != len(pattern.results):
+        counts = f"{len(op.operands)} operands and {len(op.results)} results"
+        raise LayoutError(problem(f"{op.target} has {counts}: its rule is {pattern}", op=op.name, source=op.source))
+    leading = [
+        len(shape) - len(dims) + 1 for dims, shape in zip(tensors, shapes, strict=True) if (ELLIPSIS,) in dims[:1]
+    ]
+    names = leading_names(leading[0]) if leading and leading[0] >= 0 else ()
+
+    def expand(dims: Dims) -> Dims:
+        return tuple((name,) for name in names) + dims[1:] if dims[:1] == ((ELLIPSIS,),) else dims
+
+    return build(
+        op,
+        graph,
+        [expand(dims) for dims in pattern.operands],
+        [expand(dims) for dims in pattern.results],
+        kinds=template.kinds,
+        sizes=sizes,
+        linear=template.linear,
+        localize=template.localize,
+        lowering=template.lowering,
+    )
+
+
+def leading_names(count: int) -> tuple[str, ...]:
+    """Names of leading (batch) dims: ``b``, or ``b0 b1 ...``."""
+    return ("b",) if count == 1 else tuple(f"b{i}" for i in range(count))
+
+
+def dim_names(count: int) -> tuple[str, ...]:
+    """Names for dims that have no role: ``d0 d1 ...``."""
+    return tuple(f"d{i}" for i in range(count))
+
+
+def single(names: Sequence[str]) -> Dims:
+    """One factor per dim."""
+    return tuple((name,) for name in names)
+
+
+def build(
+    op: Op,
+    graph: Graph,
+    operands: Sequence[Dims],
+    results: Sequence[Dims],
+    *,
+    kinds: Mapping[str, FactorKind] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    linear: Linear = (),
+    localize: Localize | None = None,
+    lowering: Lowering | None = None,
+) -> OpRule:
+    """The rule of ``op``: factor sizes solved from the shapes, every dim checked against them.
+
+    ``sizes`` gives factors that no shape determines. ``kinds`` of factors that do not appear are ignored, except
+    that sums over booleans become whole (booleans cannot be added). Raises LayoutError when a shape does not fit.
+    """
+    operands, results = tuple(operands), tuple(results)
+    tensors = list(zip((*op.operands, *op.results), (*operands, *results), strict=True))
+    known = _solve(op, graph, tensors, dict(sizes or {}))
+    booleans = any(graph.by_name[name].dtype == torch.bool for name in op.results)
+
+    def kind(name: str) -> FactorKind:
+        found = (kinds or {}).get(name, "parallel")
+        return "whole" if found == "sum" and booleans else found
+
+    factors = tuple(
+        Factor(name, known[name], kind(name))
+        for name in dict.fromkeys(name for _, dims in tensors for dim in dims for name in dim)
+    )
+    for factor in factors:
+        held = [dims for name, dims in zip(op.results, results, strict=True) if graph.by_name[name].numel]
+        places = [any(factor.name in dim for dim in dims) for dims in held or results]
+        assert factor.kind != "parallel" or all(places), (
+            f"{op.target}: {factor.name} is parallel but not in all results"
+        )
+        reduced = factor.kind in ("sum", "max", "min", "any")
+        assert not reduced or not any(places), f"{op.target}: {factor.name} is reduced but in a result"
+        assert factor.kind != "lowered" or lowering is not None, f"{op.target}: {factor.name} has no lowering"
+    return OpRule(factors, operands, results, _additive(op, graph, linear), localize, lowering)
+
+
+def _solve(op: Op, graph: Graph, tensors: Sequence[tuple[str, Dims]], known: dict[str, int]) -> dict[str, int]:
+    dims_left: list[tuple[str, int, tuple[str, ...], int]] = []
+    for name, dims in tensors:
+        shape = graph.by_name[name].shape
+        if len(shape) != len(dims):
+            raise LayoutError(_misfit(op, name, shape, dims, f"{len(shape)} dims where the rule has {len(dims)}"))
+        assert len({f for dim in dims for f in dim}) == sum(map(len, dims)), f"{op.target}: a factor repeats in {dims}"
+        dims_left += [(name, i, dim, size) for i, (dim, size) in enumerate(zip(dims, shape, strict=True))]
+    shapes = dict(tensors)
+    while dims_left:
+        later = []
+        for name, i, dim, size in dims_left:
+            unknown = [factor for factor in dim if factor not in known]
+            if len(unknown) > 1:
+                later.append((name, i, dim, size))
+                continue
+            rest = prod(known[factor] for factor in dim if factor in known)
+            fits = (rest > 0 and size % rest == 0) if unknown else rest == size
+            if not fits:
+                sizes = " ".join(f"{factor}={known[factor]}" for factor in dim if factor in known)
+                what = f"dim {i} has size {size}, the rule needs {sizes or '1'}"
+                raise LayoutError(_misfit(op, name, graph.by_name[name].shape, shapes[name], what))
+            if unknown:
+                known[unknown[0]] = size // rest
+        assert len(later) < len(dims_left), (
+            f"{op.target}: sizes of {[dim for _, _, dim, _ in later]} are not determined"
+        )
+        dims_left = later
+    return known
+
+
+def _misfit(op: Op, name: str, shape: Sequence[int], dims: Dims, what: str) -> str:
+    text = f"{name} {list(shape)} does not fit {format_dims(dims)} of {op.target}: {what}"
+    return problem(text, op=op.name, source=op.source)
+
+
+def _additive(op: Op, graph: Graph, linear: Linear) -> Linear:
+    """The groups along which sums of values really pass: no booleans, and no rounding to integers."""
+    results = [graph.by_name[name].dtype for name in op.results]
+
+    def adds(group: tuple[int, ...]) -> bool:
+        dtypes = [graph.by_name[op.operands[i]].dtype for i in group]
+        if torch.bool in dtypes or torch.bool in results:
+            return False
+        inexact = any(d.is_floating_point or d.is_complex for d in dtypes)
+        exact = any(not (d.is_floating_point or d.is_complex) for d in results)
+        return not (inexact and exact)
+
+    return tuple(group for group in linear if group and adds(group))
+
+
+def whole_rule(op: Op, graph: Graph) -> OpRule:
+    """The rule of an operator without one: no dim may be split."""
+    operands = [single([f"x{i}_{j}" for j in range(len(graph.by_name[n].shape))]) for i, n in enumerate(op.operands)]
+    results = [single([f"y{i}_{j}" for j in range(len(graph.by_name[n].shape))]) for i, n in enumerate(op.results)]
+    names = [name for dims in (*operands, *results) for dim in dims for name in dim]
+    return build(op, graph, operands, results, kinds=dict.fromkeys(names, "whole"))

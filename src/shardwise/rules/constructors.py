@@ -1,0 +1,107 @@
+"""Tensors made from nothing: each rank makes its own part."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments, operator_name
+from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.calls import any_split, block_offset, flat_pieces, replaced, unchanged
+from shardwise.rules.kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
+from shardwise.rules.rule import Call, FactorKind, LocalContext, OpRule
+
+aten = torch.ops.aten
+
+
+def _filled(op: Op, graph: Graph) -> OpRule:
+    """zeros, ones, full, empty: only the size changes."""
+    names = dim_names(len(graph.by_name[op.results[0]].shape))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return replaced(op, size=context.result_shapes[0])
+
+    return build(op, graph, [], [single(names)], localize=localize)
+
+
+def _new(op: Op, graph: Graph) -> OpRule:
+    """new_zeros and its like take only type and device from their tensor, which therefore stays whole."""
+    shape = graph.by_name[op.results[0]].shape
+    model = graph.by_name[op.operands[0]].shape
+    names = tuple(f"x{i}" for i in range(len(model)))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return replaced(op, size=context.result_shapes[0])
+
+    kinds: dict[str, FactorKind] = dict.fromkeys(names, "whole")
+    linear = ((0,),) if "zeros" in operator_name(op.target) else ()
+    results = [single(dim_names(len(shape)))]
+    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, localize=localize)
+
+
+def _range(op: Op, graph: Graph) -> OpRule:
+    """``start + i * step`` for the part's i."""
+    given = arguments(op)
+    value = graph.by_name[op.results[0]]
+    start, step = given.get("start", 0), given.get("step", 1)
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("n"):
+            return unchanged(op)
+        pieces = context.pieces["n"]
+        offset, length = block_offset(pieces), context.result_shapes[0][0]
+        integers = all(isinstance(number, int) for number in (start, step))
+
+        if offset is not None and integers and not value.dtype.is_floating_point:
+            bounds = (start + offset * step, start + (offset + length) * step, step)
+            return Call(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", given["device"])))
+        return Call(RANGE_BLOCK, (start, step, *flat_pieces(pieces), value.dtype, given["device"]))
+
+    return build(op, graph, [], [single(["n"])], localize=localize)
+
+
+def _linspace(op: Op, graph: Graph) -> OpRule:
+    given, dtype = arguments(op), graph.by_name[op.results[0]].dtype
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("n"):
+            return unchanged(op)
+        ends = (given["start"], given["end"], given["steps"])
+        return Call(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, given["device"]))
+
+    return build(op, graph, [], [single(["n"])], localize=localize)
+
+
+def _eye(op: Op, graph: Graph) -> OpRule:
+    given, dtype = arguments(op), graph.by_name[op.results[0]].dtype
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not any_split(context, ("m", "n")):
+            return unchanged(op)
+        rows, columns = flat_pieces(context.pieces["m"]), flat_pieces(context.pieces["n"])
+        return Call(EYE_BLOCK, (*rows, *columns, dtype, given["device"]))
+
+    return build(op, graph, [], [single(["m", "n"])], localize=localize)
+
+
+def _scalar(op: Op, graph: Graph) -> OpRule:
+    return build(op, graph, [], [()])
+
+
+CONSTRUCTORS: RuleTable = {
+    aten.zeros.default: _filled,
+    aten.ones.default: _filled,
+    aten.full.default: _filled,
+    aten.empty.memory_format: _filled,
+    aten.scalar_tensor.default: _scalar,
+    aten.new_zeros.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.new_empty.default: _new,
+    aten.arange.default: _range,
+    aten.arange.start: _range,
+    aten.arange.start_step: _range,
+    aten.linspace.default: _linspace,
+    aten.eye.default: _eye,
+    aten.eye.m: _eye,
+}

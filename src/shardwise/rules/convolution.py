@@ -1,0 +1,126 @@
+"""Convolution and pooling: batch and channels can be split, the spatial dims are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments, operator_name
+from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, single
+from shardwise.rules.calls import local_size, operand_positions, replaced
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+
+aten = torch.ops.aten
+
+
+def _spatial(letter: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{letter}{i}" for i in range(count))
+
+
+def convolution_rule(op: Op, graph: Graph) -> OpRule:
+    """``n (g ci) x..., (g co) ci k..., (g co) -> n (g co) y...``; transposed: the weight is ``(g ci) co k...``.
+
+    Input channels are a sum; with a bias they are lowered, because the bias must be added once.
+    """
+    given = arguments(op)
+    weight_shape = graph.by_name[op.operands[1]].shape
+    count = len(weight_shape) - 2
+    batched = len(graph.by_name[op.operands[0]].shape) == len(weight_shape)
+    groups = int(given["groups"])
+    transposed = bool(given.get("transposed", "output_padding" in given))
+    group: tuple[str, ...] = ("g",) if groups > 1 else ()
+    batch: Dims = (("n",),) if batched else ()
+    x, kernel, y = (single(_spatial(letter, count)) for letter in "xky")
+    channels_in, channels_out = (*group, "ci"), (*group, "co")
+    weight: Dims = (channels_in, ("co",), *kernel) if transposed else (channels_out, ("ci",), *kernel)
+    bias = "bias" in operand_positions(op)
+    operands: list[Dims] = [(*batch, channels_in, *x), weight] + ([(channels_out,)] if bias else [])
+    kinds: dict[str, FactorKind] = {name: "whole" for letter in "xky" for name in _spatial(letter, count)}
+    kinds["ci"] = "lowered" if bias else "sum"
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return replaced(op, groups=local_size(context, "g") if group else 1)
+
+    linear: Linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
+    return build(
+        op,
+        graph,
+        operands,
+        [(*batch, channels_out, *y)],
+        kinds=kinds,
+        sizes={"g": groups} if group else {},
+        linear=linear,
+        localize=localize,
+        lowering=_bias_apart(op.target) if bias else None,
+    )
+
+
+@cache  # one function per operator, so that its capture can be reused
+def _bias_apart(target: Any) -> Callable[..., Any]:
+    """The convolution without bias, then the bias."""
+
+    def lowering(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return target(input, weight, None, *args, **kwargs) + bias.reshape(-1, *(1,) * (weight.dim() - 2))
+
+    return lowering
+
+
+def _pooling(num_spatial: int) -> RuleFunction:
+    """Every leading dim is parallel. Positions that a pooling returns count within one map, so they need no shift."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        rank = len(graph.by_name[op.operands[0]].shape)
+        leading = ("n", "c")[2 - (rank - num_spatial) :]
+        dims = single([*leading, *_spatial("x", num_spatial)])
+        result = single([*leading, *_spatial("y", num_spatial)])
+        kinds: dict[str, FactorKind] = {n: "whole" for letter in "xy" for n in _spatial(letter, num_spatial)}
+        name = operator_name(op.target)
+        averages = "avg" in name or "upsample" in name
+        linear = ((0,),) if averages else ()
+        return build(op, graph, [dims], [result] * len(op.results), kinds=kinds, linear=linear)
+
+    return function
+
+
+def _table(targets: Sequence[Any], function: RuleFunction) -> RuleTable:
+    return dict.fromkeys(targets, function)
+
+
+CONVOLUTION: RuleTable = {
+    **_table(
+        (
+            aten.convolution.default,
+            aten.conv1d.default,
+            aten.conv1d.padding,
+            aten.conv2d.default,
+            aten.conv2d.padding,
+            aten.conv3d.default,
+            aten.conv3d.padding,
+            aten.conv_transpose1d.default,
+            aten.conv_transpose2d.input,
+            aten.conv_transpose3d.input,
+        ),
+        convolution_rule,
+    ),
+    **_table((aten.max_pool1d.default, aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default), _pooling(1)),
+    **_table(
+        (
+            aten.max_pool2d.default,
+            aten.max_pool2d_with_indices.default,
+            aten.avg_pool2d.default,
+            aten.adaptive_avg_pool2d.default,
+            aten._adaptive_avg_pool2d.default,
+            aten.adaptive_max_pool2d.default,
+            aten.upsample_nearest2d.default,
+            aten.upsample_nearest2d.vec,
+            aten.upsample_bilinear2d.default,
+            aten.upsample_bilinear2d.vec,
+        ),
+        _pooling(2),
+    ),
+    **_table((aten.max_pool3d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool3d.default), _pooling(3)),
+}

@@ -1,0 +1,29 @@
+"""Dropout whose mask depends on the seed and the element's global position: the same under every split."""
+
+from __future__ import annotations
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.operators import dropout
+from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.calls import replaced
+from shardwise.rules.rule import Call, LocalContext, OpRule, Piece
+
+
+def dropout_rule(op: Op, graph: Graph) -> OpRule:
+    """Parallel in every dim. The local call says where the shard lies, atom by atom, so it need not be one block."""
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    dims = single(names)
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        pieces: list[Piece] = [piece for name in names for piece in context.pieces[name]]
+        return replaced(
+            op,
+            sizes=tuple(piece.size for piece in pieces),
+            offsets=tuple(piece.offset for piece in pieces),
+            lengths=tuple(piece.length for piece in pieces),
+        )
+
+    return build(op, graph, [dims, ()], [dims], linear=((0,),), localize=localize)
+
+
+DROPOUT: RuleTable = {dropout._opoverload: dropout_rule}

@@ -1,0 +1,353 @@
+"""Point-wise operators with broadcasting: every dim of the result is a parallel factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.calls import operand_positions
+from shardwise.rules.rule import Dims, FactorKind, Localize, OpRule
+
+aten = torch.ops.aten
+
+
+def broadcast_dims(shape: Sequence[int], result: Sequence[int], names: Sequence[str]) -> Dims:
+    """The dims of an operand that broadcasts to a result with dims ``names``; no factor where the size is 1."""
+    skipped = len(result) - len(shape)
+    return tuple((name,) if size != 1 else () for name, size in zip(names[skipped:], shape, strict=True))
+
+
+def pointwise_rule(op: Op, graph: Graph, linear: Linear = (), localize: Localize | None = None) -> OpRule:
+    """Operands broadcast to the result, dims ``d0 d1 ...``."""
+    shape = graph.by_name[op.results[0]].shape
+    names = dim_names(len(shape))
+    operands = [broadcast_dims(graph.by_name[name].shape, shape, names) for name in op.operands]
+    results = [broadcast_dims(graph.by_name[name].shape, shape, names) for name in op.results]
+    return build(op, graph, operands, results, linear=linear, localize=localize)
+
+
+def _pointwise(op: Op, graph: Graph) -> OpRule:
+    return pointwise_rule(op, graph)
+
+
+def _linear_in(*groups: Iterable[str]) -> RuleFunction:
+    """Jointly linear in each group of arguments (by schema name), if all of the group are tensors."""
+    named = tuple(tuple(group) for group in groups)
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        positions = operand_positions(op)
+        found = [tuple(p for name in group for p in positions.get(name, ())) for group in named]
+        linear = tuple(own for own, group in zip(found, named, strict=True) if len(own) == len(group))
+        return pointwise_rule(op, graph, linear)
+
+    return function
+
+
+def _when(condition: Callable[[dict[str, object]], bool], linear: RuleFunction) -> RuleFunction:
+    """Linear only if the arguments say so."""
+
+    def function(op: Op, graph: Graph) -> OpRule | None:
+        return linear(op, graph) if condition(arguments(op)) else pointwise_rule(op, graph)
+
+    return function
+
+
+def _dropout(op: Op, graph: Graph) -> OpRule | None:
+    """Without training dropout is the identity. With it, normalisation replaces it by ``shardwise::dropout``."""
+    return None if arguments(op)["train"] else pointwise_rule(op, graph, ((0,),))
+
+
+def _same_type(op: Op, graph: Graph) -> OpRule:
+    """``x.type_as(other)``: only the type of ``other`` matters; it is split along if it has the same shape."""
+    shape = graph.by_name[op.results[0]].shape
+    other = graph.by_name[op.operands[1]].shape
+    names = dim_names(len(shape))
+    dims = broadcast_dims(shape, shape, names)
+    if other == shape:
+        return build(op, graph, [dims, dims], [dims], linear=((0,),))
+    whole = tuple(f"o{i}" for i in range(len(other)))
+    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
+    return build(op, graph, [dims, single(whole)], [dims], kinds=kinds, linear=((0,),))
+
+
+def _prelu(op: Op, graph: Graph) -> OpRule:
+    """One slope for all, or one per channel (dim 1)."""
+    shape, slopes = (graph.by_name[name].shape for name in op.operands)
+    names = dim_names(len(shape))
+    dims = broadcast_dims(shape, shape, names)
+    per_channel = len(slopes) == 1 and slopes[0] != 1 and len(shape) > 1
+    return build(op, graph, [dims, (dims[1],) if per_channel else tuple(() for _ in slopes)], [dims])
+
+
+def _view_dtype(op: Op, graph: Graph) -> OpRule | None:
+    """Reinterpreting the bits keeps the dims when the element size stays."""
+    same = graph.by_name[op.operands[0]].shape == graph.by_name[op.results[0]].shape
+    return pointwise_rule(op, graph) if same else None
+
+
+# Names of packets all of whose tensor overloads are point-wise and not linear.
+_NONLINEAR = [
+    "abs",
+    "absolute",
+    "acos",
+    "acosh",
+    "addcdiv",
+    "addcmul",
+    "angle",
+    "arccos",
+    "arccosh",
+    "arcsin",
+    "arcsinh",
+    "arctan",
+    "arctan2",
+    "arctanh",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bitwise_and",
+    "bitwise_left_shift",
+    "bitwise_not",
+    "bitwise_or",
+    "bitwise_right_shift",
+    "bitwise_xor",
+    "ceil",
+    "celu",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
+    "copysign",
+    "cos",
+    "cosh",
+    "deg2rad",
+    "digamma",
+    "elu",
+    "eq",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "floor_divide",
+    "fmax",
+    "fmin",
+    "fmod",
+    "frac",
+    "gcd",
+    "ge",
+    "gelu",
+    "greater",
+    "greater_equal",
+    "gt",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "heaviside",
+    "hypot",
+    "i0",
+    "igamma",
+    "igammac",
+    "isclose",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "isneginf",
+    "isposinf",
+    "lcm",
+    "ldexp",
+    "le",
+    "leaky_relu",
+    "less",
+    "less_equal",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "log_sigmoid",
+    "logaddexp",
+    "logaddexp2",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "logit",
+    "lt",
+    "maximum",
+    "minimum",
+    "mish",
+    "mvlgamma",
+    "nan_to_num",
+    "ne",
+    "nextafter",
+    "not_equal",
+    "polar",
+    "polygamma",
+    "pow",
+    "float_power",
+    "rad2deg",
+    "reciprocal",
+    "relu",
+    "relu6",
+    "remainder",
+    "round",
+    "rsqrt",
+    "selu",
+    "sgn",
+    "sigmoid",
+    "sign",
+    "signbit",
+    "silu",
+    "sin",
+    "sinc",
+    "sinh",
+    "softplus",
+    "softshrink",
+    "special_bessel_j0",
+    "special_bessel_j1",
+    "special_digamma",
+    "special_entr",
+    "special_erf",
+    "special_erfc",
+    "special_erfcx",
+    "special_erfinv",
+    "special_exp2",
+    "special_expit",
+    "special_expm1",
+    "special_gammaln",
+    "special_i0",
+    "special_i0e",
+    "special_i1",
+    "special_i1e",
+    "special_log1p",
+    "special_log_ndtr",
+    "special_logit",
+    "special_ndtr",
+    "special_ndtri",
+    "special_psi",
+    "special_round",
+    "special_sinc",
+    "special_xlog1py",
+    "special_xlogy",
+    "special_zeta",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "threshold",
+    "trunc",
+    "fix",
+    "xlogy",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "gelu_backward",
+    "sigmoid_backward",
+    "silu_backward",
+    "tanh_backward",
+    "threshold_backward",
+]
+
+# Packets that are linear in their only tensor, or in the first.
+_LINEAR = [
+    "alias",
+    "clone",
+    "conj",
+    "conj_physical",
+    "contiguous",
+    "detach",
+    "imag",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "neg",
+    "negative",
+    "positive",
+    "real",
+    "resolve_conj",
+    "resolve_neg",
+    "to",
+    "_to_copy",
+    "zeros_like",
+]
+
+
+def _overloads(name: str) -> list[OpOverload]:
+    """The functional overloads of an ATen packet that take and return tensors."""
+    packet = getattr(aten, name, None)
+    found: list[OpOverload] = []
+    for overload in packet.overloads() if packet is not None else ():
+        target = getattr(packet, overload)
+        schema = target._schema
+        tensors = [a for a in schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
+        named = any("Dimname" in str(a.type) for a in schema.arguments)
+        returned = [str(r.type) for r in schema.returns]
+        if tensors and returned == ["Tensor"] and not schema.is_mutable and not named:
+            found.append(target)
+    return found
+
+
+_ADD = _linear_in(("self", "other"))
+_MULTIPLY = _linear_in(("self",), ("other",))
+_FIRST = _linear_in(("self",))
+_UNROUNDED_DIVIDE = _when(lambda a: a["rounding_mode"] is None, _FIRST)
+
+_SPECIAL: RuleTable = {
+    aten.add.Tensor: _ADD,
+    aten.sub.Tensor: _ADD,
+    aten.subtract.Tensor: _ADD,
+    aten.rsub.Tensor: _ADD,
+    # Adding a Python number is not linear: every part would add it.
+    aten.add.Scalar: _pointwise,
+    aten.sub.Scalar: _pointwise,
+    aten.subtract.Scalar: _pointwise,
+    aten.rsub.Scalar: _pointwise,
+    aten.mul.Tensor: _MULTIPLY,
+    aten.multiply.Tensor: _MULTIPLY,
+    aten.mul.Scalar: _FIRST,
+    aten.multiply.Scalar: _FIRST,
+    aten.div.Tensor: _FIRST,
+    aten.divide.Tensor: _FIRST,
+    aten.true_divide.Tensor: _FIRST,
+    aten.div.Scalar: _FIRST,
+    aten.divide.Scalar: _FIRST,
+    aten.true_divide.Scalar: _FIRST,
+    aten.div.Tensor_mode: _UNROUNDED_DIVIDE,
+    aten.div.Scalar_mode: _UNROUNDED_DIVIDE,
+    aten.divide.Tensor_mode: _UNROUNDED_DIVIDE,
+    aten.divide.Scalar_mode: _UNROUNDED_DIVIDE,
+    aten.lerp.Scalar: _linear_in(("self", "end")),
+    aten.lerp.Tensor: _linear_in(("self", "end")),
+    aten.complex.default: _linear_in(("real", "imag")),
+    aten.where.self: _linear_in(("self", "other")),
+    aten.where.ScalarOther: _when(lambda a: a["other"] == 0, _linear_in(("self",))),
+    aten.where.ScalarSelf: _when(lambda a: a["self"] == 0, _linear_in(("other",))),
+    aten.where.Scalar: _pointwise,
+    aten.masked_fill.Scalar: _when(lambda a: a["value"] == 0, _FIRST),
+    aten.masked_fill.Tensor: _linear_in(("self", "value")),
+    aten.fill.Scalar: _pointwise,
+    aten.fill.Tensor: _linear_in(("value",)),
+    aten.copy.default: _linear_in(("src",)),
+    aten.max.other: _pointwise,
+    aten.min.other: _pointwise,
+    aten.prelu.default: _prelu,
+    aten.type_as.default: _same_type,
+    aten.to.other: _same_type,
+    aten.view.dtype: _view_dtype,
+    aten.dropout.default: _dropout,
+}
+
+ELEMENTWISE: RuleTable = (
+    dict(_SPECIAL)
+    | {target: _pointwise for name in _NONLINEAR for target in _overloads(name)}
+    | {target: _FIRST for name in _LINEAR for target in _overloads(name) if target not in _SPECIAL}
+)

@@ -1,0 +1,307 @@
+"""Lookups and updates by index: a part of the rows answers for its own indices and gives 0 for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, leading_names, single
+from shardwise.rules.calls import any_split, broadcast_shape, flat_pieces, normal_dim, operand_positions, unchanged
+from shardwise.rules.kernels import (
+    EMBEDDING_ROWS,
+    GATHER_ROWS,
+    INDEX_ROWS,
+    INDEX_SELECT_ROWS,
+    ONE_HOT_CLASSES,
+    TAKE_ROWS,
+)
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+
+aten = torch.ops.aten
+
+_FIRST = ((0,),)
+
+
+def _shapes(op: Op, graph: Graph) -> list[tuple[int, ...]]:
+    return [graph.by_name[name].shape for name in op.operands]
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+def embedding_rule(op: Op, graph: Graph) -> OpRule:
+    """``v e, ... -> ... e``: rows are a sum of which all but one part are 0."""
+    given = arguments(op)
+    leading = leading_names(len(_shapes(op, graph)[1]))
+    padding = given["padding_idx"]
+    kinds: dict[str, FactorKind] = {"v": "sum"}
+    if given["scale_grad_by_freq"]:  # the frequencies are those of the whole batch
+        kinds = dict.fromkeys(("v", *leading), "whole")
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("v"):
+            return unchanged(op)
+        table, ids = op.operands
+        return Call(EMBEDDING_ROWS, (Ref(table), Ref(ids), padding, *flat_pieces(context.pieces["v"])))
+
+    result = single([*leading, "e"])
+    operands = [single(["v", "e"]), single(leading)]
+    return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=localize)
+
+
+def _aligned(shape: Sequence[int], index: Sequence[int], place: int) -> tuple[Dims, Dims, dict[str, FactorKind]]:
+    """gather and scatter: dims off ``place`` are shared where the index covers them, whole where it is shorter."""
+    operand: list[tuple[str, ...]] = []
+    indices: list[tuple[str, ...]] = []
+    kinds: dict[str, FactorKind] = {}
+    for i, (size, own) in enumerate(zip(shape, index, strict=True)):
+        if i == place:
+            operand.append(("v",))
+            indices.append(("i",))
+        elif size == own:
+            operand.append((f"d{i}",))
+            indices.append((f"d{i}",))
+        else:
+            operand.append((f"x{i}",))
+            indices.append((f"d{i}",))
+            kinds |= {f"x{i}": "whole", f"d{i}": "whole"}
+    return tuple(operand), tuple(indices), kinds
+
+
+def gather_rule(op: Op, graph: Graph) -> OpRule:
+    shape, index = _shapes(op, graph)
+    if not shape or not index:
+        return _scalar_lookup(op, graph)
+    place = normal_dim(arguments(op)["dim"], len(shape))
+    operand, indices, kinds = _aligned(shape, index, place)
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("v"):
+            return unchanged(op)
+        x, ids = op.operands
+        return Call(GATHER_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
+
+    kinds |= {"v": "sum"}
+    return build(op, graph, [operand, indices], [indices], kinds=kinds, linear=_FIRST, localize=localize)
+
+
+def _scalar_lookup(op: Op, graph: Graph) -> OpRule:
+    """A lookup in or by a scalar: nothing to split."""
+    tensors = [single([f"x{i}"] * len(shape)) for i, shape in enumerate(_shapes(op, graph))]
+    result = single(["y"] * len(graph.by_name[op.results[0]].shape))
+    kinds: dict[str, FactorKind] = dict.fromkeys(("x0", "x1", "y"), "whole")
+    return build(op, graph, tensors, [result], kinds=kinds, linear=_FIRST)
+
+
+def take_along_rule(op: Op, graph: Graph) -> OpRule | None:
+    """gather with broadcasting: a dim of size 1 on either side has no factor."""
+    given = arguments(op)
+    shape, index = _shapes(op, graph)
+    if given["dim"] is None:
+        return None
+    place = normal_dim(given["dim"], len(shape))
+    names = dim_names(len(shape))
+    result = graph.by_name[op.results[0]].shape
+
+    def dims(own: Sequence[int], along: str) -> Dims:
+        return tuple(
+            (along,) if i == place else (name,) if size == total else ()
+            for i, (name, size, total) in enumerate(zip(names, own, result, strict=True))
+        )
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("v"):
+            return unchanged(op)
+        x, ids = op.operands
+        return Call(TAKE_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
+
+    operands = [dims(shape, "v"), dims(index, "i")]
+    results = [dims(result, "i")]
+    return build(op, graph, operands, results, kinds={"v": "sum"}, linear=_FIRST, localize=localize)
+
+
+def index_select_rule(op: Op, graph: Graph) -> OpRule:
+    shape, index = _shapes(op, graph)
+    if not shape or not index:
+        return _scalar_lookup(op, graph)
+    place = normal_dim(arguments(op)["dim"], len(shape))
+    names = dim_names(len(shape))
+
+    def along(name: str) -> Dims:
+        return single([name if i == place else own for i, own in enumerate(names)])
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("v"):
+            return unchanged(op)
+        x, ids = op.operands
+        return Call(INDEX_SELECT_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
+
+    operands = [along("v"), single(["i"])]
+    return build(op, graph, operands, [along("i")], kinds={"v": "sum"}, linear=_FIRST, localize=localize)
+
+
+def _indexed_dims(op: Op, graph: Graph) -> tuple[list[int], list[tuple[int, ...]]] | None:
+    """The dims that ``x[i, j]`` indexes and the shapes of the indices; None for boolean masks (their size is data)."""
+    given = arguments(op)["indices"]
+    places = [i for i, item in enumerate(given) if item is not None]
+    values = [graph.by_name[given[i].name] for i in places]
+    if any(value.dtype in (torch.bool, torch.uint8) for value in values):
+        return None
+    return places, [value.shape for value in values]
+
+
+def _index_layout(op: Op, graph: Graph) -> tuple[list[int], list[Dims], Dims, Dims] | None:
+    """``(indexed dims, dims of each index, dims of x, dims of x[indices])``: v0 ... are indexed, i0 ... index."""
+    found = _indexed_dims(op, graph)
+    if found is None or not found[0]:
+        return None
+    places, shapes = found
+    total = broadcast_shape(*shapes)
+    names = tuple(f"i{i}" for i in range(len(total)))
+    indices: list[Dims] = [
+        tuple(
+            (name,) if size == whole else ()
+            for name, size, whole in zip(
+                names[len(total) - len(shape) :], shape, total[len(total) - len(shape) :], strict=True
+            )
+        )
+        for shape in shapes
+    ]
+    rank = len(graph.by_name[op.operands[0]].shape)
+    operand = single([f"v{places.index(i)}" if i in places else f"d{i}" for i in range(rank)])
+    kept = [(f"d{i}",) for i in range(rank) if i not in places]
+    together = places == list(range(places[0], places[0] + len(places)))
+    position = places[0] if together else 0
+    result: Dims = (*kept[:position], *single(names), *kept[position:])
+    return places, indices, operand, result
+
+
+def index_rule(op: Op, graph: Graph) -> OpRule | None:
+    """``x[:, i, j]`` with integer indices. Neighbouring indexed dims are sums; scattered ones are whole."""
+    layout = _index_layout(op, graph)
+    if layout is None:
+        return None
+    places, indices, operand, result = layout
+    indexed = [f"v{i}" for i in range(len(places))]
+    together = places == list(range(places[0], places[0] + len(places)))
+    kinds: dict[str, FactorKind] = dict.fromkeys(indexed, "sum" if together else "whole")
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not any_split(context, indexed):
+            return unchanged(op)
+        ids = tuple(item for item in arguments(op)["indices"] if item is not None)
+        counts = tuple(len(context.pieces[name]) for name in indexed)
+        pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
+        return Call(INDEX_ROWS, (Ref(op.operands[0]), ids, places[0], counts, *pieces))
+
+    return build(op, graph, [operand, *indices], [result], kinds=kinds, linear=_FIRST, localize=localize)
+
+
+def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
+    """Each part of the classes compares with its own; without a class count the result's size depends on data."""
+    if arguments(op)["num_classes"] < 0:
+        return None
+    names = dim_names(len(_shapes(op, graph)[0]))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return Call(ONE_HOT_CLASSES, (Ref(op.operands[0]), *flat_pieces(context.pieces["c"])))
+
+    return build(op, graph, [single(names)], [single([*names, "c"])], localize=localize)
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
+    """The dim that is scattered into is whole, on every operand; the others are parallel where all sizes agree."""
+    shapes = _shapes(op, graph)
+    shape, index, *source = shapes
+    if not shape or not index:
+        return None
+    place = normal_dim(arguments(op)["dim"], len(shape))
+    operand, indices, kinds = _aligned(shape, index, place)
+    kinds |= {"v": "whole", "i": "whole"}
+    operands = [operand, indices]
+    for own in source:
+        if len(own) != len(index):
+            return None
+        dims = []
+        for i, (size, count) in enumerate(zip(own, index, strict=True)):
+            if size == count:
+                dims.append(indices[i])
+            else:
+                dims.append((f"s{i}",))
+                kinds |= dict.fromkeys((f"s{i}", *indices[i], *operand[i]), "whole")
+        operands.append(tuple(dims))
+    reduces = arguments(op).get("reduce") is not None
+    positions = operand_positions(op)
+    together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
+    given = arguments(op)
+    additive = not reduces and ("value" not in given or given["value"] == 0)
+    return build(op, graph, operands, [operand], kinds=kinds, linear=(together,) if additive else ())
+
+
+def _index_update(joint: bool) -> RuleFunction:
+    """index_add, index_copy, index_fill: rows along ``dim`` are whole."""
+
+    def function(op: Op, graph: Graph) -> OpRule | None:
+        shape = _shapes(op, graph)[0]
+        positions = operand_positions(op)
+        if not shape:
+            return None
+        place = normal_dim(arguments(op)["dim"], len(shape))
+        names = dim_names(len(shape))
+        dims = single(names)
+        by_argument: dict[str, Dims] = {
+            "self": dims,
+            "index": single(["i"])[: len(_shapes(op, graph)[positions["index"][0]])],
+            "source": single(["i" if i == place else name for i, name in enumerate(names)]),
+            "value": (),
+        }
+        ordered = sorted((p[0], name) for name, p in positions.items())
+        kinds: dict[str, FactorKind] = {names[place]: "whole", "i": "whole"}
+        linear = (tuple(positions[name][0] for name in ("self", "source")),) if joint else ()
+        return build(op, graph, [by_argument[name] for _, name in ordered], [dims], kinds=kinds, linear=linear)
+
+    return function
+
+
+def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
+    """Indexed dims and those of the indices are whole, the others parallel; values broadcast."""
+    layout = _index_layout(op, graph)
+    if layout is None:
+        return None
+    _, indices, operand, selected = layout
+    values = graph.by_name[op.operands[-1]].shape
+    sizes = dict(zip((d[0] for d in operand), graph.by_name[op.operands[0]].shape, strict=True))
+    for dims, name in zip(indices, op.operands[1:], strict=False):
+        sizes |= {dim[0]: size for dim, size in zip(dims, graph.by_name[name].shape, strict=True) if dim}
+    aligned = selected[len(selected) - len(values) :]
+    value_dims = tuple(dim if size == sizes[dim[0]] else () for dim, size in zip(aligned, values, strict=True))
+    whole = [name for name in sizes if name[0] in "vi"]
+    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
+    together = ((0, len(op.operands) - 1),)
+    return build(op, graph, [operand, *indices, value_dims], [operand], kinds=kinds, linear=together)
+
+
+INDEXING: RuleTable = {
+    aten.embedding.default: embedding_rule,
+    aten.gather.default: gather_rule,
+    aten.take_along_dim.default: take_along_rule,
+    aten.index_select.default: index_select_rule,
+    aten.index.Tensor: index_rule,
+    aten.one_hot.default: one_hot_rule,
+    aten.scatter.src: scatter_rule,
+    aten.scatter.value: scatter_rule,
+    aten.scatter.reduce: scatter_rule,
+    aten.scatter.value_reduce: scatter_rule,
+    aten.scatter_add.default: scatter_rule,
+    aten.index_add.default: _index_update(joint=True),
+    aten.index_copy.default: _index_update(joint=True),
+    aten.index_fill.int_Scalar: _index_update(joint=False),
+    aten.index_fill.int_Tensor: _index_update(joint=False),
+    aten.index_put.default: index_put_rule,
+}

@@ -1,0 +1,94 @@
+"""Losses. A sum over a split batch is a partial sum; a mean is lowered to a sum over a global count."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments
+from shardwise.rules import lowerings
+from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.calls import broadcast_shape
+from shardwise.rules.elementwise import broadcast_dims
+from shardwise.rules.lowerings import MEAN, NONE
+from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
+
+aten = torch.ops.aten
+
+
+def _batch_kind(reduction: int) -> FactorKind:
+    return "parallel" if reduction == NONE else "lowered" if reduction == MEAN else "sum"
+
+
+@cache  # one function per operator, so that its capture can be reused
+def _mean_of(target: OpOverload) -> Lowering:
+    """The summed loss over the count of elements."""
+    names = [argument.name for argument in target._schema.arguments]
+
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        shapes = [value.shape for value in given.values() if isinstance(value, torch.Tensor)]
+        given["reduction"] = lowerings.SUM
+        return target(**given) / prod(broadcast_shape(*shapes))
+
+    return lowering
+
+
+def element_loss_rule(op: Op, graph: Graph) -> OpRule:
+    """Losses of single elements: every dim has the kind of the reduction."""
+    kind = _batch_kind(arguments(op)["reduction"])
+    shapes = [graph.by_name[name].shape for name in op.operands]
+    total = broadcast_shape(*shapes)
+    names = dim_names(len(total))
+    operands = [broadcast_dims(shape, total, names) for shape in shapes]
+    result: Dims = broadcast_dims(total, total, names) if kind == "parallel" else ()
+    kinds: dict[str, FactorKind] = dict.fromkeys(names, kind)
+    lowering = _mean_of(op.target) if kind == "lowered" else None
+    return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
+
+
+def _class_loss(op: Op, graph: Graph, lowering: Lowering) -> OpRule | None:
+    """``n c d..., n d..., c -> ()`` or ``n d...``: the classes are lowered, the rest has the kind of the reduction."""
+    given = arguments(op)
+    scores, target = (graph.by_name[name].shape for name in op.operands[:2])
+    if not scores or 0 in scores:
+        return None
+    kind = _batch_kind(given["reduction"])
+    batch = () if len(scores) == 1 else ("n", *dim_names(len(scores) - 2))
+    dims = single((*batch[:1], "c", *batch[1:]))
+    soft = scores == target and graph.by_name[op.operands[1]].dtype.is_floating_point
+    operands = [dims, dims if soft else single(batch)] + [(("c",),)] * (len(op.operands) - 2)
+    result = single(batch) if kind == "parallel" else ()
+    kinds: dict[str, FactorKind] = dict.fromkeys(batch, kind)
+    kinds["c"] = "lowered"
+    return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
+
+
+def _cross_entropy(op: Op, graph: Graph) -> OpRule | None:
+    return _class_loss(op, graph, lowerings.cross_entropy_loss)
+
+
+def _nll(op: Op, graph: Graph) -> OpRule | None:
+    return _class_loss(op, graph, lowerings.nll_loss)
+
+
+LOSSES: RuleTable = {
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.nll_loss.default: _nll,
+    aten.nll_loss_nd.default: _nll,
+    aten.nll_loss2d.default: _nll,
+    aten.mse_loss.default: element_loss_rule,
+    aten.l1_loss.default: element_loss_rule,
+    aten.smooth_l1_loss.default: element_loss_rule,
+    aten.huber_loss.default: element_loss_rule,
+    aten.binary_cross_entropy.default: element_loss_rule,
+    aten.binary_cross_entropy_with_logits.default: element_loss_rule,
+    aten.kl_div.default: element_loss_rule,
+    aten.soft_margin_loss.default: element_loss_rule,
+    aten.poisson_nll_loss.default: element_loss_rule,
+}

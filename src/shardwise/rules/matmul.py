@@ -1,0 +1,158 @@
+"""Contractions: linear layers, matrix products of every rank, einsum."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import RuleTable, build, leading_names, rule, single
+from shardwise.rules.lowerings import addbmm, addmm, addmv, baddbmm, linear
+from shardwise.rules.rule import Dims, FactorKind, OpRule
+
+aten = torch.ops.aten
+
+_SUM: dict[str, FactorKind] = {"k": "sum"}
+_BILINEAR = ((0,), (1,))
+
+
+def linear_rule(op: Op, graph: Graph) -> OpRule:
+    """``... m k, n k -> ... m n``. With a bias the contraction is split by its lowering (product, then bias)."""
+    rank = len(graph.by_name[op.operands[0]].shape)
+    names = (*leading_names(rank - 2), "m") if rank >= 2 else ()
+    weight_rank = len(graph.by_name[op.operands[1]].shape)
+    x = single([*names, "k"])
+    weight = single(["n", "k"] if weight_rank == 2 else ["k"])
+    result = single([*names, "n"] if weight_rank == 2 else names)
+    if len(op.operands) == 2:
+        return build(op, graph, [x, weight], [result], kinds=_SUM, linear=_BILINEAR)
+    bias = single(["n"] if weight_rank == 2 else [])
+    return build(
+        op,
+        graph,
+        [x, weight, bias],
+        [result],
+        kinds={"k": "lowered"},
+        linear=((0, 2), (1, 2)),
+        lowering=linear,
+    )
+
+
+def matmul_rule(op: Op, graph: Graph) -> OpRule:
+    """torch.matmul: vectors, matrices, and batches that broadcast."""
+    left, right = (graph.by_name[name].shape for name in op.operands)
+    count = max(len(left), len(right)) - 2
+    batch = leading_names(max(count, 0))
+    left_matrix = single(["k"] if len(left) == 1 else ["m", "k"])
+    right_matrix = single(["k"] if len(right) == 1 else ["k", "n"])
+    result_shape = graph.by_name[op.results[0]].shape
+
+    def batched(shape: tuple[int, ...], matrix: Dims) -> Dims:
+        own = len(shape) - len(matrix)
+        positions = range(len(batch) - own, len(batch))
+        return tuple((batch[i],) if shape[i - positions.start] == result_shape[i] else () for i in positions) + matrix
+
+    result = single(batch) + left_matrix[:-1] + (right_matrix[1:])
+    return build(
+        op,
+        graph,
+        [batched(left, left_matrix), batched(right, right_matrix)],
+        [result],
+        kinds=_SUM,
+        linear=_BILINEAR,
+    )
+
+
+def _broadcast_bias(op: Op, graph: Graph) -> Dims:
+    """The dims of the added operand against the result's ``b m n`` or ``m n``."""
+    shape, result = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
+    names = ("b", "m", "n")[3 - len(result) :][len(result) - len(shape) :]
+    sizes = result[len(result) - len(shape) :]
+    return tuple((name,) if own == size else () for name, own, size in zip(names, shape, sizes, strict=True))
+
+
+def addmm_rule(op: Op, graph: Graph) -> OpRule:
+    """``1|m 1|n, m k, k n -> m n``: the added matrix may broadcast."""
+    operands = [_broadcast_bias(op, graph), single(["m", "k"]), single(["k", "n"])]
+    linear_in = ((0, 1), (0, 2))
+    return build(op, graph, operands, [single(["m", "n"])], kinds={"k": "lowered"}, linear=linear_in, lowering=addmm)
+
+
+def baddbmm_rule(op: Op, graph: Graph) -> OpRule:
+    operands = [_broadcast_bias(op, graph), single(["b", "m", "k"]), single(["b", "k", "n"])]
+    result = single(["b", "m", "n"])
+    linear_in = ((0, 1), (0, 2))
+    return build(op, graph, operands, [result], kinds={"k": "lowered"}, linear=linear_in, lowering=baddbmm)
+
+
+def addbmm_rule(op: Op, graph: Graph) -> OpRule:
+    operands = [_broadcast_bias(op, graph), single(["b", "m", "k"]), single(["b", "k", "n"])]
+    result = single(["m", "n"])
+    kinds: dict[str, FactorKind] = {"k": "lowered", "b": "lowered"}
+    return build(op, graph, operands, [result], kinds=kinds, linear=((0, 1), (0, 2)), lowering=addbmm)
+
+
+def addmv_rule(op: Op, graph: Graph) -> OpRule:
+    shape = graph.by_name[op.operands[0]].shape
+    rows = graph.by_name[op.results[0]].shape[0]
+    bias: Dims = (("m",) if shape[0] == rows else (),) if shape else ()
+    operands = [bias, single(["m", "k"]), single(["k"])]
+    linear_in = ((0, 1), (0, 2))
+    return build(op, graph, operands, [single(["m"])], kinds={"k": "lowered"}, linear=linear_in, lowering=addmv)
+
+
+def einsum_rule(op: Op, graph: Graph) -> OpRule | None:
+    """Any equation without a repeated index inside one operand; indices that are summed away are ``sum``."""
+    equation = str(arguments(op)["equation"]).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(op.operands):
+        return None
+    shapes = [graph.by_name[name].shape for name in op.operands]
+    counts = [len(s) - len(t.replace("...", "")) for t, s in zip(terms, shapes, strict=True) if "..." in t]
+    batch = leading_names(max(counts, default=0))
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+
+    def names(term: str, rank: int) -> list[str]:
+        before, dots, after = term.partition("...")
+        own = batch[len(batch) - (rank - len(before) - len(after)) :] if dots and rank > len(before + after) else ()
+        return [*map(_letter, before), *own, *map(_letter, after)]
+
+    spelled = [names(term, len(shape)) for term, shape in zip(terms, shapes, strict=True)]
+    result = names(right, len(graph.by_name[op.results[0]].shape))
+    if any(len(set(term)) != len(term) for term in spelled):
+        return None
+    sizes: dict[str, int] = {}
+    for term, shape in zip(spelled, shapes, strict=True):
+        for name, size in zip(term, shape, strict=True):
+            sizes[name] = max(sizes.get(name, 1), size)
+    operands = [
+        tuple((name,) if size == sizes[name] else () for name, size in zip(term, shape, strict=True))
+        for term, shape in zip(spelled, shapes, strict=True)
+    ]
+    kinds: dict[str, FactorKind] = {name: "sum" for name in sizes if name not in result}
+    multilinear = tuple((i,) for i in range(len(operands)))
+    return build(op, graph, operands, [single(result)], kinds=kinds, linear=multilinear)
+
+
+def _letter(letter: str) -> str:
+    """Factor names are lower case: ``A`` becomes ``a_``."""
+    return letter if letter.islower() else f"{letter.lower()}_"
+
+
+MATMUL: RuleTable = {
+    aten.linear.default: linear_rule,
+    aten.matmul.default: matmul_rule,
+    aten.mm.default: rule("m k, k n -> m n", reduction=_SUM, linear=_BILINEAR),
+    aten.bmm.default: rule("b m k, b k n -> b m n", reduction=_SUM, linear=_BILINEAR),
+    aten.mv.default: rule("m k, k -> m", reduction=_SUM, linear=_BILINEAR),
+    aten.dot.default: rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
+    aten.outer.default: rule("m, n -> m n", linear=_BILINEAR),
+    aten.addmm.default: addmm_rule,
+    aten.baddbmm.default: baddbmm_rule,
+    aten.addbmm.default: addbmm_rule,
+    aten.addmv.default: addmv_rule,
+    aten.einsum.default: einsum_rule,
+}

@@ -1,0 +1,118 @@
+"""Layer, RMS, group, batch and instance norm."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments
+from shardwise.rules import lowerings
+from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
+from shardwise.rules.calls import local_size, operand_positions, replaced
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Lowering, OpRule
+
+aten = torch.ops.aten
+
+
+def _trailing_norm(op: Op, graph: Graph, kind: FactorKind, lowering: Lowering | None) -> OpRule:
+    """``... n`` with weight and bias ``n``: leading dims are parallel, the normalised ones have ``kind``."""
+    rank = len(graph.by_name[op.operands[0]].shape)
+    count = len(arguments(op)["normalized_shape"])
+    leading = leading_names(rank - count)
+    normalised = ("n",) if count == 1 else tuple(f"n{i}" for i in range(count))
+    dims = single([*leading, *normalised])
+    affine = [single(normalised)] * (len(op.operands) - 1)
+    statistics: Dims = (*single(leading), *(() for _ in normalised))
+    results = [dims, *([statistics] * (len(op.results) - 1))]
+    kinds: dict[str, FactorKind] = dict.fromkeys(normalised, kind)
+    return build(op, graph, [dims, *affine], results, kinds=kinds, lowering=lowering)
+
+
+def _layer_norm(op: Op, graph: Graph) -> OpRule:
+    return _trailing_norm(op, graph, "lowered", lowerings.layer_norm)
+
+
+def _rms_norm(op: Op, graph: Graph) -> OpRule:
+    return _trailing_norm(op, graph, "lowered", lowerings.rms_norm)
+
+
+def _whole_norm(op: Op, graph: Graph) -> OpRule:
+    return _trailing_norm(op, graph, "whole", None)
+
+
+def _group_norm(op: Op, graph: Graph) -> OpRule:
+    """``n (g c) x...``: groups and samples are parallel, what a group averages over is lowered."""
+    rank = len(graph.by_name[op.operands[0]].shape)
+    spatial = dim_names(rank - 2)
+    dims: Dims = (("n",), ("g", "c"), *single(spatial))
+    affine: list[Dims] = [(("g", "c"),)] * (len(op.operands) - 1)
+    kinds: dict[str, FactorKind] = dict.fromkeys(("c", *spatial), "lowered")
+    return build(
+        op,
+        graph,
+        [dims, *affine],
+        [dims],
+        kinds=kinds,
+        sizes={"g": arguments(op)["num_groups"]},
+        localize=_local_groups,
+        lowering=lowerings.group_norm,
+    )
+
+
+def _local_groups(op: Op, context: LocalContext) -> Call:
+    return replaced(op, num_groups=local_size(context, "g"))
+
+
+def _channel_norm(op: Op, graph: Graph, averaged: tuple[str, ...], lowering: Lowering | None) -> OpRule:
+    """``n c x...`` with per-channel tensors ``c``; ``averaged`` factors share statistics."""
+    rank = len(graph.by_name[op.operands[0]].shape)
+    dims = single(["n", "c", *dim_names(rank - 2)][:rank])
+    per_channel: list[Dims] = [(("c",),)] * (len(op.operands) - 1)
+    kinds: dict[str, FactorKind] = dict.fromkeys(averaged, "lowered" if lowering else "whole")
+    return build(op, graph, [dims, *per_channel], [dims], kinds=kinds, lowering=lowering)
+
+
+def _spatial(op: Op, graph: Graph) -> tuple[str, ...]:
+    return dim_names(len(graph.by_name[op.operands[0]].shape) - 2)
+
+
+def _batch_norm(op: Op, graph: Graph) -> OpRule | None:
+    """With running statistics everything is parallel; with batch statistics the averaged dims are lowered.
+
+    Training with running statistics updates them in place: no rule (normalisation writes it out).
+    """
+    if not arguments(op)["training"]:
+        return _channel_norm(op, graph, (), None)
+    if "running_mean" in operand_positions(op):
+        return None
+    return _channel_norm(op, graph, ("n", *_spatial(op, graph)), lowerings.batch_norm)
+
+
+def _instance_norm(op: Op, graph: Graph) -> OpRule | None:
+    if "running_mean" in operand_positions(op) or not arguments(op)["use_input_stats"]:
+        return None
+    return _channel_norm(op, graph, _spatial(op, graph), lowerings.instance_norm)
+
+
+def _fixed_batch_norm(op: Op, graph: Graph) -> OpRule | None:
+    """The decomposed form for evaluation; its saved statistics are empty tensors, which have no dims to split."""
+    if any(0 not in graph.by_name[name].shape for name in op.results[1:]):
+        return None
+    rank = len(graph.by_name[op.operands[0]].shape)
+    dims = single(["n", "c", *dim_names(rank - 2)][:rank])
+    per_channel: list[Dims] = [(("c",),)] * (len(op.operands) - 1)
+    empty = [single([f"empty{i}"]) for i in range(len(op.results) - 1)]
+    kinds: dict[str, FactorKind] = {f"empty{i}": "whole" for i in range(len(empty))}
+    return build(op, graph, [dims, *per_channel], [dims, *empty], kinds=kinds)
+
+
+NORMALIZATION: RuleTable = {
+    aten.layer_norm.default: _layer_norm,
+    aten.rms_norm.default: _rms_norm,
+    aten.native_layer_norm.default: _whole_norm,
+    aten._fused_rms_norm.default: _whole_norm,
+    aten.group_norm.default: _group_norm,
+    aten.batch_norm.default: _batch_norm,
+    aten.instance_norm.default: _instance_norm,
+    aten._native_batch_norm_legit_no_training.default: _fixed_batch_norm,
+}

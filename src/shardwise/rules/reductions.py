@@ -1,0 +1,226 @@
+"""Operators that combine the elements of some dims, and those that scan or sort along one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
+
+import torch
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules import lowerings
+from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.calls import dims_of, normal_dim, unchanged
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, Lowering, OpRule
+
+aten = torch.ops.aten
+
+
+def _dims(op: Op) -> tuple[Any, bool]:
+    """The dims that the operator reduces (None: all) and whether they are kept."""
+    given = arguments(op)
+    return given.get("dim"), bool(given.get("keepdim", False))
+
+
+def reduce_rule(
+    op: Op,
+    graph: Graph,
+    kind: FactorKind,
+    *,
+    linear: Linear = (),
+    lowering: Lowering | None = None,
+    localize: Localize | None = None,
+) -> OpRule:
+    """The reduced dims have ``kind``, the others are parallel; a kept dim has no factor in the results."""
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    dim, keepdim = _dims(op)
+    reduced = dims_of(dim, len(names))
+    kept: Dims = tuple(() if i in reduced else (name,) for i, name in enumerate(names) if keepdim or i not in reduced)
+    return build(
+        op,
+        graph,
+        [single(names)],
+        [kept] * len(op.results),
+        kinds={names[i]: kind for i in reduced},
+        linear=linear,
+        lowering=lowering,
+        localize=localize,
+    )
+
+
+def _sum(op: Op, graph: Graph) -> OpRule:
+    return reduce_rule(op, graph, "sum", linear=((0,),))
+
+
+def _mean(op: Op, graph: Graph) -> OpRule:
+    """The mean of parts is not the mean: its lowering divides the sum by the whole count."""
+    return reduce_rule(op, graph, "lowered", linear=((0,),), lowering=lowerings.mean)
+
+
+def _lowered(lowering: Lowering) -> RuleFunction:
+    return lambda op, graph: reduce_rule(op, graph, "lowered", lowering=lowering)
+
+
+def _whole(op: Op, graph: Graph) -> OpRule:
+    return reduce_rule(op, graph, "whole")
+
+
+def _extreme(kind: FactorKind, lowering: Lowering) -> RuleFunction:
+    """amax, amin and their like: combined by ``kind`` where no gradient flows, by the lowering where one does."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        value = graph.by_name[op.operands[0]]
+        if value.dtype == torch.bool:
+            return reduce_rule(op, graph, "whole")
+        if value.requires_grad:
+            return reduce_rule(op, graph, "lowered", lowering=lowering)
+        return reduce_rule(op, graph, kind, localize=_neutral_if_empty(kind, value.dtype))
+
+    return function
+
+
+def _neutral_if_empty(kind: FactorKind, dtype: torch.dtype) -> Localize:
+    """A rank that holds none of a reduced dim contributes the neutral element (PyTorch refuses to reduce nothing)."""
+    bound: float
+    if dtype.is_floating_point:
+        bound = -inf if kind == "max" else inf
+    else:
+        bound = torch.iinfo(dtype).min if kind == "max" else torch.iinfo(dtype).max
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if 0 not in context.operand_shapes[0]:
+            return unchanged(op)
+        return Call(aten.new_full.default, (Ref(op.operands[0]), context.result_shapes[0], bound))
+
+    return localize
+
+
+def _any(op: Op, graph: Graph) -> OpRule:
+    return reduce_rule(op, graph, "any")
+
+
+def _all(op: Op, graph: Graph) -> OpRule:
+    """True everywhere: the minimum over the parts, with False below True."""
+    return reduce_rule(op, graph, "min")
+
+
+def _norm(order: str) -> RuleFunction:
+    """Vector norms of finite order through sums of powers; the infinite ones keep their dims whole."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        given = arguments(op)[order]
+        finite = given is None or (0 < float(given) < inf)
+        if not finite:
+            return reduce_rule(op, graph, "whole")
+        lowering: Callable[..., Any] = lowerings.vector_norm if order == "ord" else lowerings.norm
+        return reduce_rule(op, graph, "lowered", lowering=lowering)
+
+    return function
+
+
+def along_rule(op: Op, graph: Graph, dim: int, linear: Linear = ()) -> OpRule:
+    """Scans and sorts: ``dim`` is whole, the others parallel. The result may differ in size along ``dim``."""
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    if not names:
+        return build(op, graph, [()] * len(op.operands), [()] * len(op.results), linear=linear)
+    whole = normal_dim(dim, len(names))
+    result = tuple("y" if i == whole else name for i, name in enumerate(names))
+    kinds: Mapping[str, FactorKind] = {names[whole]: "whole", "y": "whole"}
+    same = all(graph.by_name[r].shape == graph.by_name[op.operands[0]].shape for r in op.results)
+    results = [single(names if same else result)] * len(op.results)
+    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear)
+
+
+def _along(linear: Linear = ()) -> RuleFunction:
+    return lambda op, graph: along_rule(op, graph, arguments(op)["dim"], linear)
+
+
+def _diff(op: Op, graph: Graph) -> OpRule | None:
+    return along_rule(op, graph, arguments(op)["dim"], ((0,),)) if len(op.operands) == 1 else None
+
+
+def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:
+    """The normalised dim is lowered, the others parallel."""
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    if not names:
+        return build(op, graph, [()], [()])
+    normalised = names[normal_dim(arguments(op)["dim"], len(names))]
+    dims = single(names)
+    return build(op, graph, [dims], [dims], kinds={normalised: "lowered"}, lowering=lowering)
+
+
+def _softmax(lowering: Lowering) -> RuleFunction:
+    return lambda op, graph: softmax_rule(op, graph, lowering)
+
+
+def _cosine(op: Op, graph: Graph) -> OpRule | None:
+    left, right = (graph.by_name[name].shape for name in op.operands)
+    if left != right:
+        return None
+    names = dim_names(len(left))
+    dim = normal_dim(arguments(op)["dim"], len(left))
+    result = single([name for i, name in enumerate(names) if i != dim])
+    kinds: Mapping[str, FactorKind] = {names[dim]: "lowered"}
+    return build(op, graph, [single(names)] * 2, [result], kinds=kinds, lowering=lowerings.cosine_similarity)
+
+
+REDUCTIONS: RuleTable = {
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.count_nonzero.default: lambda op, graph: reduce_rule(op, graph, "sum"),
+    aten.count_nonzero.dim_IntList: lambda op, graph: reduce_rule(op, graph, "sum"),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.amax.default: _extreme("max", lowerings.amax),
+    aten.amin.default: _extreme("min", lowerings.amin),
+    aten.max.default: _extreme("max", lowerings.amax),
+    aten.min.default: _extreme("min", lowerings.amin),
+    aten.any.default: _any,
+    aten.any.dim: _any,
+    aten.any.dims: _any,
+    aten.all.default: _all,
+    aten.all.dim: _all,
+    aten.all.dims: _all,
+    aten.prod.default: _whole,
+    aten.prod.dim_int: _whole,
+    aten.max.dim: _whole,
+    aten.min.dim: _whole,
+    aten.argmax.default: _whole,
+    aten.argmin.default: _whole,
+    aten.median.default: _whole,
+    aten.median.dim: _whole,
+    aten.var.default: _lowered(lowerings.var_unbiased),
+    aten.var.dim: _lowered(lowerings.var_dim),
+    aten.var.correction: _lowered(lowerings.var),
+    aten.std.default: _lowered(lowerings.std_unbiased),
+    aten.std.dim: _lowered(lowerings.std_dim),
+    aten.std.correction: _lowered(lowerings.std),
+    aten.var_mean.default: _lowered(lowerings.var_mean_unbiased),
+    aten.var_mean.dim: _lowered(lowerings.var_mean_dim),
+    aten.var_mean.correction: _lowered(lowerings.var_mean),
+    aten.logsumexp.default: _lowered(lowerings.logsumexp),
+    aten.linalg_vector_norm.default: _norm("ord"),
+    aten.norm.Scalar: _norm("p"),
+    aten.norm.ScalarOpt_dim: _norm("p"),
+    aten.frobenius_norm.dim: _lowered(lowerings.frobenius_norm),
+    aten.cosine_similarity.default: _cosine,
+    aten.softmax.int: _softmax(lowerings.softmax),
+    aten.log_softmax.int: _softmax(lowerings.log_softmax),
+    aten._softmax.default: _softmax(lowerings.internal_softmax),
+    aten._log_softmax.default: _softmax(lowerings.internal_log_softmax),
+    aten._safe_softmax.default: _softmax(lowerings.safe_softmax),
+    aten.cumsum.default: _along(((0,),)),
+    aten.cumprod.default: _along(),
+    aten.logcumsumexp.default: _along(),
+    aten.cummax.default: _along(),
+    aten.cummin.default: _along(),
+    aten.sort.default: _along(),
+    aten.sort.stable: _along(),
+    aten.argsort.default: _along(),
+    aten.argsort.stable: _along(),
+    aten.topk.default: _along(),
+    aten.diff.default: _diff,
+    aten.glu.default: _along(),
+}

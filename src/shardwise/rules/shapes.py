@@ -1,0 +1,380 @@
+"""Views: reshaping, reordering, repeating. They move no data across a factor, so almost every dim is parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from math import gcd, prod
+
+import torch
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.calls import block_offset, dims_of, flat_pieces, local_size, normal_dim, replaced
+from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
+from shardwise.rules.kernels import TRIANGLE
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+
+aten = torch.ops.aten
+
+_FIRST = ((0,),)
+
+
+# -- reshaping ---------------------------------------------------------------------------------------------------------
+
+
+def regroup(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], tuple[str, ...]]:
+    """How a reshape relates two shapes: ``(dims before, dims after, factor sizes, factors that must stay whole)``.
+
+    Both shapes are read from the left. Where one dim divides the other it becomes a factor of it; where neither
+    does, their common divisor is split off and the rest of the block is whole: ``(6, 4) -> (8, 3)`` is ``(d0 d1) d2
+    -> (d0 d3) d4``, d0 = 2.
+    """
+    names = (f"d{i}" for i in count())
+    sizes: dict[str, int] = {}
+    whole: list[str] = []
+    sides: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
+    left = [before[0] if before else 1, after[0] if after else 1]
+    place = [0, 0]
+    shapes = (before, after)
+
+    def factor(size: int, on: Sequence[int]) -> str:
+        name = next(names)
+        sizes[name] = size
+        for side in on:
+            sides[side][place[side]].append(name)
+        return name
+
+    def advance(side: int) -> None:
+        place[side] += 1
+        left[side] = shapes[side][place[side]] if place[side] < len(shapes[side]) else 1
+
+    def finished(side: int) -> bool:
+        return place[side] >= len(shapes[side])
+
+    while not (finished(0) and finished(1)):
+        for side in (0, 1):
+            if not finished(side) and left[side] == 1:
+                advance(side)
+                break
+        else:
+            shared = gcd(left[0], left[1])
+            if shared > 1 and shared in left:
+                factor(shared, (0, 1))
+                left[0], left[1] = left[0] // shared, left[1] // shared
+                continue
+            if shared > 1:
+                factor(shared, (0, 1))
+                left[0], left[1] = left[0] // shared, left[1] // shared
+            whole += _unrelated(left, place, shapes, factor)
+            for side in (0, 1):
+                advance(side)
+    dims = tuple(tuple(tuple(dim) for dim in side) for side in sides)
+    return dims[0], dims[1], sizes, tuple(whole)
+
+
+def _unrelated(
+    left: list[int],
+    place: list[int],
+    shapes: tuple[Sequence[int], Sequence[int]],
+    factor: Callable[[int, Sequence[int]], str],
+) -> list[str]:
+    """The rest of a block whose dims do not nest: a whole factor per dim, up to equal numbers of elements.
+
+    What the last dims of the block have in common is a factor of both again.
+    """
+    sizes: tuple[list[int], list[int]] = ([left[0]], [left[1]])
+    while prod(sizes[0]) != prod(sizes[1]):
+        side = 0 if prod(sizes[0]) < prod(sizes[1]) else 1
+        sizes[side].append(shapes[side][place[side] + len(sizes[side])])
+    shared = gcd(sizes[0][-1], sizes[1][-1])
+    sizes[0][-1], sizes[1][-1] = sizes[0][-1] // shared, sizes[1][-1] // shared
+    whole = []
+    for side in (0, 1):
+        for i, size in enumerate(sizes[side]):
+            place[side] += i > 0
+            if size != 1:
+                whole.append(factor(size, (side,)))
+    if shared != 1:
+        factor(shared, (0, 1))
+    return whole
+
+
+def reshape_rule(op: Op, graph: Graph) -> OpRule | None:
+    """Any view: the local call is a reshape to the local shape."""
+    before, after = graph.by_name[op.operands[0]].shape, graph.by_name[op.results[0]].shape
+    if prod(before) == 0:
+        return None
+    dims, result, sizes, whole = regroup(before, after)
+    operands = [dims]
+    if len(op.operands) == 2:  # view_as: the other tensor has the shape of the result
+        operands.append(result)
+    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
+    return build(op, graph, operands, [result], kinds=kinds, sizes=sizes, linear=_FIRST, localize=_local_reshape)
+
+
+def _local_reshape(op: Op, context: LocalContext) -> Call:
+    return Call(aten.reshape.default, (Ref(op.operands[0]), context.result_shapes[0]))
+
+
+# -- reordering --------------------------------------------------------------------------------------------------------
+
+
+def permute_rule(op: Op, graph: Graph, order: Sequence[int]) -> OpRule:
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    return build(op, graph, [single(names)], [single([names[i] for i in order])], linear=_FIRST)
+
+
+def _rank(op: Op, graph: Graph) -> int:
+    return len(graph.by_name[op.operands[0]].shape)
+
+
+def _swap(first: str, second: str) -> RuleFunction:
+    def function(op: Op, graph: Graph) -> OpRule:
+        given, rank = arguments(op), _rank(op, graph)
+        order = list(range(rank))
+        if rank:
+            i, j = normal_dim(given[first], rank), normal_dim(given[second], rank)
+            order[i], order[j] = order[j], order[i]
+        return permute_rule(op, graph, order)
+
+    return function
+
+
+def _permute(op: Op, graph: Graph) -> OpRule:
+    rank = _rank(op, graph)
+    return permute_rule(op, graph, [normal_dim(d, rank) for d in arguments(op)["dims"]])
+
+
+def _swap_last(op: Op, graph: Graph) -> OpRule:
+    rank = _rank(op, graph)
+    return permute_rule(op, graph, [*range(rank - 2), *reversed(range(max(rank - 2, 0), rank))])
+
+
+def _reverse(op: Op, graph: Graph) -> OpRule:
+    return permute_rule(op, graph, list(reversed(range(_rank(op, graph)))))
+
+
+def _move(op: Op, graph: Graph) -> OpRule:
+    given, rank = arguments(op), _rank(op, graph)
+    source, destination = dims_in_order(given["source"], rank), dims_in_order(given["destination"], rank)
+    rest = iter(i for i in range(rank) if i not in source)
+    moved = dict(zip(destination, source, strict=True))
+    return permute_rule(op, graph, [moved[i] if i in moved else next(rest) for i in range(rank)])
+
+
+def dims_in_order(dim: int | Sequence[int], rank: int) -> list[int]:
+    return [normal_dim(d, rank) for d in ((dim,) if isinstance(dim, int) else dim)]
+
+
+def _squeeze(op: Op, graph: Graph) -> OpRule:
+    """Dims of size 1 that are asked for disappear; the local call names them, since a shard may be of size 1 too."""
+    shape = graph.by_name[op.operands[0]].shape
+    given = arguments(op)
+    chosen = dims_in_order(given["dim"], len(shape)) if "dim" in given else range(len(shape))
+    gone = tuple(i for i in chosen if shape and shape[i] == 1)
+    dims = broadcast_dims(shape, shape, dim_names(len(shape)))
+    kept = tuple(dim for i, dim in enumerate(dims) if i not in gone)
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return Call(aten.squeeze.dims, (Ref(op.operands[0]), gone))
+
+    return build(op, graph, [dims], [kept], linear=_FIRST, localize=localize)
+
+
+def _unsqueeze(op: Op, graph: Graph) -> OpRule:
+    names = dim_names(_rank(op, graph))
+    place = arguments(op)["dim"] % (len(names) + 1)
+    dims = single(names)
+    return build(op, graph, [dims], [(*dims[:place], (), *dims[place:])], linear=_FIRST)
+
+
+def _diagonal(op: Op, graph: Graph) -> OpRule:
+    given, rank = arguments(op), _rank(op, graph)
+    names = dim_names(rank)
+    pair = {normal_dim(given["dim1"], rank), normal_dim(given["dim2"], rank)}
+    result = (*(name for i, name in enumerate(names) if i not in pair), "y")
+    kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), "y"), "whole")
+    return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST)
+
+
+def _complex_pairs(op: Op, graph: Graph) -> OpRule:
+    """view_as_complex and view_as_real: the dim of (real, imaginary) is whole."""
+    operand, result = graph.by_name[op.operands[0]].shape, graph.by_name[op.results[0]].shape
+    names = dim_names(min(len(operand), len(result)))
+    dims = [single((*names, "pair")[: len(shape)]) for shape in (operand, result)]
+    return build(op, graph, dims[:1], dims[1:], kinds={"pair": "whole"}, linear=_FIRST)
+
+
+# -- repeating ---------------------------------------------------------------------------------------------------------
+
+
+def _expand(op: Op, graph: Graph) -> OpRule:
+    """A broadcast dim is a factor of the result alone: each part repeats the operand as often as it needs."""
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return Call(aten.expand.default, (Ref(op.operands[0]), context.result_shapes[0]))
+
+    return pointwise_rule(op, graph, _FIRST, localize)
+
+
+def _repeat(argument: str) -> RuleFunction:
+    """``repeat``: the result's dims are ``(r d)``, repetition major, and both can be split."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        shape = graph.by_name[op.operands[0]].shape
+        result = graph.by_name[op.results[0]].shape
+        given = tuple(arguments(op)[argument])
+        times = (1,) * (len(result) - len(given)) + given
+        names = dim_names(len(result))
+        dims = broadcast_dims(shape, result, names)
+        padded: Dims = ((),) * (len(result) - len(shape)) + dims
+        repeated: Dims = tuple(
+            (() if number == 1 else (f"r{i}",)) + own for i, (number, own) in enumerate(zip(times, padded, strict=True))
+        )
+        sizes = {f"r{i}": number for i, number in enumerate(times) if number != 1}
+
+        def localize(op: Op, context: LocalContext) -> Call:
+            local = tuple(local_size(context, f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(times)))
+            return Call(aten.repeat.default, (Ref(op.operands[0]), local))
+
+        return build(op, graph, [dims], [repeated], sizes=sizes, linear=_FIRST, localize=localize)
+
+    return function
+
+
+def _repeat_interleave(op: Op, graph: Graph) -> OpRule:
+    """Each index ``r`` times: the result's dim is ``(d r)``. Without a dim the operand is flattened first."""
+    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    names = dim_names(len(shape))
+    dims = single(names)
+    flat = given["dim"] is None or not shape
+    if flat:
+        result: Dims = ((*names, "r"),)
+    else:
+        place = normal_dim(given["dim"], len(shape))
+        result = tuple((*dim, "r") if i == place else dim for i, dim in enumerate(dims))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return replaced(op, repeats=local_size(context, "r"), output_size=None)
+
+    sizes = {"r": given["repeats"]}
+    return build(op, graph, [dims], [result], sizes=sizes, linear=_FIRST, localize=localize)
+
+
+def _meshgrid(op: Op, graph: Graph) -> OpRule:
+    """Every operand gives one dim to all results."""
+    names = list(dim_names(len(op.operands)))
+    operands = [single([n])[: len(graph.by_name[v].shape)] for n, v in zip(names, op.operands, strict=True)]
+    order = [name if graph.by_name[v].shape else "" for name, v in zip(names, op.operands, strict=True)]
+    if arguments(op).get("indexing") == "xy" and len(order) > 1:
+        order[0], order[1] = order[1], order[0]
+    results: list[Dims] = [tuple((name,) if name else () for name in order)] * len(op.results)
+    return build(op, graph, operands, results)
+
+
+# -- moving along a dim ------------------------------------------------------------------------------------------------
+
+
+def whole_dims_rule(op: Op, graph: Graph, dims: Sequence[int], linear: bool = True) -> OpRule:
+    """Operators that move data along ``dims`` (which may change their size): those are whole, the others parallel."""
+    names = dim_names(_rank(op, graph))
+    same = graph.by_name[op.operands[0]].shape == graph.by_name[op.results[0]].shape
+    result = [f"y{i}" if i in dims and not same else name for i, name in enumerate(names)]
+    kinds: dict[str, FactorKind] = {name: "whole" for i in dims for name in (names[i], f"y{i}")}
+    return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST if linear else ())
+
+
+def _roll(op: Op, graph: Graph) -> OpRule:
+    return whole_dims_rule(op, graph, dims_of(tuple(arguments(op)["dims"]), _rank(op, graph)))
+
+
+def _flip(op: Op, graph: Graph) -> OpRule:
+    return whole_dims_rule(op, graph, dims_in_order(tuple(arguments(op)["dims"]), _rank(op, graph)))
+
+
+def _pad(op: Op, graph: Graph) -> OpRule:
+    """Only the padded dims are whole. Padding with 0, or with the tensor's own values, is linear."""
+    given, rank = arguments(op), _rank(op, graph)
+    padding = tuple(given["pad"])
+    padded = [rank - 1 - i // 2 for i in range(0, len(padding), 2) if padding[i] or padding[i + 1]]
+    constant = given.get("mode", "constant") == "constant"
+    return whole_dims_rule(op, graph, padded, linear=not constant or not given["value"])
+
+
+def _unfold(op: Op, graph: Graph) -> OpRule:
+    rank = _rank(op, graph)
+    names = dim_names(rank)
+    if not rank:
+        return build(op, graph, [()], [(("window",),)], kinds={"window": "whole"}, linear=_FIRST)
+    place = normal_dim(arguments(op)["dimension"], rank)
+    result = ["y" if i == place else name for i, name in enumerate(names)] + ["window"]
+    kinds: dict[str, FactorKind] = dict.fromkeys((names[place], "y", "window"), "whole")
+    return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST)
+
+
+def _triangle(upper: bool) -> RuleFunction:
+    """tril and triu: a part of the rows or columns moves the diagonal."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        names = (*dim_names(_rank(op, graph) - 2), "m", "n")
+        diagonal = arguments(op)["diagonal"]
+
+        def localize(op: Op, context: LocalContext) -> Call:
+            rows, columns = context.pieces["m"], context.pieces["n"]
+            first_row, first_column = block_offset(rows), block_offset(columns)
+            if first_row is not None and first_column is not None:
+                return Call(op.target, (Ref(op.operands[0]), diagonal + first_row - first_column))
+            return Call(TRIANGLE, (Ref(op.operands[0]), diagonal, upper, *flat_pieces(rows), *flat_pieces(columns)))
+
+        return build(op, graph, [single(names)], [single(names)], linear=_FIRST, localize=localize)
+
+    return function
+
+
+SHAPES: RuleTable = {
+    aten.view.default: reshape_rule,
+    aten.reshape.default: reshape_rule,
+    aten._unsafe_view.default: reshape_rule,
+    aten.flatten.using_ints: reshape_rule,
+    aten.unflatten.int: reshape_rule,
+    aten.ravel.default: reshape_rule,
+    aten.view_as.default: reshape_rule,
+    aten.reshape_as.default: reshape_rule,
+    aten.transpose.int: _swap("dim0", "dim1"),
+    aten.swapaxes.default: _swap("axis0", "axis1"),
+    aten.swapdims.default: _swap("dim0", "dim1"),
+    aten.permute.default: _permute,
+    aten.t.default: _swap_last,
+    aten.mT.default: _swap_last,
+    aten.mH.default: _swap_last,
+    aten.adjoint.default: _swap_last,
+    aten.numpy_T.default: _reverse,
+    aten.movedim.int: _move,
+    aten.movedim.intlist: _move,
+    aten.moveaxis.int: _move,
+    aten.moveaxis.intlist: _move,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.diagonal.default: _diagonal,
+    aten.view_as_complex.default: _complex_pairs,
+    aten.view_as_real.default: _complex_pairs,
+    aten.expand.default: _expand,
+    aten.expand_as.default: _expand,
+    aten.broadcast_to.default: _expand,
+    aten.repeat.default: _repeat("repeats"),
+    aten.tile.default: _repeat("dims"),
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.meshgrid.default: _meshgrid,
+    aten.meshgrid.indexing: _meshgrid,
+    aten.roll.default: _roll,
+    aten.flip.default: _flip,
+    aten.pad.default: _pad,
+    aten.constant_pad_nd.default: _pad,
+    aten.unfold.default: _unfold,
+    aten.tril.default: _triangle(upper=False),
+    aten.triu.default: _triangle(upper=True),
+}

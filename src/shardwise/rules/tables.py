@@ -1,0 +1,64 @@
+"""All rule tables, joined: the rule of an operator is looked up here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch._ops import OpOverload
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.rules.attention import ATTENTION
+from shardwise.rules.binding import RuleFunction, RuleTable, RuleTemplate, bind, whole_rule
+from shardwise.rules.constructors import CONSTRUCTORS
+from shardwise.rules.convolution import CONVOLUTION
+from shardwise.rules.dropout import DROPOUT
+from shardwise.rules.elementwise import ELEMENTWISE
+from shardwise.rules.indexing import INDEXING
+from shardwise.rules.joins import JOINS
+from shardwise.rules.losses import LOSSES
+from shardwise.rules.matmul import MATMUL
+from shardwise.rules.normalization import NORMALIZATION
+from shardwise.rules.reductions import REDUCTIONS
+from shardwise.rules.rule import OpRule
+from shardwise.rules.shapes import SHAPES
+
+__all__ = ["RULES", "join", "rule_of", "whole_rule"]
+
+
+def join(tables: Iterable[RuleTable]) -> RuleTable:
+    """One table. An operator in two tables is a mistake of ours."""
+    joined: dict[OpOverload, RuleTemplate | RuleFunction] = {}
+    for table in tables:
+        twice = sorted(str(target) for target in joined.keys() & table.keys())
+        assert not twice, f"rules given twice: {', '.join(twice)}"
+        joined.update(table)
+    return joined
+
+
+RULES: RuleTable = join(
+    (
+        MATMUL,
+        ELEMENTWISE,
+        REDUCTIONS,
+        SHAPES,
+        JOINS,
+        INDEXING,
+        ATTENTION,
+        NORMALIZATION,
+        CONVOLUTION,
+        LOSSES,
+        CONSTRUCTORS,
+        DROPOUT,
+    )
+)
+
+
+def rule_of(op: Op, graph: Graph) -> OpRule | None:
+    """The rule of ``op``, or None: nothing is known about the operator, or not with these arguments.
+
+    Raises LayoutError when the shapes in the graph contradict the rule.
+    """
+    entry = RULES.get(op.target)
+    if entry is None:
+        return None
+    return bind(entry, op, graph) if isinstance(entry, RuleTemplate) else entry(op, graph)

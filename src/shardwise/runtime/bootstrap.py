@@ -1,0 +1,183 @@
+"""What every rank of ``shardwise run`` executes first: it runs the user's script and, if that fails, writes down when and why.
+
+The launcher must show the failure that came first, and processes do not end in the order in which they fail: a peer
+that loses its connection may be gone while the rank that raised is still unwinding. So a rank that fails writes a record (a JSON
+file with a time stamp and the traceback) instead of printing the traceback, and the launcher prints the earliest.
+
+The script sees what it would see under ``python script.py``: ``__name__ == "__main__"``, its own ``sys.argv`` and ``sys.path[0]``.
+This file is executed by its path (with ``-P``, so that its folder is not on ``sys.path``) and imports the standard library only: a
+rank that needs no torch starts at once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterator
+
+# Set by the launcher for its ranks, and removed again before the script starts.
+FAILURE_FILE = "SHARDWISE_FAILURE_FILE"  # where the record goes
+LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"  # the rank ends when this process ends
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PARENT_POLL_SECONDS = 1.0
+
+# A rank that loses a peer raises one of these; they tell where the peer's absence was noticed, not what is wrong.
+_NETWORK_ERROR_NAMES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError"})
+_NETWORK_ERROR_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "application timeout caused pair closure",
+)
+
+
+def is_follow_up(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that a peer was lost: probably a consequence, not the cause.
+
+    >>> is_follow_up(RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:46871"))
+    True
+    >>> is_follow_up(KeyError("Connection"))
+    False
+    """
+    for link in _chain(error):
+        if isinstance(link, (ConnectionError, EOFError)):
+            return True
+        if any(base.__name__ in _NETWORK_ERROR_NAMES for base in type(link).__mro__):
+            return True
+        if isinstance(link, RuntimeError) and any(text in str(link).lower() for text in _NETWORK_ERROR_TEXTS):
+            return True
+    return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def write_record(path: str, error: str, text: str, exit_code: int, follow_up: bool) -> None:
+    """Write a failure record in one step (a reader never sees half a file).
+
+    ``error``: type and message; ``text``: the traceback, ready to print; both empty when the script ended by ``sys.exit``.
+    """
+    record = {"seconds": time.time(), "error": error, "traceback": text, "exit_code": exit_code, "follow_up": follow_up}
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(record, file)
+    os.replace(path + ".part", path)
+
+
+def _record_exception(path: str, error: BaseException) -> None:
+    """Record an uncaught exception. A script that installed its own ``sys.excepthook`` prints by that hook instead."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    own_hook = sys.excepthook is not sys.__excepthook__
+    text = "" if own_hook else "".join(traceback.format_exception(type(error), error, trace))
+    summary = f"{type(error).__qualname__}: {error}".removesuffix(": ")
+    try:
+        write_record(path, summary, text, exit_code=1, follow_up=is_follow_up(error))
+    except OSError as failure:
+        print(text, f"shardwise: cannot write {path}: {failure}", sep="", file=sys.stderr)
+    if own_hook:
+        sys.excepthook(type(error), error, trace)
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """The process exit code of a ``SystemExit``; its message, if it has one, is printed as Python does."""
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code & 0xFF
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    """Execute a script as ``python path args`` would."""
+    sys.argv = [path, *args]
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    """Execute a module as ``python -m name args`` would."""
+    sys.argv = [name, *args]
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _end_with_launcher(launcher_pid: int) -> None:
+    """Arrange that this process does not outlive the launcher, however that ends."""
+    if sys.platform == "linux":
+        import ctypes  # here, because only Linux needs it and a rank should start quickly
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(launcher_pid,), daemon=True).start()
+    if os.getppid() != launcher_pid:
+        os._exit(EXIT_INTERRUPTED)
+
+
+def _watch_parent(launcher_pid: int) -> None:
+    while os.getppid() == launcher_pid:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main(command: list[str]) -> None:
+    """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as this rank; never returns.
+
+    The launcher starts ranks with SIGINT blocked, so that a Ctrl-C during the interpreter's start waits for the ``try`` below.
+    """
+    failure_file = os.environ.pop(FAILURE_FILE)
+    _end_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
+    faulthandler.enable()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if command[0] == "-m":
+            _run_module(command[1], command[2:])
+        else:
+            _run_script(command[0], command[1:])
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+        if code != 0:
+            write_record(failure_file, "", "", exit_code=code, follow_up=False)
+        sys.exit(code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BaseException as error:
+        _record_exception(failure_file, error)
+        sys.exit(1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

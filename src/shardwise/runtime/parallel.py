@@ -1,0 +1,306 @@
+"""The module that a rank trains: its shards under the original parameter names, and the program of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
+from shardwise.graph.capture import Capture, capture, meta_copy
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.text import format_dtype
+from shardwise.partition.program import localize
+from shardwise.partition.spmd import Spmd, build_spmd
+from shardwise.plans.decide import bind
+from shardwise.plans.plan import Plan
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.emit import emit
+from shardwise.runtime.materialize import full_tensors
+from shardwise.runtime.shards import shard
+
+Inputs = Literal["global", "local"]
+SEED = "_shardwise_seed"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The program for one signature of inputs."""
+
+    captured: Capture
+    spmd: Spmd
+    run: Callable[..., Any]
+    tensors: tuple[torch.Tensor | None, ...]  # per source: the parameter, buffer or constant; None for inputs
+    inputs: tuple[Layout, ...]
+    written: tuple[int, ...]  # per mutation: the position of its buffer among the sources
+
+
+def parallelize(
+    module: torch.nn.Module,
+    plan: Plan | str | Path | None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    inputs: Inputs = "global",
+    seed: int = 0,
+    init: Callable[[str, torch.Tensor], None] | None = None,
+    device: torch.device | str | None = None,
+) -> Parallel:
+    """This rank's part of ``module`` under ``plan``; called on every rank.
+
+    ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where several ranks
+    give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether calls pass the whole batch
+    on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module on the meta device get their values
+    (``runtime.materialize``); a module with values keeps them.
+
+    Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or the ranks.
+    """
+    if not dist.is_initialized():
+        raise LaunchError(
+            problem(
+                "parallelize needs a process group, and torch.distributed is not initialised",
+                fix="call sw.init() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
+            )
+        )
+    if inputs not in ("global", "local"):
+        raise ShardwiseError(f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}')
+    agreed = agree_on_plan(plan)
+    size = dist.get_world_size()
+    if size != agreed.mesh.num_devices:
+        raise PlanError(
+            problem(
+                f"the plan is for {agreed.mesh.num_devices} devices ({agreed.mesh}); {size} ranks are running",
+                fix=f"start {agreed.mesh.num_devices} ranks, or plan for {size}",
+            )
+        )
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    return Parallel(module, agreed, loss, inputs, seed, init, torch.device(device))
+
+
+def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
+    """Rank 0's plan on every rank. Raises LaunchError where another rank brought a different one, or rank 0 none."""
+    failure: ShardwiseError | None = None
+    own: Plan | None = None
+    try:
+        own = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    except ShardwiseError as error:
+        failure = error
+    rank, size = dist.get_rank(), dist.get_world_size()
+    states: list[Any] = [None] * size
+    dist.all_gather_object(states, own.digest if own else ("failed" if failure else None))
+    if failure is not None:
+        raise failure
+    broken = [i for i, state in enumerate(states) if state == "failed"]
+    if broken:
+        raise LaunchError(f"rank {', '.join(map(str, broken))} could not load its plan")
+    if states[0] is None:
+        raise LaunchError(problem("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None"))
+    others = [i for i, state in enumerate(states) if state not in (None, states[0])]
+    if others:
+        shown = ", ".join(f"rank {i} has {states[i][:12]}" for i in others[:4])
+        raise LaunchError(
+            problem(
+                f"ranks disagree on the plan: rank 0 has {states[0][:12]}, {shown}",
+                fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank",
+            )
+        )
+    if None in states:
+        box = [own.to_json() if rank == 0 and own else None]
+        dist.broadcast_object_list(box, src=0)
+        received = Plan.from_json(str(box[0]), name="the plan of rank 0")
+        own = own or received
+    assert own is not None and own.digest == states[0], "the broadcast changed the plan"
+    return own
+
+
+class Parallel(torch.nn.Module):
+    """This rank's shards of a module. ``named_parameters()`` gives them under the original names, so any element-wise ``torch.optim``
+    optimizer updates them as one device would."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        plan: Plan,
+        loss: Callable[..., Any] | None,
+        inputs: Inputs,
+        seed: int,
+        init: Callable[[str, torch.Tensor], None] | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.plan, self.device, self.inputs = plan, device, inputs
+        self._loss = loss
+        self._ranks = Communicator(plan.mesh)
+        self._compiled: dict[Any, Compiled] = {}
+        self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
+        self._seed = torch.tensor(seed, dtype=torch.int64, device=device)
+        self._hold(module, seed, init)
+        self.train(module.training)
+
+    def _hold(self, module: torch.nn.Module, seed: int, init: Callable[[str, torch.Tensor], None] | None) -> None:
+        """Register this rank's shard of every parameter and buffer, one full tensor at a time."""
+        _check_module(module, self.plan)
+        parameters = dict(module.named_parameters())
+        held: dict[str, torch.Tensor] = {}
+        for name, full in full_tensors(module, seed, init):
+            layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(full.shape))
+            held[name] = shard(full, layout, self._ranks.coordinates).detach().to(self.device).clone()
+        aliases: dict[int, torch.Tensor] = {}
+        for name, original in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
+            if id(original) not in aliases:
+                local = held[name]
+                if isinstance(original, torch.nn.Parameter):
+                    local = torch.nn.Parameter(local, requires_grad=original.requires_grad)
+                aliases[id(original)] = local
+            owner, _, leaf = name.rpartition(".")
+            container = _container(self, owner)
+            if name in parameters or isinstance(aliases[id(original)], torch.nn.Parameter):
+                container.register_parameter(leaf, aliases[id(original)])
+            else:
+                persistent = leaf not in module.get_submodule(owner)._non_persistent_buffers_set
+                container.register_buffer(leaf, aliases[id(original)], persistent=persistent)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, every tensor whole on every rank; differentiable."""
+        return self._call(args, kwargs)[1]
+
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached)."""
+        loss, _ = self._call(args, kwargs)
+        if loss is None:
+            raise ShardwiseError(
+                problem(
+                    "the module returns no loss to differentiate",
+                    fix="return the loss first, or give loss= to plan and parallelize",
+                )
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
+        """(loss, the module's output) for one batch."""
+        compiled, leaves = self._prepare(args, kwargs)
+        inputs = iter(leaves)
+        tensors = [next(inputs) if tensor is None else tensor for tensor in compiled.tensors]
+        loss, outputs, written = compiled.run(*tensors)
+        with torch.no_grad():
+            for position, value in zip(compiled.written, written, strict=True):
+                tensors[position].copy_(value)
+            if self.training:
+                self._seed += 1
+        return loss, pytree.tree_unflatten(list(outputs), compiled.captured.out_spec)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, list[torch.Tensor]]:
+        """The program for these inputs, and this rank's part of them."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        key = (
+            self.training,
+            str(spec),
+            tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else ("constant", x) for x in flat),
+        )
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(flat, spec)
+        compiled = self._compiled[key]
+        tensors = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
+        if self.inputs == "global":
+            tensors = [
+                shard(x, layout, self._ranks.coordinates) if layout.positions else x
+                for x, layout in zip(tensors, compiled.inputs, strict=True)
+            ]
+        return compiled, tensors
+
+    def _compile(self, flat: list[Any], spec: Any) -> Compiled:
+        leaves = [self._example(i, x) if isinstance(x, torch.Tensor) else x for i, x in _numbered(flat)]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        model = self._model[0].train(self.training)
+        captured = capture(model, args, kwargs, loss=self._loss)
+        factored, choice = bind(self.plan, captured.graph)
+        spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, self.plan.mesh)
+        self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
+        run = emit(localize(spmd, self._ranks.rank), self._ranks)
+        tensors: list[torch.Tensor | None] = []
+        layouts: list[Layout] = []
+        for source in captured.graph.sources:
+            if source.kind == "input":
+                tensors.append(None)
+                layouts.append(choice.sources[source.value])
+            elif source.kind == "constant":
+                tensors.append(captured.constants[source.value].to(self.device))
+            elif source.names[0] == SEED:
+                tensors.append(self._seed)
+            else:
+                tensors.append(_attribute(self, source.names[0]))
+        position = {source.value: i for i, source in enumerate(captured.graph.sources)}
+        written = tuple(position[buffer] for buffer, _ in spmd.mutations)
+        return Compiled(captured, spmd, run, tuple(tensors), tuple(layouts), written)
+
+    def _example(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A meta tensor of the global shape of an input."""
+        shape = list(tensor.shape)
+        if self.inputs == "local" and index < len(self.plan.inputs):
+            layout = self.plan.layouts[self.plan.inputs[index].name]
+            if len(layout.shape) == len(shape):
+                for dim, atoms in enumerate(layout.dims):
+                    shape[dim] *= self.plan.mesh.size_of(axis for atom in atoms for axis in atom.axes)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    def program(self) -> torch.fx.GraphModule:
+        """The program compiled last, for reading."""
+        if not self._compiled:
+            raise ShardwiseError("no program yet: it is made for the first inputs")
+        run = next(reversed(self._compiled.values())).run
+        assert isinstance(run, torch.fx.GraphModule)
+        return run
+
+
+def _numbered(flat: list[Any]) -> Iterator[tuple[int, Any]]:
+    """Leaves with the number of tensors before them."""
+    count = 0
+    for leaf in flat:
+        yield count, leaf
+        count += isinstance(leaf, torch.Tensor)
+
+
+def _container(root: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The submodule at ``path``, created empty where it is missing."""
+    for name in filter(None, path.split(".")):
+        if name not in root._modules:
+            root.add_module(name, torch.nn.Module())
+        child = root._modules[name]
+        assert child is not None
+        root = child
+    return root
+
+
+def _attribute(root: torch.nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    tensor = getattr(root.get_submodule(owner), leaf)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _check_module(module: torch.nn.Module, plan: Plan) -> None:
+    """Raise PlanError listing the parameters that are not those of the plan."""
+    have = {name: p for name, p in module.named_parameters()}
+    want = {entry.name: entry for entry in plan.parameters}
+    faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]
+    faults += [f"{name} is in the module and not in the plan" for name in sorted(have.keys() - want.keys())]
+    for name in sorted(have.keys() & want.keys()):
+        own = f"{format_dtype(have[name].dtype)}{list(have[name].shape)}"
+        planned = f"{want[name].dtype}{list(want[name].shape)}"
+        if own != planned:
+            faults.append(f"{name} is {own} in the module and {planned} in the plan")
+    if faults:
+        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
+        raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))
+
+
+__all__ = ["Parallel", "agree_on_plan", "parallelize"]

@@ -1,0 +1,353 @@
+"""``verify``: a plan on the virtual cluster against the module on one device, in float64.
+
+Compared are the loss, every output, every gradient, the buffers, and parameters and buffers after optimizer steps. The error of a tensor is its
+largest difference over the largest magnitude of the reference tensor, but not over less than 1e-6 of the largest magnitude among all tensors of its
+kind: a gradient that is zero by mathematics (a key's bias) has no meaningful relative error of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.capture import Capture, capture
+from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.widen import reference_mode, widen
+from shardwise.layouts.conversions import Collective
+from shardwise.layouts.layout import Layout
+from shardwise.partition.program import LocalOp, Program, localize
+from shardwise.partition.spmd import Conversion, Spmd, build_spmd
+from shardwise.plans.decide import bind
+from shardwise.plans.plan import Plan
+from shardwise.runtime.materialize import full_tensors
+from shardwise.runtime.parallel import SEED
+from shardwise.runtime.shards import shard
+from shardwise.runtime.virtual import VirtualCluster
+
+# float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
+TOLERANCE = 1e-9
+
+OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The worst error of one tensor over all ranks and steps."""
+
+    kind: str  # "loss", "output", "gradient", "buffer" or "parameter"
+    name: str
+    error: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a verification.
+
+    ``differences``: worst first. ``forward``, ``backward``: the collectives that were performed in the first step; ``planned_forward`` and
+    ``planned_backward`` those that the program lists.
+    """
+
+    differences: tuple[Difference, ...]
+    tolerance: float
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    planned_forward: tuple[Collective, ...]
+    planned_backward: tuple[Collective, ...]
+
+    @property
+    def max_error(self) -> float:
+        return self.differences[0].error if self.differences else 0.0
+
+    @property
+    def collectives_match(self) -> bool:
+        return self.forward == self.planned_forward and self.backward == self.planned_backward
+
+    @property
+    def ok(self) -> bool:
+        return self.max_error <= self.tolerance and self.collectives_match
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'equal' if self.ok else 'NOT EQUAL'}: worst relative error {self.max_error:.2g} over {len(self.differences)} tensors "
+            f"(tolerance {self.tolerance:g})"
+        ]
+        lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
+        counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
+        lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
+        return "\n".join(lines)
+
+
+def verify(
+    module: torch.nn.Module,
+    example_inputs: Any,
+    plan: Plan,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    steps: int = 3,
+    tolerance: float = TOLERANCE,
+    seed: int = 0,
+) -> Report:
+    """Run ``steps`` optimizer steps of ``module`` under ``plan`` on the virtual cluster and on one device, both in float64.
+
+    ``example_inputs``: a tuple of positional inputs (or one tensor), whole, with values. Floating-point inputs, parameters, buffers and casts
+    to lower precision inside the model are widened in both programs; dropout draws the same hashed masks in both.
+    ``seed``: of the initial values of parameters on the meta device. Raises PlanError when the plan does not fit.
+    """
+    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    _need_values((args, kwargs))
+    args, named = pytree.tree_map_only(torch.Tensor, _widened, (args, dict(kwargs or {})))
+    reference = _float64_module(module, seed)
+    captured = capture(reference, args, named, loss=loss)
+    graph = widen(captured.graph)
+    factored, choice = bind(plan, graph)
+    spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh)
+    single = _Single(reference, captured, loss, plan.optimizer)
+    ranks = _Ranks(spmd, captured, reference, choice.sources, plan.optimizer)
+    found: dict[tuple[str, str], Difference] = {}
+    records: list[tuple[Collective, ...]] = []
+    for step in range(steps):
+        expected = single.step(args, named, step)
+        actual = ranks.step(args, named, step)
+        if step == 0:
+            records = [ranks.forward_record, ranks.backward_record]
+        _compare(expected, actual, choice.sources, graph, plan, found)
+    differences = tuple(sorted(found.values(), key=lambda d: -d.error))
+    return Report(differences, tolerance, records[0], records[1], spmd.forward_collectives(), spmd.backward_collectives())
+
+
+def _need_values(inputs: Any) -> None:
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves(inputs)):
+        raise ShardwiseError(
+            problem("verify needs inputs with values, not meta tensors", fix="pass a real batch; planning takes meta tensors")
+        )
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach().cpu()
+
+
+def _float64_module(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """A float64 copy on the CPU with the module's (initial) values."""
+    if any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+        twin = copy.deepcopy(module).to_empty(device="cpu")
+        tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+        with torch.no_grad():
+            for name, full in full_tensors(module, seed):
+                tensors[name].copy_(full)
+    else:
+        twin = copy.deepcopy(module).cpu()
+    return twin.double()
+
+
+Values = dict[tuple[str, str], torch.Tensor]  # (kind, name) -> tensor
+
+
+class _Single:
+    """The module on one device."""
+
+    def __init__(self, module: torch.nn.Module, captured: Capture, loss: Callable[..., Any] | None, optimizer: str) -> None:
+        self.module, self.captured, self.loss = copy.deepcopy(module), captured, loss
+        self.optimizer = _optimizer(optimizer, [p for p in self.module.parameters() if p.requires_grad])
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Values:
+        values: Values = {}
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        with reference_mode(seed=step):
+            output = self.captured.call(self.module, args, kwargs, self.loss)
+        leaves = pytree.tree_leaves(output)
+        for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
+                values["loss" if is_loss else "output", f"[{i}]"] = leaf.detach()
+                if is_loss:
+                    leaf.backward()  # type: ignore[no-untyped-call]
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                values["gradient", name] = parameter.grad.clone()
+        for name, buffer in self.module.named_buffers():
+            values["buffer", name] = buffer.clone()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for name, parameter in self.module.named_parameters():
+            values["parameter", name] = parameter.detach().clone()
+        return values
+
+
+class _Ranks:
+    """The ranks of the virtual cluster, each with its shards and its optimizer."""
+
+    def __init__(
+        self, spmd: Spmd, captured: Capture, module: torch.nn.Module, layouts: Mapping[str, Layout], optimizer: str
+    ) -> None:
+        self.spmd, self.captured, self.layouts = spmd, captured, layouts
+        self.cluster = VirtualCluster(spmd.mesh)
+        self.programs = [localize(spmd, rank) for rank in range(spmd.mesh.num_devices)]
+        full = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.held: list[dict[str, torch.Tensor]] = []
+        for coordinates in self.cluster.coordinates:
+            own: dict[str, torch.Tensor] = {}
+            for source in spmd.graph.sources:
+                if source.kind in ("parameter", "buffer") and source.names[0] != SEED:
+                    local = shard(full[source.names[0]].detach(), layouts[source.value], coordinates).clone()
+                    own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
+                elif source.kind == "constant":
+                    own[source.value] = _widened(captured.constants[source.value]).clone()
+            self.held.append(own)
+        self.optimizers = [_optimizer(optimizer, [t for t in own.values() if t.requires_grad]) for own in self.held]
+        self.forward_record: tuple[Collective, ...] = ()
+        self.backward_record: tuple[Collective, ...] = ()
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> list[Values]:
+        for optimizer in self.optimizers:
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none=True)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        bindings = []
+        for own, coordinates in zip(self.held, self.cluster.coordinates, strict=True):
+            binding = dict(own)
+            inputs = iter(tensors)
+            for source in self.spmd.graph.sources:
+                if source.kind == "input":
+                    binding[source.value] = shard(next(inputs), self.layouts[source.value], coordinates).clone()
+                elif source.names[0] == SEED:
+                    binding[source.value] = torch.tensor(step)
+            bindings.append(binding)
+        self.cluster.record.clear()
+        results = run_virtual(self.cluster, self.programs, bindings)
+        self.forward_record = self._recorded()
+        if self.spmd.loss is not None:
+            torch.autograd.backward([result[self.spmd.loss] for result in results])
+        self.backward_record = self._recorded()
+        return [self._collect(own, result, i) for i, (own, result) in enumerate(zip(self.held, results, strict=True))]
+
+    def _recorded(self) -> tuple[Collective, ...]:
+        found = tuple(Collective(*entry) for entry in self.cluster.record)
+        self.cluster.record.clear()
+        return found
+
+    def _collect(self, own: dict[str, torch.Tensor], result: dict[str, torch.Tensor], rank: int) -> Values:
+        values: Values = {}
+        for i, out in enumerate(self.spmd.outputs):
+            if isinstance(out, Ref):
+                values["loss" if out.name == self.spmd.loss else "output", f"[{i}]"] = result[out.name].detach()
+        for buffer, value in self.spmd.mutations:
+            own[buffer] = result[value].detach().clone()
+        sources = [s for s in self.spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
+        for source in sources:
+            if own[source.value].grad is not None:
+                values["gradient", source.names[0]] = own[source.value].grad.clone()
+        optimizer = self.optimizers[rank]
+        if optimizer is not None:
+            optimizer.step()
+        for source in sources:
+            values[source.kind, source.names[0]] = own[source.value].detach().clone()
+        return values
+
+
+def run_virtual(
+    cluster: VirtualCluster, programs: Sequence[Program], bindings: Sequence[Mapping[str, torch.Tensor]]
+) -> list[dict[str, torch.Tensor]]:
+    """Execute all ranks' programs in lockstep; returns every rank's values by name."""
+    envs = [dict(binding) for binding in bindings]
+    for instructions in zip(*(program.instructions for program in programs), strict=True):
+        first = instructions[0]
+        if isinstance(first, Conversion):
+            converted = cluster.convert([env[first.value] for env in envs], first.moves)
+            for env, tensor in zip(envs, converted, strict=True):
+                env[first.result] = tensor
+            continue
+        for env, local in zip(envs, instructions, strict=True):
+            assert isinstance(local, LocalOp)
+            env.update(_execute(local, env))
+    return envs
+
+
+def _execute(local: LocalOp, env: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def fill(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return env[arg.name]
+        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    result = local.call.target(
+        *[fill(arg) for arg in local.call.args], **{key: fill(arg) for key, arg in local.call.kwargs}
+    )
+    results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    return dict(zip(local.results, results, strict=True))
+
+
+def _optimizer(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
+    if not parameters:
+        return None
+    if name not in OPTIMIZERS:
+        raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](parameters)
+
+
+def _compare(
+    expected: Values,
+    actual: list[Values],
+    layouts: Mapping[str, Layout],
+    graph: Graph,
+    plan: Plan,
+    found: dict[tuple[str, str], Difference],
+) -> None:
+    """Note the worst difference of every tensor. A tensor that only one side has is an infinite difference."""
+    floor: dict[str, float] = {}
+    for (kind, _), tensor in expected.items():
+        floor[kind] = max(floor.get(kind, 0.0), _magnitude(tensor))
+    by_name = {source.names[0]: layouts[source.value] for source in graph.sources}
+    for rank, values in enumerate(actual):
+        coordinates = plan.mesh.coordinates(rank)
+        for key in expected.keys() | values.keys():
+            kind, name = key
+            if key not in expected or key not in values:
+                if kind == "gradient" and not _matters(expected.get(key), values.get(key)):
+                    continue
+                error = float("inf")
+            else:
+                want = expected[key]
+                if kind in ("gradient", "parameter", "buffer") and name in by_name:
+                    want = shard(want, by_name[name], coordinates)
+                scale = max(_magnitude(expected[key]), 1e-6 * floor[kind])
+                error = _difference(want, values[key], scale)
+            if key not in found or error > found[key].error or error != error:
+                found[key] = Difference(kind, name, error, rank)
+
+
+def _matters(*tensors: torch.Tensor | None) -> bool:
+    """A missing gradient is the same as zeros."""
+    return any(tensor is not None and _magnitude(tensor) > 0 for tensor in tensors)
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    finite = tensor.abs() if tensor.dtype != torch.bool else tensor.long()
+    finite = finite[torch.isfinite(finite)] if finite.is_floating_point() else finite
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
+    if want.shape != have.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if want.is_floating_point() else want == have
+    difference = torch.where(same, torch.zeros((), dtype=torch.float64), (want.double() - have.double()).abs())
+    worst = float(difference.max())
+    return worst / scale if scale else (0.0 if worst == 0 else float("inf"))
+
+
+__all__ = ["Difference", "Report", "run_virtual", "verify"]

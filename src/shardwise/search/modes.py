@@ -1,0 +1,189 @@
+"""The modes: how much of a plan the user gives, and what completes it.
+
+``stand_alone``    every device does everything
+``data_parallel``  the batch is split over the whole mesh, parameters are whole everywhere
+``semi_auto``      operators without a strategy default to data parallelism; views, casts and the operators of one annotated call follow
+``auto``           (``sharding_propagation``) everything follows what is fixed; where nothing is fixed, data parallelism
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy
+from shardwise.rules.atoms import Factored
+from shardwise.search.propagate import Place, Propagation, Where
+
+MODES = ("auto", "semi_auto", "data_parallel", "stand_alone")
+DATA_AXES = frozenset({"dp", "data", "batch", "ddp", "fsdp", "replica"})
+
+Choices = dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A complete choice: a strategy for every op, and a layout for every source."""
+
+    strategies: Mapping[str, Strategy]
+    sources: Mapping[str, Layout]
+
+
+def choose(
+    graph: Graph, factored: Factored, mesh: Mesh, mode: str, fixed: Choices, *, storage: Mapping[str, dict[str, Where]] | None = None
+) -> Choice:
+    """Complete ``fixed`` (op -> sub-axis -> choice) in the given mode. ``storage``: where some sources are kept, if that is fixed too."""
+    if mode not in MODES:
+        raise ShardwiseError(f"unknown mode {mode!r}: it is one of {', '.join(MODES)}")
+    if mode in ("stand_alone", "data_parallel") and fixed:
+        raise ShardwiseError(
+            problem(
+                f"mode {mode!r} takes no strategies, but {len(fixed)} operators have one: {', '.join(list(fixed)[:3])}",
+                fix='plan with mode="semi_auto" or mode="auto", or remove the annotations',
+            )
+        )
+    if mode == "stand_alone":
+        return _complete(graph, factored, mesh, {}, (), storage, frozenset(), movable=False)
+    axes = mesh.sub_axes if mode == "data_parallel" else data_axes(mesh, fixed)
+    if mode == "data_parallel":
+        return _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
+    if mode == "auto":
+        return _complete(graph, factored, mesh, fixed, axes, storage, frozenset(), movable=True)
+    default = _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
+    scopes = {graph.op_by_name[name].scope for name in fixed} - {""}
+    merged: Choices = {name: dict(choices) for name, choices in fixed.items()}
+    closed: set[tuple[str, str]] = set()
+    for op in graph.ops:
+        if op.name in fixed or op.scope in scopes or follows(op, factored):
+            continue
+        own = default.strategies[op.name].choice_of
+        merged[op.name] = {axis: own.get(axis, "I") for axis in mesh.sub_axes}
+        closed |= {(op.name, axis) for axis in mesh.sub_axes}
+    return _complete(graph, factored, mesh, merged, axes, storage, frozenset(closed), movable=True)
+
+
+def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
+    """The sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those that no strategy
+    mentions."""
+    mentioned = {axis for choices in fixed.values() for axis, choice in choices.items() if choice != "I"}
+    named = [name for name, _ in mesh.axes if name in DATA_AXES]
+    return tuple(
+        axis
+        for name, _ in mesh.axes
+        for axis in mesh.expand(name)
+        if name in named or not mentioned.intersection(mesh.expand(name))
+    )
+
+
+def follows(op: Op, factored: Factored) -> bool:
+    """Operators that only rearrange or cast their single operand: they take whatever layout it has."""
+    rule = factored.rules[op.name]
+    return len(op.operands) == 1 and (0,) in rule.linear and all(f.kind in ("parallel", "whole") for f in rule.factors)
+
+
+def batch_size(graph: Graph) -> int | None:
+    """The size of dim 0 of the first input that has dims."""
+    shapes = [graph.by_name[s.value].shape for s in graph.sources if s.kind == "input"]
+    return next((shape[0] for shape in shapes if shape), None)
+
+
+def _complete(
+    graph: Graph,
+    factored: Factored,
+    mesh: Mesh,
+    fixed: Choices,
+    axes: tuple[str, ...],
+    storage: Mapping[str, dict[str, Where]] | None,
+    closed: frozenset[tuple[str, str]],
+    *,
+    movable: bool,
+) -> Choice:
+    batch = batch_size(graph)
+    sources: dict[str, dict[str, Where]] = {}
+    follow: set[str] = set()
+    for source in graph.sources:
+        given = (storage or {}).get(source.value)
+        if given is not None:
+            sources[source.value] = dict(given)
+        elif source.kind == "input":
+            sources[source.value] = _batch_where(graph, factored, mesh, source.value, batch, axes)
+        elif source.kind == "parameter" and movable:
+            sources[source.value] = dict.fromkeys(axes, "I")
+        else:
+            sources[source.value] = dict.fromkeys(mesh.sub_axes, "I")
+        if source.kind == "parameter":
+            follow.add(source.value)
+    propagation = Propagation(
+        graph,
+        factored.rules,
+        mesh,
+        choices={name: dict(choices) for name, choices in fixed.items()},
+        sources=sources,
+        movable=frozenset(follow),
+        closed=closed,
+    )
+    strategies = propagation.run()
+    layouts = {
+        source.value: layout_of(propagation.sources.get(source.value, {}), factored.atoms[source.value], mesh)
+        for source in graph.sources
+    }
+    return Choice(strategies, layouts)
+
+
+def _batch_where(
+    graph: Graph, factored: Factored, mesh: Mesh, value: str, batch: int | None, axes: tuple[str, ...]
+) -> dict[str, Where]:
+    """An input's samples over the data axes: dim 0 where it has the size of the batch."""
+    where: dict[str, Where] = dict.fromkeys(mesh.sub_axes, "I")
+    shape = graph.by_name[value].shape
+    if batch is None or not shape or shape[0] != batch:
+        return where
+    return where | spread_axes(factored.atoms[value], 0, axes, mesh)
+
+
+def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str], mesh: Mesh) -> dict[str, Where]:
+    """Axes over the atoms of a dim, major first; what does not divide is split unevenly while every device gets a share."""
+    sizes = atoms[dim]
+    left = list(sizes)
+    found: dict[str, Where] = {}
+    for axis in axes:
+        size = mesh.sizes[axis]
+        position = next((i for i, own in enumerate(left) if own % size == 0), None)
+        if position is None:
+            position = next((i for i, own in enumerate(left) if own > size), None)
+        if position is None:
+            continue
+        left[position] = left[position] // size if left[position] % size == 0 else 1
+        found[axis] = (dim, prod(sizes[position + 1 :]), sizes[position])
+    return found
+
+
+def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout:
+    """Sub-axis -> state or place, as a layout over the value's atoms (divided further where a place asks for it)."""
+    axes: dict[tuple[int, int], list[str]] = {}
+    states: list[tuple[str, str]] = []
+    for axis in mesh.sub_axes:
+        own = where.get(axis, "I")
+        if isinstance(own, tuple):
+            axes.setdefault(_atom_at(atoms, own), []).append(axis)
+        elif own != "I":
+            states.append((axis, own))
+    dims = tuple(
+        tuple(Atom(size, tuple(axes.get((d, i), ()))) for i, size in enumerate(sizes)) for d, sizes in enumerate(atoms)
+    )
+    return Layout(mesh, dims, tuple(states))
+
+
+def _atom_at(atoms: tuple[tuple[int, ...], ...], place: Place) -> tuple[int, int]:
+    dim, stride, size = place
+    own = 1
+    for i in range(len(atoms[dim]) - 1, -1, -1):
+        if own == stride and atoms[dim][i] == size:
+            return dim, i
+        own *= atoms[dim][i]
+    raise LayoutError(f"dim {dim} of {atoms} has no atom of size {size} with stride {stride}")

@@ -1,0 +1,193 @@
+"""What the user fixed: strategies as texts (``"m@dp n@tp"``) or split counts (``((2, 4), (4, 1))``), mapped to sub-axes and atoms.
+
+Split counts, one per dim of every tensor operand, are mapped in the order of the operator's factors (first appearance in the operands):
+each factor takes, major first, the earliest free sub-axes of the mesh whose sizes multiply to its count. What is left of the mesh
+repeats the work. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix product are ``m@dp k@tp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from itertools import combinations
+from math import gcd, prod
+from typing import Any
+
+from shardwise.errors import LayoutError, problem
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import is_rest, parse_choices
+from shardwise.rules.atoms import base_name
+from shardwise.rules.rule import OpRule
+from shardwise.search.propagate import factor_places
+
+SplitCounts = tuple[tuple[int, ...], ...]
+
+
+def choices_for(
+    op: Op, rule: OpRule, divided: OpRule, strategy: str | SplitCounts, mesh: Mesh, graph: Graph, burden: Mapping[str, int]
+) -> dict[str, str]:
+    """Sub-axis -> choice of the divided rule, for one operator. ``burden``: divided factor -> how often it can not be split elsewhere.
+
+    A text fixes the axes it names, split counts fix them all. Raises LayoutError naming the operator.
+    """
+    try:
+        if isinstance(strategy, str):
+            wanted = parse_choices(strategy, mesh)
+        else:
+            shapes = [graph.by_name[name].shape for name in op.operands]
+            wanted = _axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
+        return _divide_choices(rule, divided, wanted, mesh, burden)
+    except LayoutError as error:
+        raise type(error)(problem(str(error), op=op.name, source=op.source, fix=_fix(rule))) from error
+
+
+def _fix(rule: OpRule) -> str:
+    can = [f.name for f in rule.factors if f.kind != "whole"]
+    return f"the rule is {rule}; factors that can be split: {', '.join(can) or 'none'}"
+
+
+def _factor_counts(
+    rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int, ...]], mesh: Mesh
+) -> dict[str, int]:
+    """Split counts per operand dim -> count per factor. The checks are those of the specification, in its order."""
+    if len(counts) != len(shapes):
+        hint = ""
+        if len(shapes) == 1 and all(isinstance(c, int) for c in counts):
+            hint = f"; write ({counts!r},)"
+        raise LayoutError(f"{len(counts)} strategies for {len(shapes)} tensor operands of shapes {_shapes(shapes)}{hint}")
+    for i, (own, shape) in enumerate(zip(counts, shapes, strict=True)):
+        if not isinstance(own, tuple):
+            raise LayoutError(f"the strategy of operand {i} is {own!r}: it needs one split count per dim of {list(shape)}")
+        if len(own) != len(shape):
+            raise LayoutError(f"{len(own)} split counts {own} for operand {i} of {len(shape)} dims {list(shape)}")
+    for i, (own, shape) in enumerate(zip(counts, shapes, strict=True)):
+        for d, count in enumerate(own):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise LayoutError(f"split count {count!r} of dim {d} of operand {i} {list(shape)} must be a whole number from 1")
+            if count > shape[d]:
+                raise LayoutError(f"dim {d} of operand {i} has {shape[d]} elements: it can not be split {count} ways")
+    found: dict[str, int] = {}
+    seen_in: dict[str, tuple[int, int]] = {}
+    sizes = {factor.name: factor for factor in rule.factors}
+    for i, (own, dims) in enumerate(zip(counts, rule.operands, strict=True)):
+        for d, (count, factors) in enumerate(zip(own, dims, strict=True)):
+            left = count
+            for position, name in enumerate(factors):
+                share = left if position == len(factors) - 1 else gcd(left, sizes[name].size)
+                if sizes[name].kind == "whole":
+                    share = 1 if position < len(factors) - 1 else left
+                left //= share
+                if share > 1 and sizes[name].kind == "whole":
+                    raise LayoutError(f"dim {d} of operand {i} {list(shapes[i])} can not be split ({count} ways asked for)")
+                if found.setdefault(name, share) != share:
+                    j, e = seen_in[name]
+                    raise LayoutError(
+                        f"dim {d} of operand {i} is split {share} ways and dim {e} of operand {j} {found[name]} ways, "
+                        f"but both are factor {name} of {rule}"
+                    )
+                seen_in.setdefault(name, (i, d))
+            if not factors and count > 1:
+                raise LayoutError(f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it can not be split {count} ways")
+    needed = prod(found.values())
+    if needed > mesh.num_devices or mesh.num_devices % needed:
+        why = "there are only" if needed > mesh.num_devices else "it does not divide the"
+        product = " x ".join(f"{count} ({name})" for name, count in found.items() if count > 1)
+        raise LayoutError(f"the strategy needs {product} = {needed} devices: {why} {mesh.num_devices} of {mesh}")
+    return found
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def _axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
+    """Count per factor -> choice per sub-axis, for all sub-axes."""
+    free = list(mesh.sub_axes)
+    choices: dict[str, str] = {}
+    for name, count in counts.items():
+        if count == 1:
+            continue
+        for length in range(1, len(free) + 1):
+            fitting = next((c for c in combinations(free, length) if mesh.size_of(c) == count), None)
+            if fitting:
+                break
+        else:
+            raise LayoutError(f"factor {name}: {count} is no product of the free sub-axes {[mesh.sizes[a] for a in free]} of {mesh}")
+        for axis in fitting:
+            choices[axis] = name
+            free.remove(axis)
+    return {axis: choices.get(axis, "I") for axis in mesh.sub_axes}
+
+
+def _divide_choices(
+    rule: OpRule, divided: OpRule, wanted: Mapping[str, str], mesh: Mesh, burden: Mapping[str, int]
+) -> dict[str, str]:
+    """Choices of the undivided rule -> choices of its divided factors.
+
+    Each axis goes to the first part it divides, parts that some other operator must keep whole last; a size that does not divide is split
+    unevenly.
+    """
+    parts: dict[str, list[str]] = {}
+    for factor in divided.factors:
+        parts.setdefault(base_name(factor.name), []).append(factor.name)
+    left = {factor.name: factor.size for factor in divided.factors}
+    known = {factor.name for factor in rule.factors} | set(left)
+    choices: dict[str, str] = {}
+    for axis, choice in wanted.items():
+        if is_rest(choice):
+            choices[axis] = choice
+            continue
+        if choice not in known:
+            near = get_close_matches(choice, known, 1)
+            raise LayoutError(f"the operator has no factor {choice!r}" + (f", but {near[0]!r}" if near else ""))
+        if divided.factor(parts.get(choice, [choice])[0]).kind == "whole":
+            raise LayoutError(f"factor {choice} can not be split")
+        candidates = [choice] if choice in left else sorted(parts[choice], key=lambda name: burden.get(name, 0))
+        size = mesh.sizes[axis]
+        part = next((name for name in candidates if left[name] % size == 0), None) or next(
+            (name for name in candidates if left[name] > size), candidates[0]
+        )
+        left[part] = left[part] // size if left[part] % size == 0 else 1
+        choices[axis] = part
+    return choices
+
+
+def burdens(graph: Graph, rules: Mapping[str, OpRule]) -> dict[tuple[str, str], int]:
+    """(op, divided factor) -> in how many operators the same atom must be kept whole. Atoms are followed through all operators."""
+    parent: dict[Any, Any] = {}
+
+    def find(node: Any) -> Any:
+        while parent.setdefault(node, node) != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    whole: list[tuple[str, str]] = []
+    for op in graph.ops:
+        operand_places, result_places = factor_places(rules[op.name])
+        for factor in rules[op.name].factors:
+            node = (op.name, factor.name)
+            if factor.kind == "whole":
+                whole.append(node)
+                continue
+            for names, places in ((op.operands, operand_places), (op.results, result_places)):
+                for value, own in zip(names, places, strict=True):
+                    if factor.name in own:
+                        parent[find(node)] = find((value, *own[factor.name]))
+    count: dict[Any, int] = {}
+    for op_name, factor_name in whole:
+        operand_places, result_places = factor_places(rules[op_name])
+        op = graph.op_by_name[op_name]
+        touched = set()
+        for names, places in ((op.operands, operand_places), (op.results, result_places)):
+            for value, own in zip(names, places, strict=True):
+                if factor_name in own:
+                    touched.add(find((value, *own[factor_name])))
+        for root in touched:
+            count[root] = count.get(root, 0) + 1
+    return {
+        (op.name, factor.name): count.get(find((op.name, factor.name)), 0)
+        for op in graph.ops
+        for factor in rules[op.name].factors
+    }

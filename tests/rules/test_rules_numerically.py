@@ -1,0 +1,216 @@
+"""Every operator of every table, split in every factor, against the whole: forward and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rules.harness import (
+    Case,
+    close,
+    cotangents,
+    gradients,
+    make_case,
+    mismatch,
+    numbers,
+    pieces_of,
+    run_part,
+    splits,
+    take,
+)
+from rules.samples import CONVOLUTION, NORMALIZATION, SAMPLES, Sample
+from rules.tracing import gathers
+from shardwise.graph.interpret import lookup
+from shardwise.graph.schema import tensor_results
+from shardwise.rules import RULES, rule_of
+from shardwise.rules.rule import Factor, OpRule, Piece
+
+Chosen = Mapping[str, Sequence[tuple[Piece, ...]]]
+REDUCED = ("sum", "max", "min", "any")
+SPLITTABLE = ("parallel", *REDUCED)
+IDS = [f"{i}-{sample.target}" for i, sample in enumerate(SAMPLES)]
+every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+
+# PyTorch's own text; which calls give it is of no interest here.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("var", "std", "at::frobenius", "torch.meshgrid", "The reduce argument")
+]
+
+
+def ruled(sample: Sample) -> tuple[Case, OpRule]:
+    case = make_case(sample)
+    rule = rule_of(case.op, case.graph)
+    assert rule is not None, f"{sample} has no rule"
+    return case, rule
+
+
+def splittable(rule: OpRule) -> list[Factor]:
+    return [f for f in rule.factors if f.kind in SPLITTABLE and f.size > 1]
+
+
+def problem(case: Case, rule: OpRule, chosen: Chosen, sample: Sample) -> str:
+    if not sample.unspecified:
+        return mismatch(case, rule, chosen)
+    for pieces in splits(rule, chosen):  # the values mean nothing; run_part checks the shapes
+        run_part(case, rule, pieces, [take(t, d, pieces) for t, d in zip(case.operands, rule.operands, strict=True)])
+    return ""
+
+
+def check(case: Case, rule: OpRule, chosen: Chosen, sample: Sample) -> None:
+    found = problem(case, rule, chosen, sample)
+    assert not found, f"{sample}\n{rule}\nsplit {chosen}\n{found}"
+
+
+def test_every_line_of_the_tables_has_a_sample() -> None:
+    missing = sorted(str(target) for target in RULES.keys() - {sample.target for sample in SAMPLES})
+    assert not missing, f"rules that no sample reaches: {missing}"
+
+
+@every_sample
+def test_parts_put_together_equal_the_whole_operator(sample: Sample) -> None:
+    case, rule = ruled(sample)
+    open_factors = splittable(rule)
+    nothing_to_split = not open_factors and not any(f.kind == "lowered" for f in rule.factors)
+    assert sample.unsplit == nothing_to_split, str(rule)
+    check(case, rule, {}, sample)
+    for factor in open_factors:
+        for parts in (2, 3):
+            if parts <= factor.size:
+                check(case, rule, {factor.name: pieces_of((factor.size,), 0, parts)}, sample)
+        for major in (2, 3):
+            if factor.size % major == 0 and factor.size > major:
+                sizes = (major, factor.size // major)
+                check(case, rule, {factor.name: pieces_of(sizes, 1, 2)}, sample)
+                check(case, rule, {factor.name: pieces_of(sizes, 0, 2)}, sample)
+
+
+@every_sample
+def test_several_factors_can_be_split_at_once(sample: Sample) -> None:
+    case, rule = ruled(sample)
+    chosen = {f.name: pieces_of((f.size,), 0, 2) for f in splittable(rule)[:4]}
+    check(case, rule, chosen, sample)
+
+
+_REFUSES_EMPTY = {str(s.target) for s in (*CONVOLUTION, *NORMALIZATION)} | {"aten.pad.default"}
+
+
+@pytest.mark.parametrize(
+    "sample", [s for s in SAMPLES if str(s.target) not in _REFUSES_EMPTY], ids=lambda s: str(s.target)
+)
+def test_a_part_may_be_empty(sample: Sample) -> None:
+    """More parts than indices. (PyTorch's convolutions and norms refuse empty tensors, or crash.)"""
+    case, rule = ruled(sample)
+    for factor in splittable(rule):
+        check(case, rule, {factor.name: pieces_of((factor.size,), 0, factor.size + 1)}, sample)
+
+
+@every_sample
+def test_the_suite_notices_a_wrong_reduction(sample: Sample) -> None:
+    """Mutation: a sum that is combined otherwise, and a reduced factor with a part left out, are caught."""
+    case, rule = ruled(sample)
+    for factor in splittable(rule):
+        if factor.kind not in REDUCED:
+            continue
+        halves = pieces_of((factor.size,), 0, 2)
+        mutants = [(rule, {factor.name: half}) for half in (halves[:1], halves[1:])]
+        if factor.kind == "sum":
+            mutants.append((rule.with_kinds({factor.name: "max"}), {factor.name: halves}))
+        assert any(problem(case, mutant, chosen, sample) for mutant, chosen in mutants), f"{sample}: {factor} survives"
+
+
+# Rules that share their localize with operators that have size arguments, though they have none themselves.
+_SIZELESS = {
+    "aten.flatten.using_ints",
+    "aten.ravel.default",
+    "aten.view_as.default",
+    "aten.reshape_as.default",
+    "aten.expand_as.default",
+    "aten.chunk.default",
+    "aten.tensor_split.sections",
+}
+
+
+def test_the_suite_notices_a_rule_that_forgets_its_sizes() -> None:
+    """Mutation: without ``localize`` every operator that needs it fails for one of its samples."""
+    localized = [s for s in SAMPLES if not s.unspecified and ruled(s)[1].localize is not None]
+    survivors = {s.target for s in localized} - {s.target for s in localized if _fails_without_localize(s)}
+    assert {str(target) for target in survivors} == _SIZELESS
+
+
+def _fails_without_localize(sample: Sample) -> bool:
+    case, rule = ruled(sample)
+    bare = replace(rule, localize=None)
+    for factor in splittable(rule):
+        for parts in (2, factor.size + 1):
+            try:
+                if mismatch(case, bare, {factor.name: pieces_of((factor.size,), 0, parts)}):
+                    return True
+            except (RuntimeError, IndexError, AssertionError):
+                return True
+    return False
+
+
+@every_sample
+def test_operators_are_linear_in_the_groups_that_say_so(sample: Sample) -> None:
+    case, rule = ruled(sample)
+    known = dict(zip(case.op.operands, (t.detach() for t in case.operands), strict=True))
+
+    def run(values: Mapping[str, Tensor]) -> list[Tensor]:
+        args = [lookup(arg, values) for arg in case.op.args]
+        kwargs = {key: lookup(arg, values) for key, arg in case.op.kwargs}
+        return [numbers(r) for r in tensor_results(case.op.target(*args, **kwargs))]
+
+    if sample.unspecified:
+        return
+    single = any(r.dtype == torch.float32 for r in case.results)
+    for group in rule.linear:
+        names = [case.op.operands[i] for i in group]
+        first = {name: known[name] * 3 for name in names}
+        second = {name: torch.flip(known[name], list(range(known[name].dim()))) for name in names}
+        together = {name: first[name] + second[name] for name in names}
+        parts = zip(run(known | first), run(known | second), run(known | together), strict=True)
+        assert all(close(a + b, c, 1e-5 if single else 1e-10) for a, b, c in parts), (
+            f"{sample} is not linear in operands {group}"
+        )
+
+
+LOWERED = [s for s in SAMPLES if not s.unsplit and any(f.kind == "lowered" for f in ruled(s)[1].factors)]
+
+
+@pytest.mark.parametrize("sample", LOWERED, ids=lambda s: str(s.target))
+def test_lowerings_equal_their_operator(sample: Sample) -> None:
+    case, rule = ruled(sample)
+    assert rule.lowering is not None
+    known = {
+        name: t.detach().requires_grad_(t.requires_grad)
+        for name, t in zip(case.op.operands, case.operands, strict=True)
+    }
+    result = rule.lowering(
+        *(lookup(arg, known) for arg in case.op.args), **{key: lookup(arg, known) for key, arg in case.op.kwargs}
+    )
+    results = tensor_results(result)
+    seeds = cotangents(case.results)
+    operands = [known[name] for name in case.op.operands]
+    for expected, actual in zip(case.results, results, strict=True):
+        assert expected.dtype == actual.dtype
+        assert close(numbers(expected), numbers(actual)), f"{sample}: {expected} is not {actual}"
+    expected_gradients = gradients(case.results, case.operands, seeds)
+    for expected_gradient, gradient in zip(expected_gradients, gradients(results, operands, seeds), strict=True):
+        assert (expected_gradient is None) == (gradient is None)
+        if expected_gradient is not None and gradient is not None:
+            assert close(expected_gradient, gradient), f"{sample}: {expected_gradient} is not {gradient}"
+
+
+@pytest.mark.parametrize("sample", LOWERED, ids=lambda s: str(s.target))
+def test_lowerings_never_gather_the_factor_they_are_for(sample: Sample) -> None:
+    """Every operator of a lowering has a rule, and a lowered factor stays split up to its reduction."""
+    case, rule = ruled(sample)
+    for factor in rule.factors:
+        if factor.kind == "lowered" and factor.size > 1:
+            refused = gathers(case, rule, factor.name)
+            assert not refused, f"{sample}: {factor.name} is gathered for {refused}"

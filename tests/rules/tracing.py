@@ -1,0 +1,99 @@
+"""Lowerings as graphs, and where a split goes in them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rules.harness import Case
+from shardwise.graph.emitter import Emitter
+from shardwise.graph.interpret import lookup
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.rules import rule_of
+from shardwise.rules.atoms import factor_graph
+from shardwise.rules.rule import Dims, OpRule
+
+Place = tuple[int, int, int]  # dim, stride and size of the atom that is split
+
+
+def trace_lowering(case: Case, rule: OpRule) -> Graph:
+    """The operators of the lowering, on the operands x0, x1, ..."""
+
+    def program(*tensors: torch.Tensor) -> Any:
+        known = dict(zip(case.op.operands, tensors, strict=True))
+        args = [lookup(arg, known) for arg in case.op.args]
+        assert rule.lowering is not None
+        return rule.lowering(*args, **{key: lookup(arg, known) for key, arg in case.op.kwargs})
+
+    traced = make_fx(program, pre_dispatch=True, tracing_mode="fake")(*case.operands)
+    emitter = Emitter([case.graph.by_name[name] for name in case.op.operands], ())
+    known: dict[str, Any] = {}
+    operands = iter(case.op.operands)
+    outputs: tuple[Any, ...] = ()
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, Node):
+            return known[value.name]
+        return tuple(map(argument, value)) if isinstance(value, (list, tuple)) else value
+
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            known[node.name] = Ref(next(operands))
+        elif node.op == "output":
+            outputs = tuple(argument(a) for a in (node.args[0] if isinstance(node.args[0], tuple) else node.args))
+        elif isinstance(node.target, torch._ops.OpOverload):
+            op = Op("", node.target, argument(node.args), tuple((k, argument(v)) for k, v in node.kwargs.items()), ())
+            results = emitter.apply(op)
+            known[node.name] = results[0] if len(results) == 1 else results
+        else:
+            assert node.target.__name__ == "getitem", f"{node.target} in a lowering"
+            known[node.name] = known[node.args[0].name][node.args[1]]
+    return emitter.graph(outputs, None, ())
+
+
+def gathers(case: Case, rule: OpRule, factor: str) -> list[str]:
+    """The operators of the lowering that can not work on parts of ``factor``; empty: it is never gathered."""
+    graph = trace_lowering(case, rule)
+    rules = {}
+    for op in graph.ops:
+        found = rule_of(op, graph)
+        assert found is not None, f"{op.target} in a lowering has no rule"
+        rules[op.name] = found
+    refined = factor_graph(graph, rules).rules
+    sizes = {f.name: f.size for f in rule.factors}
+    places: dict[str, Place] = {}
+    for name, dims in zip(case.op.operands, rule.operands, strict=True):
+        found_place = _place(dims, sizes, factor)
+        if found_place is not None:
+            places[name] = found_place
+    refused = []
+    for op in graph.ops:
+        own = refined[op.name]
+        factors = {f.name: f.size for f in own.factors}
+        wanted = set()
+        for name, dims in zip(op.operands, own.operands, strict=True):
+            if name in places:
+                wanted.add(next((f for f in factors if _place(dims, factors, f) == places[name]), ""))
+        if not wanted:
+            continue
+        chosen = wanted.pop()
+        if wanted or not chosen or own.factor(chosen).kind not in ("parallel", "sum", "max", "min", "any"):
+            refused.append(f"{op.target}: {own}")
+            continue
+        for name, dims in zip(op.results, own.results, strict=True):
+            result_place = _place(dims, factors, chosen)
+            if result_place is not None:
+                places[name] = result_place
+    assert places, f"no operand holds {factor}"
+    return refused
+
+
+def _place(dims: Dims, sizes: dict[str, int], factor: str) -> Place | None:
+    for i, dim in enumerate(dims):
+        if factor in dim:
+            return i, prod(sizes[f] for f in dim[dim.index(factor) + 1 :]), sizes[factor]
+    return None
