@@ -29,7 +29,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         q, k, v = (
-            part.view(batch, time, self.heads, width // self.heads).transpose(1, 2) for part in self.qkv(x).split(width, dim=2)
+            part.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x).split(width, dim=2)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
@@ -59,7 +60,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """``ids`` [batch, time] -> logits [batch, time, vocab], or the mean cross entropy when ``labels`` [batch, time] are given."""
+    """``ids`` [batch, time] -> logits [batch, time, vocab], or the mean cross entropy if ``labels`` are given."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pydoc_data import topics
 
 import torch
-from pydoc_data import topics
 from torch import Tensor
 
 
@@ -16,7 +16,7 @@ def load_bytes() -> Tensor:
 
 
 def batches(data: Tensor, batch_size: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches ``(ids, labels)``, both int64 [batch_size, context]; labels are the bytes that follow. The seed decides them all."""
+    """Endless ``(ids, labels)``, both int64 [batch_size, context]: bytes and those that follow; the seed decides."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(context + 1)
     while True:

@@ -70,6 +70,12 @@ def pieces_of(sizes: Sequence[int], split: int, parts: int) -> list[tuple[Piece,
     ]
 
 
+def grid_of(sizes: Sequence[int], parts: int) -> list[tuple[Piece, ...]]:
+    """The parts of a factor all of whose atoms are divided, each over its own axis of ``parts`` devices."""
+    alone = [[parted[0] for parted in pieces_of((size,), 0, parts)] for size in sizes]
+    return list(product(*alone))
+
+
 def splits(rule: OpRule, chosen: Mapping[str, Sequence[tuple[Piece, ...]]]) -> Iterator[dict[str, tuple[Piece, ...]]]:
     """Every combination of the parts of the chosen factors; the other factors are whole."""
     for combination in product(*chosen.values()):
@@ -139,8 +145,10 @@ def run_part(case: Case, rule: OpRule, pieces: Pieces, operands: Sequence[Tensor
     known = dict(zip(case.op.operands, operands, strict=True))
     args = [lookup(arg, known) for arg in local.args]
     results = tensor_results(local.target(*args, **{key: lookup(arg, known) for key, arg in local.kwargs}))
-    for result, shape in zip(results, context.result_shapes, strict=True):
+    for result, shape, whole in zip(results, context.result_shapes, case.results, strict=True):
         assert tuple(result.shape) == shape, f"{local.target} returns {list(result.shape)}, the rule says {list(shape)}"
+        assert result.dtype == whole.dtype, f"{local.target} returns {result.dtype}, {case.op.target} {whole.dtype}"
+        assert result.requires_grad == whole.requires_grad, f"{local.target} loses the gradient of {case.op.target}"
     return results
 
 

@@ -165,6 +165,9 @@ REDUCTIONS = [
     call(aten._log_softmax.default, x(2, 3), 1, False),
     call(aten._safe_softmax.default, torch.tensor([[1.0, -torch.inf, 2.0], [-torch.inf] * 3]), -1),
     call(aten.cumsum.default, x(3, 4), 1),
+    call(aten.cumsum.default, x(2, 6, 2), -2),
+    call(aten.cumsum.default, bits(2, 6), 1),
+    call(aten.cumsum.default, ids(5, 6), 0, dtype=torch.int32),
     call(aten.cumprod.default, x(3, 4), 0),
     call(aten.logcumsumexp.default, x(3, 4), 0),
     call(aten.cummax.default, x(3, 4), 0),
@@ -175,6 +178,8 @@ REDUCTIONS = [
     call(aten.argsort.stable, plain(x(3, 4)), stable=True),
     call(aten.topk.default, x(3, 5), 2),
     call(aten.diff.default, x(3, 4), 1, -1),
+    call(aten.diff.default, x(3, 4), 1, -1, x(3, 1)),
+    call(aten.diff.default, ids(9, 3, 4), 2, 0, ids(9, 1, 4), ids(9, 2, 4)),
     call(aten.glu.default, x(3, 6)),
 ]
 
@@ -237,6 +242,7 @@ SHAPES = [
     call(aten.unfold.default, x(2, 6), 1, 3, 2),
     call(aten.tril.default, x(2, 5, 6)),
     call(aten.tril.default, x(6, 4), -1),
+    call(aten.tril.default, bits(6, 6)),
     call(aten.triu.default, x(4, 6), 1),
     call(aten.triu.default, bits(6, 6), 1),
 ]
@@ -379,6 +385,9 @@ CONVOLUTION = [
     call(aten.conv2d.default, x(4, 5, 5), x(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 4),
     call(aten.conv2d.padding, x(2, 2, 4, 4), x(3, 2, 3, 3), x(3), [1, 1], "valid"),
     call(aten.conv3d.default, x(2, 2, 3, 3, 3), x(3, 2, 2, 2, 2)),
+    call(aten.conv2d.default, x(2, 3, 6, 4), x(4, 3, 2, 2), x(4), [2, 2]),
+    call(aten.conv2d.default, x(2, 4, 6, 5), x(4, 2, 1, 2), None, [1, 2], [0, 0], [1, 1], 2),
+    call(aten.conv1d.padding, x(2, 3, 12), x(4, 3, 3), x(4), [3], "valid"),
     call(aten.conv3d.padding, x(2, 2, 3, 3, 3), x(2, 2, 2, 2, 2), None, [1, 1, 1], "same"),
     call(aten.convolution.default, x(2, 3, 6), x(4, 3, 2), x(4), [1], [0], [1], False, [0], 1),
     call(aten.convolution.default, x(2, 4, 6), x(4, 3, 2), None, [1], [0], [1], True, [0], 2),
@@ -490,6 +499,7 @@ POINTWISE = [
     call(aten.divide.Tensor_mode, x(2, 3), unit(3), rounding_mode="trunc"),
     call(aten.divide.Scalar_mode, x(2, 3), 2.0, rounding_mode="trunc"),
     call(aten.where.self, bits(3, 1), x(2, 3, 4), x(4)),
+    call(aten.__and__.Tensor, bits(), bits(2, 1, 3)),
     call(aten.where.ScalarOther, bits(3, 4), x(4), 0.0),
     call(aten.where.ScalarSelf, bits(3, 4), 0.0, x(4)),
     call(aten.where.Scalar, bits(3, 4), 1.0, 0.0),
@@ -541,7 +551,7 @@ POINTWISE = [
     Sample(aten.empty_like.default, (x(3, 4),), {}, unspecified=True),
 ]
 
-_INTEGER_ONLY = ("bitwise", "gcd", "lcm", "__and__", "__or__", "__xor__")
+_INTEGER_ONLY = ("bitwise", "gcd", "lcm", "__")
 _NO_GRADIENT = [
     "floor_divide",
     "heaviside",
@@ -557,8 +567,6 @@ _NO_GRADIENT = [
     "special_bessel_j1",
     "special_log_ndtr",
     "silu_backward",
-    "__lshift__",
-    "__rshift__",
 ]
 _SHAPES = ((2, 3, 5), (3, 1), (5,))
 

@@ -66,8 +66,7 @@ def text(sample: Sample) -> str:
         (call(aten.mse_loss.default, x(3, 4), x(3, 4), 0), "d0 d1, d0 d1 -> d0 d1"),
         (
             call(aten.conv2d.default, x(2, 4, 3, 3), x(6, 2, 1, 1), None, [1, 1], [0, 0], [1, 1], 2),
-            "n (g ci) x0 x1, (g co) ci k0 k1 -> n (g co) y0 y1  ci:sum "
-            "x0:whole x1:whole k0:whole k1:whole y0:whole y1:whole",
+            "n (g ci) y0 y1, (g co) ci k0 k1 -> n (g co) y0 y1  ci:sum k0:whole k1:whole",
         ),
     ],
     ids=lambda value: str(value.target) if isinstance(value, Sample) else "",

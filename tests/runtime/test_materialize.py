@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.deferred import deferred
 from shardwise.runtime.materialize import full_tensors, stable_seed
-from shardwise.runtime.tape import leaves
+from shardwise.runtime.replay import leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig  # noqa: E402
+from gpt import GPT, GPTConfig
 
 
 def eager_values(build: Callable[[], nn.Module], seed: int) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def assert_same_as_eager(build: Callable[[], nn.Module], seed: int = 3) -> nn.Mo
     for name, tensor in full_tensors(module):
         names.append(name)
         assert not tensor.is_meta
-        assert tensor.dtype == expected[name].dtype and tensor.stride() == expected[name].stride(), name
+        assert (tensor.dtype, tensor.stride()) == (expected[name].dtype, expected[name].stride()), name
         assert torch.equal(tensor, expected[name]), name
     assert sorted(names) == sorted(expected)
     assert torch.equal(torch.get_rng_state(), before)
@@ -111,7 +111,7 @@ INITIALISERS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 class Dense(nn.Module):
-    """A weight of [6, 6] with one initialiser between two others, so that later draws show what it did to the generator."""
+    """A weight of [6, 6] and a draw after its initialiser, which shows what that did to the generator."""
 
     def __init__(self, initialise: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
@@ -135,7 +135,8 @@ class Oddities(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
-        assert rates == pytest.approx([0, 0.1, 0.2, 0.3]) and torch.linspace(0, 0.3, 4).tolist() == rates
+        assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
+        assert torch.linspace(0, 0.3, 4).tolist() == rates
         self.scale = nn.Parameter(torch.ones(4) * rates[3])
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.register_buffer("causal", torch.tril(torch.ones(5, 5, dtype=torch.bool)).view(1, 1, 5, 5))
@@ -232,7 +233,9 @@ def test_a_hugging_face_model_on_meta_is_initialised_as_its_own_code_would(name:
     for key, _ in module.named_buffers():
         assert torch.equal(first[key], expected[key]), key
     for key, tensor in expected.items():
-        if tensor.numel() > 500:  # the same distribution: GPT-2's residual projections, for one, have a smaller deviation
+        if (
+            tensor.numel() > 500
+        ):  # the same distribution: GPT-2's residual projections, for one, have a smaller deviation
             assert float(first[key].float().std()) == pytest.approx(float(tensor.float().std()), rel=0.2, abs=1e-6), key
     assert all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
 
@@ -263,7 +266,7 @@ def test_another_seed_gives_the_values_of_that_seed() -> None:
 def test_another_seed_is_refused_where_the_constructor_looked_at_random_values() -> None:
     with deferred(seed=0):
         module = nn.Linear(4, 4)
-        assert float(module.weight.max()) > 0
+        assert float(module.weight.detach().max()) > 0
     with pytest.raises(ShardwiseError, match=r"(?s)seed 9 .*recorded with seed 0.*sw.deferred\(seed=9\)"):
         next(full_tensors(module, seed=9))
 
@@ -310,7 +313,10 @@ class LiveBytes(TorchDispatchMode):
         for tensor in leaves((out, args)):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = (torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes())
+                self.alive[storage._cdata] = (
+                    torch.multiprocessing.reductions.StorageWeakRef(storage),
+                    storage.nbytes(),
+                )
         self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
         self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.alive.values()))
         return out
@@ -363,7 +369,8 @@ def test_a_tape_is_dropped_with_its_module() -> None:
 def test_real_tensors_are_given_as_they_are() -> None:
     module = nn.Linear(3, 4)
     found = dict(full_tensors(module))
-    assert found["weight"].data_ptr() == module.weight.data_ptr() and not found["weight"].requires_grad
+    assert found["weight"].data_ptr() == module.weight.data_ptr()
+    assert not found["weight"].requires_grad
 
 
 def test_a_mixed_module_takes_each_tensor_from_where_it_is() -> None:
@@ -392,7 +399,7 @@ def test_the_values_of_a_meta_module_depend_on_its_path_and_not_on_its_neighbour
     alone, accompanied = values(b=meta(3)), values(a=meta(5), b=meta(3), c=nn.Linear(2, 2))
     assert torch.equal(alone["b.weight"], accompanied["b.weight"])
     assert not torch.equal(values(x=meta(3))["x.weight"], alone["b.weight"])
-    assert stable_seed(0, "layers.0") == 5486219018006427410
+    assert stable_seed(0, "layers.0") == 3267655600012413936
 
 
 def test_tensors_that_nothing_initialises_are_named_all_at_once() -> None:
@@ -427,25 +434,33 @@ def test_init_fills_the_meta_tensors_reproducibly() -> None:
 
 
 def test_other_devices_are_refused_with_the_line() -> None:
-    with pytest.raises(ShardwiseError, match=r"(?s)aten.empty.*cuda.*test_materialize.py:\d+.*build the model on the CPU"), deferred():
+    with (
+        pytest.raises(ShardwiseError, match=r"(?s)empty.*cuda.*test_materialize.py:\d+.*build the model on the CPU"),
+        deferred(),
+    ):
         nn.Linear(3, 3, device="cuda")
+    with pytest.raises(ShardwiseError, match=r"(?s)to: .*cuda:0.*test_materialize.py:\d+"), deferred():
+        nn.Linear(3, 3).to("cuda:0")
+    with pytest.raises(ShardwiseError, match=r"(?s)cuda: .*test_materialize.py:\d+"), deferred():
+        nn.Linear(3, 3).cuda()
 
 
 def test_random_writes_into_tensors_from_outside_are_refused() -> None:
     outside = torch.zeros(3)
-    with pytest.raises(ShardwiseError, match=r"(?s)from outside of deferred.*test_materialize.py:\d+"), deferred():
+    with pytest.raises(ShardwiseError, match=r"(?s)into a tensor from outside.*test_materialize.py:\d+"), deferred():
         outside.normal_()
 
 
 def test_meta_tensors_without_values_are_refused_as_operands() -> None:
-    with pytest.raises(ShardwiseError, match="without device='meta'"), deferred():
-        nn.Linear(3, 3).weight.data.copy_(torch.empty(3, 3, device="meta"))
+    outside = torch.empty(3, 3, device="meta")
+    with pytest.raises(ShardwiseError, match="it has no values"), deferred():
+        nn.Linear(3, 3).weight.data.copy_(outside)
 
 
 def test_a_tensor_of_another_context_is_refused() -> None:
     with deferred():
         layer = nn.Linear(3, 3)
-    with pytest.raises(ShardwiseError, match="in one sw.deferred"), deferred():
+    with pytest.raises(ShardwiseError, match=r"in one sw\.deferred"), deferred():
         nn.init.zeros_(layer.weight)
 
 
@@ -468,12 +483,11 @@ def test_lazy_modules_are_refused() -> None:
 def test_the_generator_is_restored_when_construction_fails() -> None:
     before = torch.get_rng_state()
 
-    def fail() -> Iterator[None]:
-        with deferred():
-            nn.Linear(3, 3)
-            raise KeyError("no such config")
+    def build() -> nn.Module:
+        nn.Linear(3, 3)
+        raise KeyError("no such config")
 
-    with pytest.raises(KeyError):
-        fail().__next__() if isinstance(fail(), Iterator) else fail()
+    with pytest.raises(KeyError), deferred():
+        build()
     assert torch.equal(torch.get_rng_state(), before)
     assert nn.Linear(2, 2).weight.device.type == "cpu"

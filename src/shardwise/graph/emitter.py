@@ -47,6 +47,12 @@ class Emitter:
         results = self.apply(op)
         return results[0] if len(results) == 1 else results
 
+    def emit_as_is(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
+        """``emit`` without rewrites."""
+        op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
+        results = self.append(op)
+        return results[0] if len(results) == 1 else results
+
     def apply(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
         """Appends ``op``, or what replaces it, and returns its results; ``results`` are the names they get if the op is kept."""
         rewrite = self._rewrites.get(op.target)
@@ -54,6 +60,10 @@ class Emitter:
             replaced = rewrite(op, self)
             if replaced is not None:
                 return replaced
+        return self.append(op, results)
+
+    def append(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
+        """Appends ``op`` as it is, whatever the rewrites say."""
         inferred = self._types.results(op.target, op.args, op.kwargs, self.values.__getitem__)
         names = results if len(results) == len(inferred) else self._fresh(operator_name(op.target), len(inferred))
         for name, value in zip(names, inferred, strict=True):

@@ -16,13 +16,13 @@ class TypeInference:
     """Runs operators on fake tensors. Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad."""
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode()
+        self.mode = FakeTensorMode()
 
     def results(
         self, target: OpOverload, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], value: Callable[[str], Value]
     ) -> list[Value]:
         """The results of a call as nameless values. requires_grad is what autograd says. Raises what the operator raises."""
-        with self._mode, torch.enable_grad():
+        with self.mode, torch.enable_grad():
             operand = self.operand
             result = target(
                 *(_materialize(arg, value, operand) for arg in args),
@@ -32,7 +32,7 @@ class TypeInference:
 
     def operand(self, value: Value) -> torch.Tensor:
         """A fake tensor of the value's type."""
-        with self._mode:
+        with self.mode:
             return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
 
 

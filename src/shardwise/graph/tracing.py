@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,10 +31,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
-from shardwise.graph.annotate import REGION, Region, recording
+from shardwise.graph.annotate import Region, recording
 
 LINE = "shardwise_line"
-_NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _CUSTOM_FUNCTION = str(Path(torch.__file__).parent / "autograd" / "function.py")
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
@@ -61,25 +61,25 @@ class Traced:
     program: ExportedProgram
     outcome: Outcome
     regions: tuple[Region, ...]
-    origins: tuple[tuple[str, int], ...] = field(default=())
 
 
-Finish = Callable[[Any, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor | None]]
+# (the module's copy, the tensor leaves of the call) -> (output, loss)
+Call = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor | None]]
 
 
 class TracedCall(nn.Module):
     """Calls a module with the tensor leaves of its arguments and flattens what it returns."""
 
-    def __init__(self, module: nn.Module, call: Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor | None]]) -> None:
+    def __init__(self, module: nn.Module, call: Call, report: Callable[[Outcome], None]) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
-        self._calls = [call]
-        self._outcomes: list[Outcome] = []
+        self._call = call
+        self._report = report  # export resets attributes that change during the call, so the outcome is kept elsewhere
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = _buffers_by_owner(self.module)
-        output, loss = self._calls[0](self.module, tensors)
+        output, loss = self._call(self.module, tensors)
         leaves, spec = pytree.tree_flatten(output)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = None
@@ -96,12 +96,8 @@ class TracedCall(nn.Module):
                 found.append(now)
                 owner._buffers[attribute] = buffer
         kept = tuple(None if isinstance(leaf, torch.Tensor) else (_constant(leaf),) for leaf in leaves)
-        self._outcomes.append(Outcome(spec, kept, position, tuple(replaced)))
+        self._report(Outcome(spec, kept, position, tuple(replaced)))
         return tuple(found)
-
-    @property
-    def outcome(self) -> Outcome:
-        return self._outcomes[-1]
 
 
 def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], torch.Tensor]:
@@ -174,7 +170,7 @@ def user_line(frame: FrameType | None) -> str:
     inner = ""
     while frame is not None and frame.f_code is not TracedCall.forward.__code__:
         name = frame.f_code.co_filename
-        if not line and not name.startswith(_NOT_USER_CODE):
+        if not line and not name.startswith(NOT_USER_CODE):
             line = f"{Path(name).name}:{frame.f_lineno}"
         if name == _CUSTOM_FUNCTION and frame.f_code.co_name == "apply":
             _reject_custom_function(inner, line)
@@ -195,7 +191,7 @@ def _reject_custom_function(filename: str, line: str) -> None:
 def trace(
     module: nn.Module,
     examples: tuple[torch.Tensor, ...],
-    call: Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor | None]],
+    call: Call,
     annotated: dict[str, Region],
 ) -> Traced:
     """Exports ``call(copy of module, examples)``, which returns (output, loss). ``annotated``: module path -> region.
@@ -203,7 +199,8 @@ def trace(
     Raises CaptureError with the user's line for whatever export rejects.
     """
     mode = FakeTensorMode()
-    traced = TracedCall(fake_copy(module, mode), call)
+    outcomes: list[Outcome] = []
+    traced = TracedCall(fake_copy(module, mode), call, outcomes.append)
     inputs = tuple(fake_like(example, mode) for example in examples)
     try:
         with _quiet(), recording() as recorder, torch.device("cpu"):
@@ -215,7 +212,7 @@ def trace(
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
         raise _explained(error) from error
-    return Traced(program, traced.outcome, tuple(recorder.regions))
+    return Traced(program, outcomes[-1], tuple(recorder.regions))
 
 
 @contextmanager
@@ -269,7 +266,7 @@ def _line_of(error: BaseException) -> str:
         code = step.tb_frame.f_code
         if code is TracedCall.forward.__code__:
             inside = True
-        elif inside and not code.co_filename.startswith(_NOT_USER_CODE):
+        elif inside and not code.co_filename.startswith(NOT_USER_CODE):
             line = f"{Path(code.co_filename).name}:{step.tb_lineno}"
         step = step.tb_next
     return line

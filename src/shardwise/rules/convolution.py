@@ -1,4 +1,8 @@
-"""Convolution and pooling: batch and channels can be split, the spatial dims are whole."""
+"""Convolution and pooling: batch and channels can be split; spatial dims too where windows do not overlap, else they are whole.
+
+Where stride and kernel agree and nothing is padded (the patches of a vision transformer, 1x1 convolutions) a spatial dim is
+``(y k)``: which window, and where in it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, operator_name
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, single
 from shardwise.rules.calls import local_size, operand_positions, replaced
+from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
 
 aten = torch.ops.aten
@@ -34,12 +39,15 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
     transposed = bool(given.get("transposed", "output_padding" in given))
     group: tuple[str, ...] = ("g",) if groups > 1 else ()
     batch: Dims = (("n",),) if batched else ()
-    x, kernel, y = (single(_spatial(letter, count)) for letter in "xky")
+    kernel, y = (single(_spatial(letter, count)) for letter in "ky")
+    apart = () if transposed else _disjoint(op, graph, count)
+    x: Dims = tuple(_windows(i, weight_shape[i + 2]) if i in apart else (f"x{i}",) for i in range(count))
     channels_in, channels_out = (*group, "ci"), (*group, "co")
     weight: Dims = (channels_in, ("co",), *kernel) if transposed else (channels_out, ("ci",), *kernel)
     bias = "bias" in operand_positions(op)
     operands: list[Dims] = [(*batch, channels_in, *x), weight] + ([(channels_out,)] if bias else [])
-    kinds: dict[str, FactorKind] = {name: "whole" for letter in "xky" for name in _spatial(letter, count)}
+    kinds: dict[str, FactorKind] = dict.fromkeys((*_spatial("x", count), *_spatial("k", count)), "whole")
+    kinds |= {f"y{i}": "whole" for i in range(count) if i not in apart}
     kinds["ci"] = "lowered" if bias else "sum"
 
     def localize(op: Op, context: LocalContext) -> Call:
@@ -57,6 +65,32 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         localize=localize,
         lowering=_bias_apart(op.target) if bias else None,
     )
+
+
+def _disjoint(op: Op, graph: Graph, count: int) -> tuple[int, ...]:
+    """The spatial dims that windows tile without overlap, gap, padding or rest."""
+    given = arguments(op)
+    before, kernel, after = (graph.by_name[name].shape[-count:] for name in (*op.operands[:2], op.results[0]))
+
+    def each(name: str) -> tuple[int, ...]:
+        value = tuple(given[name])
+        return value * count if len(value) == 1 else value
+
+    padding = given["padding"]
+    padded = (0 if padding == "valid" else 1,) * count if isinstance(padding, str) else each("padding")
+    strides, dilations = each("stride"), each("dilation")
+    return tuple(
+        i
+        for i in range(count)
+        if strides[i] == kernel[i]
+        and before[i] == after[i] * kernel[i]
+        and padded[i] == 0
+        and (dilations[i] == 1 or kernel[i] == 1)
+    )
+
+
+def _windows(dim: int, kernel: int) -> tuple[str, ...]:
+    return (f"y{dim}",) if kernel == 1 else (f"y{dim}", f"k{dim}")
 
 
 @cache  # one function per operator, so that its capture can be reused
@@ -87,7 +121,7 @@ def _pooling(num_spatial: int) -> RuleFunction:
 
 
 def _table(targets: Sequence[Any], function: RuleFunction) -> RuleTable:
-    return dict.fromkeys(targets, function)
+    return dict.fromkeys(targets, zeros_if_empty(function))
 
 
 CONVOLUTION: RuleTable = {

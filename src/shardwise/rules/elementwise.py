@@ -92,6 +92,11 @@ def _view_dtype(op: Op, graph: Graph) -> OpRule | None:
 
 # Names of packets all of whose tensor overloads are point-wise and not linear.
 _NONLINEAR = [
+    "__and__",
+    "__lshift__",
+    "__or__",
+    "__rshift__",
+    "__xor__",
     "abs",
     "absolute",
     "acos",

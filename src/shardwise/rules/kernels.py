@@ -153,8 +153,8 @@ def _triangle(
     """tril or triu of the shard whose last two dims hold the given rows and columns."""
     rows = global_index(row_sizes, row_offsets, row_lengths, x.device).unsqueeze(-1)
     columns = global_index(sizes, offsets, lengths, x.device)
-    keep = columns - rows >= diagonal if upper else columns - rows <= diagonal
-    return torch.where(keep, x, 0)
+    dropped = columns - rows < diagonal if upper else columns - rows > diagonal
+    return x.masked_fill(dropped, 0)  # (where would turn booleans into integers)
 
 
 def _eye_block(
@@ -200,6 +200,37 @@ def _linspace_block(
     return whole[global_index(sizes, offsets, lengths, device)]
 
 
+def _cumulated(
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    row_sizes: Sequence[int],
+    row_offsets: Sequence[int],
+    row_lengths: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """What the addends given by sizes, offsets, lengths contribute to the given rows of a cumulative sum."""
+    total = torch.cumsum(x, dim, dtype=dtype)
+    total = torch.cat([total.new_zeros([1 if i == dim else n for i, n in enumerate(total.shape)]), total], dim)
+    addends = global_index(sizes, offsets, lengths, x.device)
+    rows = global_index(row_sizes, row_offsets, row_lengths, x.device)
+    return torch.index_select(total, dim, torch.searchsorted(addends, rows, right=True))
+
+
+def _nothing(operands: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], indices: Sequence[bool]) -> Any:
+    """Zeros of the given shapes (one after the other), of the first operand's dtype or int64, through which zeros flow back."""
+    zero = sum(x.flatten()[:0].sum() for x in operands if x.is_floating_point() or x.is_complex())
+    results, start = [], 0
+    for rank, index in zip(ranks, indices, strict=True):
+        shape = sizes[start : start + rank]
+        plain = operands[0].new_zeros(shape, dtype=torch.int64 if index else None)
+        results.append(plain if index else plain + zero)
+        start += rank
+    return results
+
+
 _ATOMS = "int[] sizes, int[] offsets, int[] lengths"
 _ROWS = "int[] row_sizes, int[] row_offsets, int[] row_lengths"
 
@@ -224,3 +255,5 @@ LINSPACE_BLOCK: Final = _define(
     f"linspace_block(Scalar start, Scalar end, int steps, {_ATOMS}, ScalarType dtype, Device? device) -> Tensor",
     _linspace_block,
 )
+CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
+NOTHING: Final = _define("nothing(Tensor[] operands, int[] sizes, int[] ranks, bool[] indices) -> Tensor[]", _nothing)

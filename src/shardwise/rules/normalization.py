@@ -9,6 +9,7 @@ from shardwise.graph.schema import arguments
 from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
 from shardwise.rules.calls import local_size, operand_positions, replaced
+from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Lowering, OpRule
 
 aten = torch.ops.aten
@@ -111,8 +112,8 @@ NORMALIZATION: RuleTable = {
     aten.rms_norm.default: _rms_norm,
     aten.native_layer_norm.default: _whole_norm,
     aten._fused_rms_norm.default: _whole_norm,
-    aten.group_norm.default: _group_norm,
-    aten.batch_norm.default: _batch_norm,
-    aten.instance_norm.default: _instance_norm,
-    aten._native_batch_norm_legit_no_training.default: _fixed_batch_norm,
+    aten.group_norm.default: zeros_if_empty(_group_norm),
+    aten.batch_norm.default: zeros_if_empty(_batch_norm),
+    aten.instance_norm.default: zeros_if_empty(_instance_norm),
+    aten._native_batch_norm_legit_no_training.default: zeros_if_empty(_fixed_batch_norm),
 }

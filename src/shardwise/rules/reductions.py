@@ -12,7 +12,8 @@ from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
 from shardwise.rules import lowerings
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import dims_of, normal_dim, unchanged
+from shardwise.rules.calls import any_split, dims_of, flat_pieces, normal_dim, unchanged
+from shardwise.rules.kernels import CUMULATED
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, Lowering, OpRule
 
 aten = torch.ops.aten
@@ -137,8 +138,37 @@ def _along(linear: Linear = ()) -> RuleFunction:
     return lambda op, graph: along_rule(op, graph, arguments(op)["dim"], linear)
 
 
-def _diff(op: Op, graph: Graph) -> OpRule | None:
-    return along_rule(op, graph, arguments(op)["dim"], ((0,),)) if len(op.operands) == 1 else None
+def _cumsum(op: Op, graph: Graph) -> OpRule:
+    """``... s -> ... t``: every addend s counts for the rows t from its own on, so addends are a sum and rows parallel."""
+    value = graph.by_name[op.results[0]]
+    if not value.shape:
+        return build(op, graph, [()], [()], linear=((0,),))
+    names = dim_names(len(value.shape))
+    dim = normal_dim(arguments(op)["dim"], len(names))
+
+    def along(name: str) -> Dims:
+        return single([name if i == dim else own for i, own in enumerate(names)])
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not any_split(context, ("s", "t")):
+            return unchanged(op)
+        rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
+        return Call(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
+
+    return build(op, graph, [along("s")], [along("t")], kinds={"s": "sum"}, linear=((0,),), localize=localize)
+
+
+def _diff(op: Op, graph: Graph) -> OpRule:
+    """Neighbours are subtracted: the dim is whole, on what is prepended and appended as well."""
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    dim = normal_dim(arguments(op)["dim"], len(names))
+
+    def along(name: str) -> Dims:
+        return single([name if i == dim else own for i, own in enumerate(names)])
+
+    operands = [along(f"x{i}") for i in range(len(op.operands))]
+    kinds: dict[str, FactorKind] = dict.fromkeys((*(f"x{i}" for i in range(len(operands))), "y"), "whole")
+    return build(op, graph, operands, [along("y")], kinds=kinds, linear=(tuple(range(len(operands))),))
 
 
 def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:
@@ -211,7 +241,7 @@ REDUCTIONS: RuleTable = {
     aten._softmax.default: _softmax(lowerings.internal_softmax),
     aten._log_softmax.default: _softmax(lowerings.internal_log_softmax),
     aten._safe_softmax.default: _softmax(lowerings.safe_softmax),
-    aten.cumsum.default: _along(((0,),)),
+    aten.cumsum.default: _cumsum,
     aten.cumprod.default: _along(),
     aten.logcumsumexp.default: _along(),
     aten.cummax.default: _along(),

@@ -13,6 +13,7 @@ from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.calls import block_offset, dims_of, flat_pieces, local_size, normal_dim, replaced
 from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
+from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.kernels import TRIANGLE
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
 
@@ -372,7 +373,7 @@ SHAPES: RuleTable = {
     aten.meshgrid.indexing: _meshgrid,
     aten.roll.default: _roll,
     aten.flip.default: _flip,
-    aten.pad.default: _pad,
+    aten.pad.default: zeros_if_empty(_pad),
     aten.constant_pad_nd.default: _pad,
     aten.unfold.default: _unfold,
     aten.tril.default: _triangle(upper=False),

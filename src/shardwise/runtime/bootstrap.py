@@ -1,12 +1,14 @@
-"""What every rank of ``shardwise run`` executes first: it runs the user's script and, if that fails, writes down when and why.
+"""What every rank of ``shardwise run`` executes first: it runs the user's script and, if that fails, writes down when
+and why.
 
 The launcher must show the failure that came first, and processes do not end in the order in which they fail: a peer
-that loses its connection may be gone while the rank that raised is still unwinding. So a rank that fails writes a record (a JSON
-file with a time stamp and the traceback) instead of printing the traceback, and the launcher prints the earliest.
+that loses its connection may be gone while the rank that raised is still unwinding. So a rank that fails writes a
+record (a JSON file with a time stamp and the traceback) instead of printing the traceback, and the launcher prints the
+earliest.
 
-The script sees what it would see under ``python script.py``: ``__name__ == "__main__"``, its own ``sys.argv`` and ``sys.path[0]``.
-This file is executed by its path (with ``-P``, so that its folder is not on ``sys.path``) and imports the standard library only: a
-rank that needs no torch starts at once.
+The script sees what it would see under ``python script.py``: ``__name__ == "__main__"``, its own ``sys.argv`` and
+``sys.path[0]``. This file is executed by its path (with ``-P``, so that its folder is not on ``sys.path``) and imports
+the standard library only: a rank that needs no torch starts at once.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ _NETWORK_ERROR_TEXTS = (
 
 
 def is_follow_up(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that a peer was lost: probably a consequence, not the cause.
+    """Whether an error, or one that it was raised from, says that a peer was lost: probably a consequence, not the
+    cause.
 
     >>> is_follow_up(RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:46871"))
     True
@@ -76,7 +79,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def write_record(path: str, error: str, text: str, exit_code: int, follow_up: bool) -> None:
     """Write a failure record in one step (a reader never sees half a file).
 
-    ``error``: type and message; ``text``: the traceback, ready to print; both empty when the script ended by ``sys.exit``.
+    ``error``: type and message; ``text``: the traceback, ready to print; both empty when the script ended by
+    ``sys.exit``.
     """
     record = {"seconds": time.time(), "error": error, "traceback": text, "exit_code": exit_code, "follow_up": follow_up}
     with open(path + ".part", "w", encoding="utf-8") as file:
@@ -153,7 +157,8 @@ def _watch_parent(launcher_pid: int) -> None:
 def main(command: list[str]) -> None:
     """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as this rank; never returns.
 
-    The launcher starts ranks with SIGINT blocked, so that a Ctrl-C during the interpreter's start waits for the ``try`` below.
+    The launcher starts ranks with SIGINT blocked, so that a Ctrl-C during the interpreter's start waits for the ``try``
+    below.
     """
     failure_file = os.environ.pop(FAILURE_FILE)
     _end_with_launcher(int(os.environ.pop(LAUNCHER_PID)))

@@ -1,16 +1,19 @@
 """``deferred()``: build a module without its parameters, and remember how to fill them.
 
-Inside the context a tensor is created on the meta device: it has a shape, a dtype and a storage without memory. A dispatch mode sees
-every operator below autograd and puts those that create or change such tensors on a tape (``runtime.tape``). The link
-from a meta tensor to the tape hangs on its *storage*, which ``nn.Parameter(t)``, ``t.data``, views and tied weights share.
+Inside the context a tensor is created on the meta device: it has a shape, a dtype and a storage without memory. A
+dispatch mode sees every operator below autograd and puts those that create or change such tensors on a tape
+(``runtime.replay``). The link from a meta tensor to the tape hangs on its *storage*, which ``nn.Parameter(t)``,
+``t.data``, views and tied weights share.
 
 Three things make the constructor believe that it runs on the CPU:
 
-* ``device`` and ``is_meta`` of a recorded tensor answer as a CPU tensor would (torch's own initialisers skip meta tensors);
-* an operator that gives Python a value (``.item()``, ``if tensor:``, ``tolist``) or a size that depends on values (``nonzero``) is computed, from
-  the part of the tape that it needs;
-* changes of the generator that are not draws (``torch.manual_seed``, ``fork_rng``) are noticed: after each recorded draw, the generator is
-  seeded with a number that names the draw, and the next draw finds either that number, an earlier draw's, or a state the model set itself.
+* ``device`` and ``is_meta`` of a recorded tensor answer as a CPU tensor would (torch's own initialisers skip meta
+  tensors);
+* an operator that gives Python a value (``.item()``, ``if tensor:``, ``tolist``) or a size that depends on values
+  (``nonzero``) is computed, from the part of the tape that it needs;
+* changes of the generator that are not draws (``torch.manual_seed``, ``fork_rng``) are noticed: after each recorded
+  draw, the generator is seeded with a number that names the draw, and the next draw finds either that number, an
+  earlier draw's, or a state the model set itself.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.runtime.tape import (
+from shardwise.runtime.replay import (
     DEFAULT_GENERATOR,
     SEEDED,
     Constant,
@@ -57,7 +60,19 @@ _CONSTANT_COPY_BYTES = 1 << 20  # real tensors up to this size are copied onto t
 
 # Their first tensor is filled whole; what it held before does not matter.
 _FILLS = frozenset(
-    {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_", "zero_", "fill_", "copy_"}
+    {
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "bernoulli_",
+        "zero_",
+        "fill_",
+        "copy_",
+    }
 )
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
@@ -74,9 +89,12 @@ class Slots:
 def deferred(seed: int = 0) -> Iterator[Tape]:
     """Modules built inside have meta tensors for parameters, and a tape that knows their values.
 
-    ``full_tensors(module)`` then yields, bit for bit, what ``torch.manual_seed(seed)`` and the same code would have built on the CPU, one tensor at a time.
-    Tensors left uninitialised (``torch.empty``) are zeros. The global generator is as before when the context ends, and so are generators that were passed explicitly.
-    Raises ShardwiseError, with the line, where something is not recorded: other devices than the CPU, random writes into tensors from outside.
+    ``full_tensors(module)`` then yields, bit for bit, what ``torch.manual_seed(seed)`` and the same code would have
+    built on the CPU, one tensor at a time; memory left uninitialised (``torch.empty``) is zero. The global generator is
+    as before when the context ends, and so are generators passed explicitly. ``device="meta"`` inside changes nothing.
+
+    Raises ShardwiseError, with the line, where something cannot be recorded: devices other than the CPU, random writes
+    into tensors from outside.
 
     >>> with deferred(seed=3) as tape:
     ...     layer = nn.Linear(4, 2)
@@ -108,7 +126,10 @@ def recorded(tensor: torch.Tensor) -> tuple[Tape, Ref] | None:
 
 
 def recorded_slot(module: nn.Module, name: str) -> tuple[Tape, Ref] | None:
-    """What the module's attribute was when its ``deferred()`` context ended: finds tensors that ``module.to(dtype)`` or deepcopy replaced since."""
+    """What the module's attribute was when its ``deferred()`` context ended.
+
+    Finds tensors that ``module.to(dtype)`` or ``copy.deepcopy(module)`` have replaced since.
+    """
     slots = module.__dict__.get(_SLOTS)
     return (slots.tape, slots.refs[name]) if isinstance(slots, Slots) and name in slots.refs else None
 
@@ -117,7 +138,7 @@ class Recorder(TorchDispatchMode):
     """Puts operators on a tape. ``adopt`` makes tensors from outside part of it, for as long as the recording lasts."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self._paused = False
         self._adopted: list[tuple[torch.UntypedStorage, tuple[Tape, int] | None]] = []  # with their links before
@@ -147,7 +168,12 @@ class Recorder(TorchDispatchMode):
             setattr(storage, _LINK, link)
             size = (storage.nbytes() // tensor.dtype.itemsize,)
             whole = Ref(link[1], tensor.dtype, 0, size, (1,), True)
-            self._append(aten.empty_strided.default, (size, (1,)), {"dtype": tensor.dtype, "device": torch.device("cpu")}, (whole,))
+            self._append(
+                aten.empty_strided.default,
+                (size, (1,)),
+                {"dtype": tensor.dtype, "device": torch.device("cpu")},
+                (whole,),
+            )
         return _ref(tensor, link[1])
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +187,9 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused = paused
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         with torch._C.DisableTorchFunction():
             if self._paused:
                 return func(*args, **(kwargs or {}))
@@ -170,11 +198,7 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         links = [link for tensor in tensors if (link := _link(tensor)) is not None]
-        device = kwargs.get("device")
-        if device is not None and device.type == "meta":
-            return func(*args, **kwargs)  # asked for without values
-        if device is not None and device.type != "cpu":
-            raise self._problem(func, f"makes a tensor on {device}", "build the model on the CPU: each rank moves its own shards to its device")
+        _require_cpu(func, kwargs.get("device"))
         if not links and tensors:
             return self._from_outside(func, args, kwargs, tensors)
         for link in links:
@@ -183,11 +207,16 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if any(not tensor.is_meta and _link(tensor) is None for tensor in written) or not _returns_tensors(func):
-            return func(*map_leaves(args, self._value_leaf), **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()})
+            return func(
+                *map_leaves(args, self._value_leaf),
+                **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()},
+            )
         return self._record(func, args, kwargs, written)
 
-    def _from_outside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        """An operator over tensors that are not recorded: it just runs, unless it draws numbers or brings Python's data in."""
+    def _from_outside(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """An operator over tensors that are not recorded: it runs, unless it draws numbers or brings data in."""
         if any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # torch.tensor([1, 2]) and the like
@@ -195,10 +224,14 @@ class Recorder(TorchDispatchMode):
         if not _is_random(func):
             return func(*args, **kwargs)
         if _written(func, args, kwargs):
-            raise self._problem(func, "draws random numbers into a tensor from outside of deferred()", "create the tensor inside, or fill it before")
+            raise _problem(
+                func, "draws random numbers into a tensor from outside", "create the tensor inside, or fill it before"
+            )
         return self._record(func, args, kwargs, [])
 
-    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> Any:
+    def _record(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
+    ) -> Any:
         originals: dict[int, torch.Tensor] = {}
 
         def on_meta(leaf: Any) -> Any:
@@ -216,15 +249,31 @@ class Recorder(TorchDispatchMode):
             factory = not any(isinstance(leaf, torch.Tensor) for leaf in leaves((args, kwargs)))
             if factory or kwargs.get("device") is not None:
                 meta_kwargs["device"], kwargs["device"] = torch.device("meta"), torch.device("cpu")
-        before = tuple(map_leaves(arg, self._leaf) for arg in args), {key: map_leaves(arg, self._leaf) for key, arg in kwargs.items()}
+        before = (
+            tuple(map_leaves(arg, self._leaf) for arg in args),
+            {key: map_leaves(arg, self._leaf) for key, arg in kwargs.items()},
+        )
         try:
             out = func(*meta_args, **meta_kwargs)
         except NotImplementedError as error:
             if written:
-                raise self._problem(func, "changes a tensor in a way that has no meta kernel", "make this change after the model is built") from error
-            real = func(*map_leaves(args, self._value_leaf), **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()})
-            return map_leaves(real, lambda leaf: self._record(aten.clone.default, (leaf,), {}, []) if isinstance(leaf, torch.Tensor) else leaf)
-        results = tuple(self._new(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in originals else None for leaf in flat(out))
+                raise _problem(
+                    func, "changes a tensor and has no meta kernel", "make this change to the values, through init="
+                ) from error
+            real = func(
+                *map_leaves(args, self._value_leaf),
+                **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()},
+            )
+            return map_leaves(
+                real,
+                lambda leaf: (
+                    self._record(aten.clone.default, (leaf,), {}, []) if isinstance(leaf, torch.Tensor) else leaf
+                ),
+            )
+        results = tuple(
+            self._new(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in originals else None
+            for leaf in flat(out)
+        )
         if _name(func) in _EMPTY and not written:
             for ref, tensor in zip(results, flat(out), strict=True):
                 assert ref is not None
@@ -248,7 +297,9 @@ class Recorder(TorchDispatchMode):
         reads = frozenset(ref.storage for position, ref in enumerate(refs) if not (fills and position == 0))
         draw = self._draw(kwargs) if _is_random(func) else None
         dtype = torch.get_default_dtype()
-        self.tape.entries.append(Entry(func, args, dict(kwargs), results, reads, writes, overwrites - reads, dtype, draw))
+        self.tape.entries.append(
+            Entry(func, args, dict(kwargs), results, reads, writes, overwrites - reads, dtype, draw)
+        )
 
     def _draw(self, kwargs: Mapping[str, Any]) -> Draw:
         """Where the draw about to be recorded continues; leaves the mark of this draw on the generator."""
@@ -278,11 +329,10 @@ class Recorder(TorchDispatchMode):
                 problem(
                     f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, and it has no values",
                     source=_user_line(),
-                    fix="create it inside sw.deferred() without device='meta'",
+                    fix="create it inside sw.deferred()",
                 )
             )
-        kept = leaf.detach()
-        kept = kept.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else kept
+        kept = leaf.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else leaf
         return Constant(kept, kept._version)
 
     def _new(self, tensor: torch.Tensor) -> Ref | None:
@@ -299,11 +349,10 @@ class Recorder(TorchDispatchMode):
     def _own(self, link: tuple[Tape, int]) -> tuple[Tape, int]:
         if link[0] is not self.tape:
             what = "a tensor recorded in one deferred() context is used in another"
-            raise ShardwiseError(problem(what, source=_user_line(), fix="build the whole model in one sw.deferred() context"))
+            raise ShardwiseError(
+                problem(what, source=_user_line(), fix="build the whole model in one sw.deferred() context")
+            )
         return link
-
-    def _problem(self, func: OpOverload, what: str, fix: str) -> ShardwiseError:
-        return ShardwiseError(problem(f"deferred() cannot record {func}: it {what}", source=_user_line(), fix=fix))
 
 
 class _AsOnCpu(TorchFunctionMode):
@@ -313,11 +362,18 @@ class _AsOnCpu(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         tensor: Any = torch.Tensor
-        self._answers = {tensor.device.__get__: torch.device("cpu"), tensor.is_meta.__get__: False, tensor.is_cpu.__get__: True}
+        self._answers = {
+            tensor.device.__get__: torch.device("cpu"),
+            tensor.is_meta.__get__: False,
+            tensor.is_cpu.__get__: True,
+        }
         self._values = frozenset({tensor.tolist, tensor.numpy, tensor.__array__, tensor.__repr__})
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
+        _require_cpu(func, "cuda" if func is torch.Tensor.cuda else kwargs.get("device"))
         if args and isinstance(args[0], torch.Tensor) and _link(args[0]) is not None:
             if func in self._answers:
                 return self._answers[func]
@@ -334,11 +390,21 @@ def _to(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> 
     """``tensor.to(...)`` where going to the CPU is going nowhere."""
     if args and isinstance(args[0], torch.Tensor):
         return tensor.to(args[0].dtype, copy=copy)
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     chosen = tensor.dtype if dtype is None else dtype
-    if device is None or device.type == "cpu":
-        return tensor.to(chosen, copy=copy, memory_format=memory_format or torch.preserve_format)
-    return tensor.to(device, chosen, non_blocking, copy, memory_format=memory_format or torch.preserve_format)
+    _require_cpu(torch.Tensor.to, device)
+    return tensor.to(chosen, copy=copy, memory_format=memory_format or torch.preserve_format)
+
+
+def _require_cpu(func: Callable[..., Any], device: torch.device | str | int | None) -> None:
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        fix = "build the model on the CPU: each rank moves its own shards to its device"
+        raise _problem(func, f"makes a tensor on {torch.device(device)}", fix)
+
+
+def _problem(func: Callable[..., Any], what: str, fix: str) -> ShardwiseError:
+    name = str(func) if isinstance(func, OpOverload) else getattr(func, "__name__", str(func))
+    return ShardwiseError(problem(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix))
 
 
 def _link(tensor: torch.Tensor) -> tuple[Tape, int] | None:
@@ -350,7 +416,9 @@ def _link(tensor: torch.Tensor) -> tuple[Tape, int] | None:
 def _ref(tensor: torch.Tensor, storage: int) -> Ref:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     covers = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes() and _is_dense(shape, stride)
-    return Ref(storage, tensor.dtype, tensor.storage_offset(), shape, stride, covers)
+    return Ref(
+        storage, tensor.dtype, int(tensor.storage_offset()), shape, stride, covers, tensor.is_conj(), tensor.is_neg()
+    )
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -368,7 +436,9 @@ def _name(func: OpOverload) -> str:
 
 
 def _is_random(func: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags or any(argument.name == "generator" for argument in func._schema.arguments)
+    return torch.Tag.nondeterministic_seeded in func.tags or any(
+        argument.name == "generator" for argument in func._schema.arguments
+    )
 
 
 def _returns_tensors(func: OpOverload) -> bool:
@@ -380,7 +450,11 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not func._schema.is_mutable:
         return []
     values = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
-    changed = [values.get(argument.name) for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    changed = [
+        values.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ]
     return [leaf for leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,49 +1,23 @@
-"""``shardwise run``: starts the ranks of a job on this machine and ends the job as soon as one of them fails.
+"""``shardwise run``: starts the ranks of a job on this machine, with the environment variables of torchrun.
 
-What a person must see after a failure is the first failing rank's own traceback, and it must not take a time-out to get
-there. Ranks therefore do not print their tracebacks: ``bootstrap`` writes a record with a time stamp. Whenever output
-arrives the records are looked for, and from the first one on the errors of the other ranks, which are consequences (a connection
-that was reset), are held back. The ranks that are left get SIGTERM, and SIGKILL after a grace time.
-
-Every rank leads a process group of its own: a Ctrl-C in the terminal reaches this process only, which passes it on once, and what a
-rank started (data loader workers) ends with it. Standard library only, POSIX only.
+The start is here; ``runtime.job`` watches over the ranks until they end. Standard library only, POSIX only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
-import selectors
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import BinaryIO, TextIO
+from typing import IO
 
 from shardwise.errors import LaunchError, problem
 from shardwise.runtime import bootstrap
-
-EXIT_INTERRUPTED = bootstrap.EXIT_INTERRUPTED
-EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # whoever read our output has gone
-
-_POLL_SECONDS = 0.05
-_SETTLE_SECONDS = 1.0  # how long a lost connection waits for the failure that explains it
-_OWN_EXIT_SECONDS = 1.0  # what a rank that has recorded its failure gets to end by itself
-_DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has ended
-_INTERRUPT_SECONDS = 3.0  # what a script gets for its own `except KeyboardInterrupt` and `finally`
-_LONGEST_LINE = 1 << 20  # bytes; a longer line is forwarded in pieces
-
-# A progress bar's carriage return ends a line too; one at the end of the data may be half of "\r\n".
-_LINES = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n|\Z))")
+from shardwise.runtime.job import Job
 
 
 def launch(
@@ -58,17 +32,20 @@ def launch(
     tag: bool = False,
     grace_seconds: float = 5.0,
 ) -> int:
-    """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as ``num_ranks`` processes here; returns the exit code.
+    """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as ``num_ranks`` processes here; returns the exit
+    code.
 
-    With ``nnodes > 1`` the same call is made on every machine, with its own ``node_rank`` and a common ``master_addr`` and
-    ``master_port``; there are ``nnodes * num_ranks`` ranks in all. Ranks find their place in the environment variables of torchrun
-    (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On one machine a free port is chosen.
+    With ``nnodes > 1`` the same call is made on every machine, with its own ``node_rank`` and a common ``master_addr``
+    and ``master_port``; there are ``nnodes * num_ranks`` ranks in all. Ranks find their place in the environment
+    variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On one machine a
+    free port is chosen.
 
-    Shown are rank 0's stdout and every rank's stderr, in whole lines; with ``tag`` everything, each line behind ``[rank 3] ``. With
-    ``log_dir``, ``rank-3.log`` there keeps all that rank 3 wrote. After SIGTERM a rank has ``grace_seconds`` before SIGKILL.
+    Shown are rank 0's stdout and every rank's stderr, in whole lines; with ``tag`` everything, each line behind ``[rank
+    3] ``. With ``log_dir``, ``rank-3.log`` there keeps all that rank 3 wrote. After SIGTERM a rank has
+    ``grace_seconds`` before SIGKILL.
 
-    The exit code is 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after SIGINT,
-    SIGTERM or SIGHUP. Raises LaunchError when the job cannot be started.
+    The exit code is 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after
+    SIGINT, SIGTERM or SIGHUP. Raises LaunchError when the job cannot be started.
     """
     _check(command, num_ranks, nnodes, node_rank, master_port)
     if master_port is None:
@@ -87,7 +64,7 @@ def launch(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         logs = _open_logs(stack, log_dir, range(first, first + num_ranks))
-        job = _Job(scratch, logs, tag, grace_seconds)
+        job = Job(scratch, logs, tag, grace_seconds)
         stack.enter_context(job.signals_caught())
         stack.callback(job.kill)
         for local_rank in range(num_ranks):
@@ -132,7 +109,7 @@ def _check(command: Sequence[str], num_ranks: int, nnodes: int, node_rank: int, 
 
 def _open_logs(
     stack: contextlib.ExitStack, log_dir: str | os.PathLike[str] | None, ranks: Sequence[int]
-) -> dict[int, BinaryIO]:
+) -> dict[int, IO[bytes]]:
     if log_dir is None:
         return {}
     try:
@@ -140,336 +117,3 @@ def _open_logs(
         return {rank: stack.enter_context(open(Path(log_dir, f"rank-{rank}.log"), "wb")) for rank in ranks}
     except OSError as error:
         raise LaunchError(problem(f"cannot write logs: {error}", fix="choose another --log-dir")) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """How a rank failed. ``follow_up``: by its own account it lost a peer; ``killed_by``: the signal that ended it."""
-
-    rank: int
-    seconds: float
-    exit_code: int
-    error: str = ""
-    traceback: str = ""
-    follow_up: bool = False
-    killed_by: str = ""
-
-    def describe(self) -> str:
-        """One line, for example ``failed with exit code 1 (ValueError: no such file)``."""
-        if self.killed_by:
-            return f"was killed by {self.killed_by}"
-        reason = self.error.split("\n", 1)[0]
-        return f"failed with exit code {self.exit_code}" + (f" ({reason})" if reason else "")
-
-
-@dataclass(slots=True)
-class _Rank:
-    """A running rank."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    failure_file: str
-    open_pipes: int = 2
-    failure: _Failure | None = None
-
-    def signal(self, signum: int, whole_group: bool = True) -> None:
-        """Send a signal, unless the rank has ended."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                (os.killpg if whole_group else os.kill)(self.process.pid, signum)
-
-    def ended(self) -> bool:
-        """Whether the process has ended. What it leaves behind in its process group is killed then."""
-        if self.process.returncode is None and self.process.poll() is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.returncode is not None
-
-    def look_for_failure(self) -> _Failure | None:
-        """The failure that the rank recorded, or that its exit code tells."""
-        if self.failure is None and os.path.exists(self.failure_file):
-            with open(self.failure_file, encoding="utf-8") as file:
-                self.failure = _Failure(rank=self.number, **json.load(file))
-        code = self.process.returncode
-        if self.failure is None and code is not None and code != 0:
-            killed_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            exit_code, killed_by = (code, "") if code > 0 else (128 - code, killed_by)
-            self.failure = _Failure(self.number, time.time(), exit_code, killed_by=killed_by)
-        return self.failure
-
-
-@dataclass(slots=True)
-class _Pipe:
-    """The stdout or stderr of a rank."""
-
-    rank: _Rank
-    source: BinaryIO
-    is_stdout: bool
-    rest: bytes = b""
-
-    def lines(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes; all that is left when ``data`` is empty (the end)."""
-        text = self.rest + data
-        lines = _LINES.findall(text)
-        self.rest = text[sum(map(len, lines)) :]
-        if self.rest and (not data or len(self.rest) > _LONGEST_LINE):
-            lines.append(self.rest if data or self.rest.endswith(b"\r") else self.rest + b"\n")
-            self.rest = b""
-        return lines
-
-
-@dataclass(slots=True)
-class _Job:
-    """The ranks of this machine, from start to end. One thread: it waits for output and looks at the processes in between."""
-
-    scratch: str
-    logs: dict[int, BinaryIO]
-    tag: bool
-    grace_seconds: float
-    ranks: list[_Rank] = field(default_factory=list)
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    caught: list[int] = field(default_factory=list)  # signals sent to the launcher
-    failing: float | None = None  # when the first failure was noticed (monotonic seconds)
-    cause: _Failure | None = None  # the failure that ends the job
-    stopped_ranks: int = 0
-    shown: bool = False  # whether the cause's traceback has been
-    held: list[tuple[int, bytes]] = field(default_factory=list)  # stderr since the first failure
-    schedule: list[tuple[float, int, list[_Rank]]] = field(
-        default_factory=list
-    )  # signals to send: when, which, to whom
-    exit_code: int | None = None  # decided
-
-    @contextlib.contextmanager
-    def signals_caught(self) -> Iterator[None]:
-        """Note SIGINT, SIGTERM and SIGHUP instead of dying of them. Does nothing outside the main thread, where Python cannot."""
-
-        def note(signum: int, frame: FrameType | None) -> None:
-            self.caught.append(signum)
-
-        before = {}
-        try:
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup sets it
-                    with contextlib.suppress(ValueError):
-                        before[signum] = signal.signal(signum, note)
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
-        """Start one rank, with SIGINT blocked until ``bootstrap`` is ready for it."""
-        failure_file = os.path.join(self.scratch, f"rank-{number}.json")
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", bootstrap.__file__, *command],
-                env={**environment, "RANK": str(number), bootstrap.FAILURE_FILE: failure_file},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                process_group=0,
-            )
-        except OSError as error:
-            what = f"cannot start rank {number}: {error}"
-            raise LaunchError(
-                problem(what, fix="start fewer ranks, or raise the limits on processes and memory")
-            ) from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        rank = _Rank(number, process, failure_file)
-        self.ranks.append(rank)
-        assert process.stdout is not None and process.stderr is not None
-        for source, is_stdout in ((process.stdout, True), (process.stderr, False)):
-            os.set_blocking(source.fileno(), False)
-            self.selector.register(source, selectors.EVENT_READ, _Pipe(rank, source, is_stdout))  # type: ignore[arg-type]
-
-    def run(self) -> int:
-        """Forward output until every rank has ended, and stop the ranks when one fails; returns the exit code."""
-        try:
-            while not all([rank.ended() for rank in self.ranks]):
-                self._turn()
-            deadline = time.monotonic() + _DRAIN_SECONDS
-            while self.selector.get_map() and time.monotonic() < deadline:
-                self._turn()
-            self._judge(settled=True)
-            if self.cause is not None:
-                self._show_cause()
-                self._summarize(self.cause)
-            return self.exit_code or 0
-        except BrokenPipeError:
-            # The reader of our output has gone (`| head`). Python would complain once more when it flushes stdout at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_BROKEN_PIPE
-
-    def kill(self) -> None:
-        """The last resort, whatever happened before: no rank is left."""
-        for rank in self.ranks:
-            rank.signal(signal.SIGKILL)
-        for rank in self.ranks:
-            rank.process.wait()
-            rank.ended()
-        for key in list(self.selector.get_map().values()):
-            key.data.source.close()
-        self.selector.close()
-
-    def _turn(self) -> None:
-        for key, _ in self.selector.select(_POLL_SECONDS):
-            self._read(key.data)
-        if self.caught:
-            self._interrupt()
-        self._judge(settled=self.failing is not None and time.monotonic() > self.failing + _SETTLE_SECONDS)
-        while self.schedule and self.schedule[0][0] <= time.monotonic():
-            _, signum, ranks = self.schedule.pop(0)
-            for rank in ranks:
-                rank.signal(signum, whole_group=signum != signal.SIGINT)
-
-    # ------------------------------------------------------------------------------------------------ failures
-
-    def _judge(self, settled: bool) -> None:
-        """Decide which failure ends the job: the earliest; one that only tells of a lost peer waits until ``settled``."""
-        if self.exit_code is not None:
-            if self.cause is not None and not self.shown:
-                self._show_cause_when_complete(self.cause)
-            return
-        failures = [failure for rank in self.ranks if (failure := rank.look_for_failure()) is not None]
-        if not failures:
-            return
-        if self.failing is None:
-            self.failing = time.monotonic()
-        cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds))
-        if cause.follow_up and not settled and not all(rank.ended() for rank in self.ranks):
-            return
-        self.cause, self.exit_code = cause, cause.exit_code
-        others = [rank for rank in self.ranks if rank.failure is None and not rank.ended()]
-        self.stopped_ranks = len(self.ranks) - 1
-        now = time.monotonic()
-        self.schedule = [
-            (now, signal.SIGTERM, others),
-            (now + _OWN_EXIT_SECONDS, signal.SIGTERM, self.ranks),
-            (now + self.grace_seconds, signal.SIGKILL, self.ranks),
-        ]
-
-    def _interrupt(self) -> None:
-        """Pass a signal on to the ranks; a second one kills them."""
-        signum = self.caught[0]
-        again = self.exit_code == EXIT_INTERRUPTED
-        self.caught.clear()
-        now = time.monotonic()
-        if again or self.cause is not None:
-            self.schedule = [(now, signal.SIGKILL, self.ranks)]
-            return
-        self.exit_code = EXIT_INTERRUPTED
-        later = now + (_INTERRUPT_SECONDS if signum == signal.SIGINT else 0)
-        self.schedule = [
-            (now, signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM, self.ranks),
-            (later, signal.SIGTERM, self.ranks),
-            (later + self.grace_seconds, signal.SIGKILL, self.ranks),
-        ]
-        self._say(f"{signal.Signals(signum).name}: stopping {len(self.ranks)} ranks")
-
-    def _show_cause_when_complete(self, cause: _Failure) -> None:
-        (rank,) = (rank for rank in self.ranks if rank.number == cause.rank)
-        assert self.failing is not None
-        if rank.open_pipes == 0 or time.monotonic() > self.failing + _SETTLE_SECONDS + _OWN_EXIT_SECONDS:
-            self._show_cause()
-
-    def _show_cause(self) -> None:
-        """What the first failing rank still wrote to stderr, then its traceback."""
-        if self.shown or self.cause is None:
-            return
-        self.shown = True
-        number = self.cause.rank
-        for line in [line for rank, line in self.held if rank == number]:
-            self._show(number, line, is_stdout=False)
-        self.held = [(rank, line) for rank, line in self.held if rank != number]
-        for line in self.cause.traceback.splitlines(keepends=True):
-            self._show(number, line.encode("utf-8", "backslashreplace"), is_stdout=False)
-
-    def _summarize(self, cause: _Failure) -> None:
-        """The last lines: who failed first and how, and what else a reader should know."""
-        for number, log in self.logs.items():
-            (failure,) = (rank.look_for_failure() for rank in self.ranks if rank.number == number)
-            log.write(failure.traceback.encode("utf-8", "backslashreplace") if failure is not None else b"")
-        if self.tag:
-            for number, line in self.held:
-                self._show(number, line, is_stdout=False)
-        also: dict[str, list[int]] = {}
-        for rank in self.ranks:
-            if (
-                rank.failure is not None
-                and rank.number != cause.rank
-                and rank.failure.error
-                and not rank.failure.follow_up
-            ):
-                also.setdefault(rank.failure.describe(), []).append(rank.number)
-        for reason, numbers in also.items():
-            self._say(f"{_name(numbers)} {reason} after that")
-        done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
-        text = f"rank {cause.rank} {cause.describe()}"
-        if self.stopped_ranks:
-            text += f"; stopped the other {self.stopped_ranks} rank{'s' * (self.stopped_ranks > 1)}"
-        lines = [text]
-        if cause.killed_by == "SIGKILL":
-            lines.append(
-                "  fix:    most often the system ran out of memory (see dmesg): fewer ranks, a smaller batch or model"
-            )
-        if cause.follow_up and done:
-            lines.append(f"  note:   {_name(done)} had already ended, with exit code 0")
-        if self.held and not self.tag:
-            lines.append(
-                f"  hidden: {len(self.held)} later error lines of other ranks (--tag shows, --log-dir keeps all output)"
-            )
-        self._say("\n".join(lines))
-
-    # -------------------------------------------------------------------------------------------------- output
-
-    def _read(self, pipe: _Pipe) -> None:
-        """Take what a pipe has to give."""
-        data = pipe.source.read(1 << 16)
-        if data is None:
-            return
-        if not data:
-            self.selector.unregister(pipe.source)
-            pipe.source.close()
-            pipe.rank.open_pipes -= 1
-        elif pipe.rank.number in self.logs:
-            self.logs[pipe.rank.number].write(data)
-            self.logs[pipe.rank.number].flush()
-        for line in pipe.lines(data):
-            if pipe.is_stdout:
-                if pipe.rank.number == 0 or self.tag:
-                    self._show(pipe.rank.number, line, is_stdout=True)
-            elif self._has_failed() and not (self.shown and self.cause and self.cause.rank == pipe.rank.number):
-                self.held.append((pipe.rank.number, line))
-            else:
-                self._show(pipe.rank.number, line, is_stdout=False)
-
-    def _has_failed(self) -> bool:
-        """Whether any rank has failed by now. Looks at the records: the launcher may not have judged them yet."""
-        if self.exit_code == EXIT_INTERRUPTED:
-            return False
-        return self.failing is not None or any(os.path.exists(rank.failure_file) for rank in self.ranks)
-
-    def _show(self, rank: int, line: bytes, is_stdout: bool) -> None:
-        prefix = f"[rank {rank}] ".encode() if self.tag else b""
-        _write(sys.stdout if is_stdout else sys.stderr, prefix + line)
-
-    def _say(self, text: str) -> None:
-        _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))
-
-
-def _write(stream: TextIO, data: bytes) -> None:
-    """Write bytes as they are; a stream without a buffer (a notebook's) gets text."""
-    buffer = getattr(stream, "buffer", None)
-    if buffer is not None:
-        buffer.write(data)
-    else:
-        stream.write(data.decode("utf-8", "replace"))
-    stream.flush()
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1, 4``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

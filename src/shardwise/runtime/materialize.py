@@ -1,7 +1,7 @@
 """The full initial values of a module, one tensor at a time.
 
-They depend on the module and the seed, never on a plan: every rank walks over the same values and keeps its slices. Where the values
-come from is decided per tensor:
+They depend on the module and the seed, never on a plan: every rank walks over the same values and keeps its slices.
+Where the values come from is decided per tensor:
 
 ======================================  ===========================================================================
 built under ``sw.deferred()``           its tape is replayed: bit for bit what the CPU would have built
@@ -10,9 +10,10 @@ meta, and ``init`` is given             ``init(name, tensor)`` fills it
 meta, from ``torch.device("meta")``     the initialisers of its modules, recorded now and replayed
 ======================================  ===========================================================================
 
-The last row calls what PyTorch and Hugging Face models use themselves, children first: every module's ``reset_parameters()`` (or
-``_reset_parameters()``), then the ``_init_weights(module)`` of the closest module above that has one. Each call has a generator of its own, seeded
-from the seed and the module's path, so a tensor's values do not depend on what else the model holds.
+The last row calls what PyTorch and Hugging Face models use themselves, children first: every module's
+``reset_parameters()`` (or ``_reset_parameters()``), then the ``_init_weights(module)`` of the closest module above that
+has one. Each call has a generator of its own, seeded from the seed and the module's path, so a tensor's values do not
+depend on what else the model holds.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.runtime.deferred import Recorder, recorded, recorded_slot
-from shardwise.runtime.tape import Ref, Tape
+from shardwise.runtime.replay import Ref, Tape
 
 Init = Callable[[str, torch.Tensor], None]
 
 
-def full_tensors(module: nn.Module, seed: int | None = None, init: Init | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``(name, full tensor)`` for every parameter and buffer of the module, tied ones once, under their first name, in no particular order.
+def full_tensors(
+    module: nn.Module, seed: int | None = None, init: Init | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields ``(name, full tensor)`` for every parameter and buffer of the module, tied ones once, under their first
+    name, in no particular order.
 
-    Tensors made here are on the CPU and in the dtype the module has now; real ones are detached, not copied. ``seed``: by default a recorded model's own,
-    and 0 for a model on meta. ``init`` fills the plain meta tensors (zeros when it gets them) in place of their modules' initialisers.
-    Memory: the consumer must drop a tensor before it asks for the next; then the peak is about the largest tensor and its temporaries.
-    The module is not changed. Raises ShardwiseError before the first tensor, naming every tensor that nothing initialises.
+    Tensors made here are on the CPU and in the dtype the module has now; real ones are detached, not copied. ``seed``:
+    by default a recorded model's own, and 0 for a model on meta. ``init`` fills the plain meta tensors (zeros when it
+    gets them) in place of their modules' initialisers. Memory: the consumer must drop a tensor before it asks for the
+    next; then the peak is about the largest tensor and its temporaries. The module is not changed. Raises
+    ShardwiseError before the first tensor, naming every tensor that nothing initialises.
     """
     tapes: dict[Tape, dict[str, Ref]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -75,7 +80,10 @@ def full_tensors(module: nn.Module, seed: int | None = None, init: Init | None =
 
 def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
     """(canonical name, the module that holds it, tensor): parameters, then buffers, each tensor once."""
-    named: tuple[Callable[[nn.Module], dict[str, Any]], ...] = (lambda owner: owner._parameters, lambda owner: owner._buffers)
+    named: tuple[Callable[[nn.Module], dict[str, Any]], ...] = (
+        lambda owner: owner._parameters,
+        lambda owner: owner._buffers,
+    )
     seen: set[torch.Tensor] = set()
     lazy: list[str] = []
     for owned in named:
@@ -91,7 +99,10 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
                     yield name, owner, tensor
     if lazy:
         raise ShardwiseError(
-            problem(f"these parameters have no shape yet: {', '.join(lazy)}", fix="run the lazy modules once on an example input, or give them their sizes")
+            problem(
+                f"these parameters have no shape yet: {', '.join(lazy)}",
+                fix="run the lazy modules once on an example input, or give them their sizes",
+            )
         )
 
 
@@ -105,12 +116,17 @@ def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[Tape, 
     return found if found is not None and found[1].shape == tuple(tensor.shape) else None
 
 
-def _record_initialisers(
-    module: nn.Module, plain: dict[str, torch.Tensor], seed: int
-) -> tuple[Tape, dict[str, Ref]]:
-    """Calls the initialisers that concern the plain meta tensors, and records them. What they do to other tensors of the module has no effect."""
+def _record_initialisers(module: nn.Module, plain: dict[str, torch.Tensor], seed: int) -> tuple[Tape, dict[str, Ref]]:
+    """Calls the initialisers that concern the plain meta tensors, and records them.
+
+    What they do to other tensors of the module has no effect.
+    """
     meta = {id(tensor) for tensor in plain.values()}
-    concerned = {path for path, sub in module.named_modules() if any(id(tensor) in meta for tensor in (*sub.parameters(), *sub.buffers()))}
+    concerned = {
+        path
+        for path, sub in module.named_modules()
+        if any(id(tensor) in meta for tensor in (*sub.parameters(), *sub.buffers()))
+    }
     recorder = Recorder(Tape(seed))
     with recorder.recording(), torch.no_grad():
         wanted = {name: recorder.adopt(tensor) for name, tensor in plain.items()}
@@ -134,7 +150,10 @@ def _record_initialisers(
 
 
 def _initialisers(module: nn.Module) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """(module path, kind, call): all resets, then all ``_init_weights``, each children first, as a constructor followed by ``apply`` runs them."""
+    """(module path, kind, call): all resets, then all ``_init_weights``, each children first.
+
+    This is the order of a constructor that ends with ``self.apply(self._init_weights)``.
+    """
     order = list(_children_first(module))
     for path, sub, _ in order:
         for kind in ("reset_parameters", "_reset_parameters"):
@@ -178,7 +197,7 @@ def stable_seed(seed: int, *path: str) -> int:
     """A generator seed for one place in a model: the same in every process and version of Python.
 
     >>> stable_seed(0, "layers.0")
-    6254862408091117494
+    3267655600012413936
     """
     digest = hashlib.blake2b("\0".join((str(seed), *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
-from shardwise.graph.capture import Capture, capture, meta_copy
+from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype
 from shardwise.partition.program import localize
@@ -46,7 +47,7 @@ def parallelize(
     *,
     loss: Callable[..., Any] | None = None,
     inputs: Inputs = "global",
-    seed: int = 0,
+    seed: int | None = None,
     init: Callable[[str, torch.Tensor], None] | None = None,
     device: torch.device | str | None = None,
 ) -> Parallel:
@@ -55,7 +56,7 @@ def parallelize(
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where several ranks
     give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether calls pass the whole batch
     on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module on the meta device get their values
-    (``runtime.materialize``); a module with values keeps them.
+    (``runtime.materialize``; by default the seed given to ``sw.deferred``); a module with values keeps them. ``seed`` also starts dropout.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or the ranks.
     """
@@ -128,7 +129,7 @@ class Parallel(torch.nn.Module):
         plan: Plan,
         loss: Callable[..., Any] | None,
         inputs: Inputs,
-        seed: int,
+        seed: int | None,
         init: Callable[[str, torch.Tensor], None] | None,
         device: torch.device,
     ) -> None:
@@ -138,11 +139,11 @@ class Parallel(torch.nn.Module):
         self._ranks = Communicator(plan.mesh)
         self._compiled: dict[Any, Compiled] = {}
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
-        self._seed = torch.tensor(seed, dtype=torch.int64, device=device)
+        self._seed = torch.tensor(seed or 0, dtype=torch.int64, device=device)
         self._hold(module, seed, init)
         self.train(module.training)
 
-    def _hold(self, module: torch.nn.Module, seed: int, init: Callable[[str, torch.Tensor], None] | None) -> None:
+    def _hold(self, module: torch.nn.Module, seed: int | None, init: Callable[[str, torch.Tensor], None] | None) -> None:
         """Register this rank's shard of every parameter and buffer, one full tensor at a time."""
         _check_module(module, self.plan)
         parameters = dict(module.named_parameters())
@@ -259,6 +260,17 @@ class Parallel(torch.nn.Module):
         run = next(reversed(self._compiled.values())).run
         assert isinstance(run, torch.fx.GraphModule)
         return run
+
+
+def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy without values, for capturing the module again; tied tensors stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, torch.nn.Parameter):
+            empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    return copy.deepcopy(module, memo)
 
 
 def _numbered(flat: list[Any]) -> Iterator[tuple[int, Any]]:

@@ -1,0 +1,318 @@
+"""From a PyTorch module and example inputs to a ``Graph``.
+
+    trace           the call, exported on fake tensors                                    tracing.py
+    functionalize   values instead of memory                                              functionalize.py
+    simplify        no-op casts, copies and views dropped                                 simplify.py
+    normalize       forms whose factors can all be split                                  normalize.py
+    eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
+
+The module is neither changed nor copied: a module of 405B parameters on meta is captured without memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
+from shardwise.graph.dead_code import eliminate_dead_code
+from shardwise.graph.emitter import Emitter, rewrite_graph
+from shardwise.graph.functionalize import Functionalizer, region_mark
+from shardwise.graph.ir import Graph, Ref, Source, Value
+from shardwise.graph.naming import assign_names
+from shardwise.graph.normalize import normalize
+from shardwise.graph.simplify import SIMPLIFICATIONS
+from shardwise.graph.tracing import Call, Traced, required_parameters, trace
+from shardwise.graph.verify import verify_graph
+
+_PREFIX = "module"  # where TracedCall keeps the module
+ROOT_SCOPE = "/"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured call.
+
+    ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of what the call returns (of the loss, if a loss function was given).
+    ``constants``: value name -> data, for sources of kind "constant". ``annotations``: what the user fixed, by scope.
+    """
+
+    graph: Graph
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    constants: dict[str, torch.Tensor]
+    annotations: tuple[Annotation, ...]
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    strategies: Mapping[str, Any] | None = None,
+) -> Capture:
+    """Captures ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
+
+    Example inputs may be real, meta or fake tensors; other leaves (numbers, strings, None) are baked into the graph. ``loss`` has one required
+    positional parameter for the output and n for targets: the last n positional examples, or the keyword examples that are named like its
+    parameters and not like a parameter of the module's ``forward``. Without ``loss``, the loss is the output if it is a floating scalar, else its
+    ``loss`` (attribute or key), else its first leaf if that is a floating scalar, else None. ``strategies`` maps patterns over module paths
+    ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every module that matches.
+
+    Raises CaptureError with the line of the model and the mend if the model can not be captured.
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    leaves, in_spec = pytree.tree_flatten_with_path((args, kwargs))
+    names = tuple(_leaf_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
+    examples = tuple(leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
+        given = iter(tensors)
+        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        all_args, all_kwargs = pytree.tree_unflatten(filled, in_spec)
+        output = call_module(copy, all_args, all_kwargs, loss)
+        return output, find_loss(output, required=loss is not None)
+
+    annotated = {path: region for path, own in module.named_modules() if (region := module_region(own)) is not None}
+    annotated |= _matched_strategies(module, strategies or {})
+    regions = {path: replace(region, path=path) for path, region in annotated.items()}
+    traced = trace(module, examples, call, regions)
+    graph, constants, scopes = _to_graph(traced, module, names, examples)
+    annotations = tuple(
+        Annotation(scope, region.strategy, region.out_strategy, region.source)
+        for scope, region in zip(scopes, traced.regions, strict=True)
+        if scope
+    )
+    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations)
+
+
+def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None) -> Any:
+    """What ``capture`` captures, as an ordinary call: the module's output, or what ``loss`` makes of it and of the targets."""
+    own_args, own_kwargs, targets, named = _divide_targets(module, tuple(args), dict(kwargs), loss)
+    output = module(*own_args, **own_kwargs)
+    return output if loss is None else loss(output, *targets, **named)
+
+
+def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...]) -> Graph:
+    """Captures a function over tensors. The sources are the examples, in order, used or not; requires_grad is theirs.
+
+    Raises CaptureError if the function makes tensors from data: a graph alone has nowhere to keep constants.
+    """
+
+    def run(_: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
+        return call(*tensors), None
+
+    names = tuple(f"args[{i}]" for i in range(len(examples)))
+    module = nn.Module()
+    graph, constants, _ = _to_graph(trace(module, examples, run, {}), module, names, examples)
+    if constants:
+        raise CaptureError(problem(f"{call} makes tensors from data: {', '.join(constants)}", fix="compute them with torch.full or arange"))
+    return graph
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    """``args[0]``, ``kwargs['labels']``, ``args[1]['mask'][0]``."""
+    return ("args" if path[0].idx == 0 else "kwargs") + "".join(map(str, path[1:]))
+
+
+def _divide_targets(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
+    """(module args, module kwargs, positional targets, named targets)"""
+    if loss is None:
+        return args, kwargs, (), {}
+    wanted = [parameter.name for parameter in required_parameters(loss)][1:]
+    own = set(inspect.signature(module.forward).parameters)
+    every = set(inspect.signature(loss).parameters)
+    named = {name: value for name, value in kwargs.items() if name in every and name not in own}
+    count = len([name for name in wanted if name not in named])
+    if count > len(args):
+        raise CaptureError(
+            problem(
+                f"the loss takes {count} positional targets ({', '.join(wanted)}), but there are {len(args)} positional examples",
+                op=getattr(loss, "__name__", type(loss).__name__),
+                fix="give the examples in order: inputs of the module first, then the targets of the loss",
+            )
+        )
+    first = len(args) - count
+    return args[:first], {name: value for name, value in kwargs.items() if name not in named}, args[first:], named
+
+
+def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
+    """The scalar that is differentiated, by the convention of ``capture``."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)):
+        candidates.extend(pytree.tree_leaves(output)[:1])
+    for candidate in candidates:
+        if isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.dtype.is_floating_point:
+            return candidate
+    if required:
+        shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise CaptureError(problem(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()"))
+    return None
+
+
+def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dict[str, Region]:
+    paths = [path for path, _ in module.named_modules()]
+    found: dict[str, Region] = {}
+    missing = []
+    for pattern, strategy in strategies.items():
+        matched = [path for path in paths if fnmatchcase(path, pattern)]
+        if not matched:
+            near = get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.4)
+            missing.append(f"{pattern!r}" + (f" (near: {', '.join(near)})" if near else ""))
+        source = f"strategies[{pattern!r}]"
+        found |= {path: Region("", path, checked_strategy(strategy, pattern, source), None, source) for path in matched}
+    if missing:
+        raise ShardwiseError(problem(f"no module matches {'; '.join(missing)}", fix="patterns are over the names of model.named_modules()"))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- graph
+
+
+def _to_graph(
+    traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
+) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...]]:
+    """The finished graph, its constants, and the scope of every region ("" if it covers no operator)."""
+    raw, constants, paths = _functional_graph(traced, module, input_names, examples)
+    graph = eliminate_dead_code(raw)
+    verify_graph(graph)
+    graph = rewrite_graph(graph, SIMPLIFICATIONS)
+    graph = normalize(graph)
+    graph = assign_names(eliminate_dead_code(graph))
+    scopes = _scope_names(traced.regions, paths)
+    marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
+    graph = replace(graph, ops=tuple(replace(op, scope=marks[op.scope]) for op in graph.ops))
+    verify_graph(graph)
+    used = {source.value for source in graph.sources if source.kind == "constant"}
+    return graph, {name: data for name, data in constants.items() if name in used}, scopes
+
+
+def _functional_graph(
+    traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
+) -> tuple[Graph, dict[str, torch.Tensor], dict[int, str]]:
+    """The graph as traced, the data of all constants, and the module path of every region that covers an operator."""
+    program, outcome = traced.program, traced.outcome
+    sources, values, canonical = _module_sources(module)
+    constants: dict[str, torch.Tensor] = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            name = _unprefixed(spec.target)
+            constants[name] = _constant_data(program.constants[str(spec.target)], name)
+            sources.append(Source(name, "constant", (name,)))
+            values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
+            canonical[name] = name
+    for name, example in zip(input_names, examples, strict=True):
+        sources.append(Source(name, "input", (name,)))
+        values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad))
+    emitter = Emitter(values, sources)
+    functionalizer = Functionalizer(emitter, _PREFIX)
+    _bind_placeholders(functionalizer, traced, {source.value: source for source in sources}, canonical, input_names)
+    nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    functionalizer.run(program.graph.nodes)
+    results = iter(nodes)
+    outputs = tuple(functionalizer.ref_of(next(results)) if leaf is None else leaf[0] for leaf in outcome.leaves)
+    loss = None if outcome.loss_position is None else functionalizer.ref_of(nodes[outcome.loss_position]).name
+    replaced = nodes[len(nodes) - len(outcome.replaced_buffers) :] if outcome.replaced_buffers else ()
+    mutations = functionalizer.mutations()
+    for name, node in zip(outcome.replaced_buffers, replaced, strict=True):
+        mutations[canonical[name]] = functionalizer.gradient_free(functionalizer.ref_of(node))
+    return emitter.graph(outputs, loss, tuple(mutations.items())), constants, functionalizer.region_paths
+
+
+def _module_sources(module: nn.Module) -> tuple[list[Source], list[Value], dict[str, str]]:
+    """A source for every parameter and buffer, by identity of the tensor; and qualified name -> value."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    parameters = [*module.named_parameters(remove_duplicate=False)]
+    for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    trainable = {id(tensor) for _, tensor in parameters}
+    sources, values = [], []
+    for key, own in names.items():
+        tensor = tensors[key]
+        kind: Any = "parameter" if key in trainable else "buffer"
+        sources.append(Source(own[0], kind, tuple(own), kind == "parameter" and tensor.requires_grad))
+        values.append(Value(own[0], tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return sources, values, {name: own[0] for own in names.values() for name in own}
+
+
+def _bind_placeholders(
+    functionalizer: Functionalizer,
+    traced: Traced,
+    sources: Mapping[str, Source],
+    canonical: Mapping[str, str],
+    input_names: tuple[str, ...],
+) -> None:
+    placeholders = [node for node in traced.program.graph.nodes if node.op == "placeholder"]
+    inputs = iter(input_names)
+    bound: dict[str, Node] = {}
+    for node, spec in zip(placeholders, traced.program.graph_signature.input_specs, strict=True):
+        if spec.kind == InputKind.USER_INPUT:
+            name = next(inputs)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            name = canonical[_unprefixed(spec.target)]
+        else:
+            raise CaptureError(problem(f"the model holds {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured"))
+        if name in bound:
+            functionalizer.bind_shared(node, bound[name])
+        else:
+            bound[name] = node
+            functionalizer.bind(node, Ref(name), sources[name])
+
+
+def _unprefixed(target: str | None) -> str:
+    return str(target).removeprefix(f"{_PREFIX}.")
+
+
+def _constant_data(data: Any, name: str) -> torch.Tensor:
+    """The data of a tensor that the model made from Python numbers or holds as an attribute."""
+    assert isinstance(data, torch.Tensor), f"the constant {name} is a {type(data).__name__}"
+    if data.requires_grad:
+        raise CaptureError(
+            problem(
+                f"the model uses a tensor of shape {list(data.shape)} that requires grad and is not one of its parameters",
+                op=name,
+                fix="make it an nn.Parameter of the module that is captured (hooks and closures must not hold the original weights)",
+            )
+        )
+    if is_fake(data):
+        raise CaptureError(problem(f"the tensor {name} has no data", fix='register it: self.register_buffer(..., persistent=False)'))
+    return data.detach()
+
+
+def _scope_names(regions: tuple[Region, ...], paths: Mapping[int, str]) -> tuple[str, ...]:
+    """The scope of every region: a module's path ("/" for the root), or "<module path>/<function>", numbered when repeated."""
+    counts: dict[str, int] = {}
+    names = []
+    for number, region in enumerate(regions):
+        if not region.name:
+            names.append(region.path or ROOT_SCOPE)
+        elif number not in paths:
+            names.append("")
+        else:
+            stem = f"{paths[number]}/{region.name}"
+            count = counts.get(stem, 0)
+            counts[stem] = count + 1
+            names.append(f"{stem}_{count}" if count else stem)
+    return tuple(names)

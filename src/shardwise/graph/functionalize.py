@@ -1,0 +1,405 @@
+"""From an exported program to a graph without mutation, sub-graphs and symbols.
+
+* A write (``x.add_(y)``, ``x[0] = y``) makes a new value; later uses of ``x``, of what it is a view of and of its other views get it.
+  Which results are views is read off the fake tensors: they share storage.
+* A write to a buffer becomes a mutation of the graph; a write to a parameter or an input is an error.
+* Sub-graphs of ``torch.no_grad`` are inlined; a value that would carry a gradient into them is detached first.
+* Assertions and symbolic constraints are dropped, sizes of -1 made explicit, devices forgotten (a rank has one).
+* Marks of ``constrain`` stay until ``normalize``.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.annotate import REGION
+from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.emitter import Emitter
+from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
+from shardwise.graph.rejected import reject_unsupported
+from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
+from shardwise.graph.tracing import LINE, NOT_USER_CODE
+from shardwise.graph.views import write_through
+
+aten = torch.ops.aten
+
+_DROPPED = {
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "_functional_assert_scalar",
+    "_functional_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+}
+# Operators whose second argument is the size of the result; it may hold -1.
+_SIZES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A tensor of the program: its current value, and where its memory comes from.
+
+    A root owns its memory and counts the writes to it. A view knows the tensor it views (the first argument of ``view``) and which
+    result it is (``index``); when the root was written since, it is computed again. ``grad``: it was made with gradients enabled.
+    """
+
+    ref: Ref
+    storage: int
+    base: Tensor | None = None
+    view: Op | None = None
+    index: int = 0
+    version: int = 0
+    grad: bool = True
+    source: Source | None = None
+
+    @property
+    def root(self) -> Tensor:
+        return self if self.base is None else self.base.root
+
+
+class Functionalizer:
+    """Walks the nodes of a program and its sub-graphs, emitting functional operators.
+
+    ``region_paths``: number of an annotated region -> path of the module that made its first operator.
+    """
+
+    def __init__(self, emitter: Emitter, prefix: str) -> None:
+        self.emitter = emitter
+        self.region_paths: dict[int, str] = {}
+        self._prefix = prefix
+        self._known: dict[Node, Any] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._grad = True
+        self._detached: dict[str, Ref] = {}
+
+    def bind(self, node: Node, ref: Ref, source: Source) -> None:
+        """Gives a placeholder its value."""
+        tensor = Tensor(ref, _storage(node.meta.get("val")), source=source)
+        self._known[node] = tensor
+        if source.kind == "buffer":
+            self._buffers[source.value] = tensor
+
+    def bind_shared(self, node: Node, other: Node) -> None:
+        """A placeholder that stands for the same tensor as another one (tied weights)."""
+        self._known[node] = self._known[other]
+
+    def ref_of(self, node: Node) -> Ref:
+        """The current value of a tensor node."""
+        return self.read(self._tensor(node))
+
+    def mutations(self) -> dict[str, str]:
+        """Buffer value -> the value that was written to it last, without gradient."""
+        written = {name: tensor for name, tensor in self._buffers.items() if tensor.version}
+        return {name: self.gradient_free(self.read(tensor)) for name, tensor in written.items()}
+
+    def gradient_free(self, ref: Ref) -> str:
+        """The name of a value, detached if it carries a gradient."""
+        if not self.emitter.value(ref).requires_grad:
+            return ref.name
+        detached: Ref = self.emitter.emit(aten.detach.default, ref)
+        return detached.name
+
+    def run(self, nodes: Iterable[Node]) -> Any:
+        """Emits the nodes; returns the argument of the output node with its nodes replaced by what they are."""
+        for node in nodes:
+            if node.op == "output":
+                return self._lookup(node.args[0])
+            if node.op == "get_attr":
+                assert isinstance(node.target, str) and node.graph.owning_module is not None
+                self._known[node] = node.graph.owning_module.get_submodule(node.target)
+            elif node.op == "call_function":
+                self._known[node] = self._call(node)
+            else:
+                assert node.op == "placeholder" and node in self._known, f"unexpected node {node.format_node()}"
+        return None
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def _call(self, node: Node) -> Any:
+        target: Any = node.target
+        if target is operator.getitem:
+            return self._lookup(node.args[0])[node.args[1]]
+        if target is wrap_with_set_grad_enabled:
+            enabled, body, *operands = self._lookup(node.args)
+            return self._inline(body, operands, bool(enabled))
+        origin = self._origin(node)
+        self.emitter.origin = origin
+        if target is wrap_with_autocast:
+            _device, _dtype, enabled, _cache, body, *operands = self._lookup(node.args)
+            if enabled:
+                raise CaptureError(
+                    problem(
+                        "a torch.autocast region inside the model can not be captured",
+                        source=_first_line(body) or origin.source,
+                        fix="cast explicitly with .to(dtype), or leave autocast out and plan with precision=",
+                    )
+                )
+            return self._inline(body, operands, self._grad)
+        if isinstance(target, OpOverload) and operator_name(target) in _DROPPED:
+            return None
+        reject_unsupported(target, node.meta.get("val"), origin)
+        op = replace(origin, target=target, args=self._argument(node.args), kwargs=self._keywords(node.kwargs))
+        written = written_arguments(target)
+        if written:
+            return self._write(node, op, written)
+        if target is aten.batch_norm.default and arguments(op)["training"]:
+            return self._batch_norm(node, op)
+        return self._read_call(node, op)
+
+    def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
+        """The nodes of a sub-graph, with gradients on or off."""
+        placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
+        self._known.update(zip(placeholders, operands, strict=True))
+        before = self._grad, self._detached
+        self._grad = grad
+        if before[0] != grad:
+            self._detached = {}
+        result = self.run(body.graph.nodes)
+        self._grad, self._detached = before
+        return result
+
+    def _read_call(self, node: Node, op: Op) -> Any:
+        val = node.meta["val"]
+        op = _explicit(op, val)
+        refs = self._apply(op)
+        viewed = self._known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
+        results = []
+        for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
+            storage = _storage(fake)
+            if isinstance(viewed, Tensor) and viewed.storage == storage:
+                results.append(Tensor(ref, storage, viewed, op, index, viewed.root.version, self._grad))
+            else:
+                results.append(Tensor(ref, storage))
+        return results[0] if returns_one_tensor(op.target) else tuple(results)
+
+    def _batch_norm(self, node: Node, op: Op) -> Tensor:
+        """Training-mode batch norm, with its updates of the running statistics as writes."""
+        if not self._grad:
+            op = _map_op(op, self._detach)
+        result, mean, variance = batch_norm_with_statistics(op, self.emitter)
+        momentum = arguments(op)["momentum"]
+        for position, new in ((3, mean), (4, variance)):
+            running_node = node.args[position]
+            if isinstance(running_node, Node):
+                running = self._tensor(running_node)
+                before = self.read(running)
+                dtype = self.emitter.value(before).dtype
+                if self.emitter.value(new).dtype != dtype:
+                    new = self.emitter.emit(aten.to.dtype, new, dtype)
+                kept = self.emitter.emit(aten.mul.Tensor, before, 1.0 - momentum)
+                fresh = self.emitter.emit(aten.mul.Tensor, new, momentum)
+                self._store(running, self.emitter.emit(aten.add.Tensor, kept, fresh))
+        return Tensor(result, _storage(node.meta["val"]))
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def read(self, tensor: Tensor) -> Ref:
+        """The current value, computed again if the memory was written since."""
+        if tensor.base is not None and tensor.version != tensor.root.version:
+            before, self._grad = self._grad, tensor.grad
+            tensor.ref = self._apply(_on_base(tensor.view, self.read(tensor.base)))[tensor.index]
+            self._grad = before
+            tensor.version = tensor.root.version
+        return tensor.ref
+
+    def _apply(self, op: Op) -> tuple[Ref, ...]:
+        """Emits an operator; in a gradient-free region on detached operands."""
+        if not self._grad:
+            op = _map_op(op, self._detach)
+        return tuple(self.emitter.apply(op))
+
+    def _detach(self, name: str) -> Ref:
+        if not self.emitter.values[name].requires_grad:
+            return Ref(name)
+        if name not in self._detached:
+            self._detached[name] = self.emitter.emit(aten.detach.default, Ref(name))
+        return self._detached[name]
+
+    def _tensor(self, node: Node) -> Tensor:
+        found = self._known[node]
+        assert isinstance(found, Tensor), f"{node} is not a tensor"
+        return found
+
+    def _lookup(self, arg: Any) -> Any:
+        """Nodes replaced by what is known of them."""
+        if isinstance(arg, Node):
+            return self._known[arg]
+        if isinstance(arg, (tuple, list)):
+            return tuple(map(self._lookup, arg))
+        return arg
+
+    def _argument(self, arg: Any) -> Arg:
+        """Nodes replaced by Refs to their current values, lists by tuples, devices by None."""
+        if isinstance(arg, Node):
+            known = self._known[arg]
+            return tuple(map(self.read, known)) if isinstance(known, tuple) else self.read(known)
+        if isinstance(arg, (tuple, list)):
+            return tuple(map(self._argument, arg))
+        return None if isinstance(arg, torch.device) else arg
+
+    def _keywords(self, kwargs: dict[str, Any]) -> tuple[tuple[str, Arg], ...]:
+        return tuple((key, self._argument(value)) for key, value in kwargs.items() if key != "pin_memory")
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def _store(self, tensor: Tensor, new: Ref) -> None:
+        """Gives a tensor, and what it is a view of, a new value. Raises CaptureError if that can not be expressed."""
+        origin = self.emitter.origin
+        root = tensor.root
+        if root.source is not None and root.source.kind in ("parameter", "input"):
+            kind = root.source.kind
+            fix = "work on x.clone()" if kind == "input" else "change parameters in the optimizer, not in forward"
+            raise _write_error(f"the {kind} {root.source.names[0]} is changed in place", origin, fix)
+        if not self._grad and self.emitter.value(self.read(root)).requires_grad:
+            raise _write_error("a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor")
+        self._store_at(tensor, new, root.version + 1)
+
+    def _store_at(self, tensor: Tensor, new: Ref, version: int) -> None:
+        if tensor.base is not None:
+            assert tensor.view is not None
+            base = self.read(tensor.base)
+            if tensor.view.target is aten.detach.default and self.emitter.value(base).requires_grad:
+                what = "a value that carries a gradient is changed through .detach()"
+                raise _write_error(what, self.emitter.origin, "make a new tensor")
+            through = write_through(_on_base(tensor.view, base), tensor.index, base, new, self.emitter)
+            if through is None:
+                raise _write_error(
+                    f"a write through {operator_name(tensor.view.target)} can not be expressed without mutation",
+                    self.emitter.origin,
+                    "make a new tensor, for example with torch.where or torch.cat",
+                )
+            self._store_at(tensor.base, through, version)
+        tensor.ref = new
+        tensor.version = version
+
+    def _write(self, node: Node, op: Op, written: tuple[str, ...]) -> Tensor:
+        """An in-place operator: its functional form, and the result stored."""
+        first = op.target._schema.arguments[0].name
+        name = operator_name(op.target)
+        if written != (first,) or not name.endswith("_") or not isinstance(node.args[0], Node):
+            raise _write_error(f"{name} writes into {', '.join(written)}", op, "use the form that returns its result, without out=")
+        tensor = self._tensor(node.args[0])
+        before = self.emitter.value(self.read(tensor))
+        if name == "detach_":
+            if before.requires_grad:
+                raise _write_error("detach_() cuts a gradient in place", op, "x = x.detach()")
+            return tensor
+        if torch.Tag.inplace_view in op.target.tags or name in ("resize_", "set_"):
+            raise _write_error(f"{name}() changes the shape of a tensor in place", op, f"x = x.{name[:-1]}(...)")
+        self._store(tensor, self._written_value(op, before))
+        return tensor
+
+    def _written_value(self, op: Op, before: Value) -> Ref:
+        """What an in-place operator writes, with the shape and dtype of the tensor it writes to."""
+        name = operator_name(op.target)
+        given = arguments(op)
+        if name in ("fill_", "zero_") and not isinstance(given.get("value"), Ref):
+            args, kwargs = (before.shape, given.get("value", 0)), (("dtype", before.dtype),)
+            return self._apply(replace(op, target=aten.full.default, args=args, kwargs=kwargs))[0]
+        if name in ("copy_", "fill_"):
+            new: Ref = given["src"] if name == "copy_" else given["value"]
+            if not self._grad:
+                new = self._detach(new.name)
+        else:
+            new = self._apply(replace(op, target=_functional_form(op)))[0]
+        if self.emitter.value(new).dtype != before.dtype:
+            new = self.emitter.emit(aten.to.dtype, new, before.dtype)
+        if self.emitter.value(new).shape != before.shape:
+            new = self.emitter.emit(aten.expand.default, new, before.shape)
+        return new
+
+    # ---------------------------------------------------------------------------------------------- origins
+
+    def _origin(self, node: Node) -> Op:
+        """An empty op with the module path, source line and provisional scope of a node."""
+        path = module_path(node, self._prefix)
+        custom = node.meta.get("custom") or {}
+        source = custom.get(LINE) or _line_of_trace(node.meta.get("stack_trace") or "")
+        number = custom.get(REGION)
+        if number is not None:
+            self.region_paths.setdefault(number, path)
+        return Op(f"{path}/", aten.alias.default, (), (), (), source, "" if number is None else region_mark(number))
+
+
+def region_mark(number: int) -> str:
+    """The provisional scope of an operator of a region."""
+    return f"#{number}"
+
+
+def module_path(node: Node, prefix: str) -> str:
+    """The path of the module that made a node, without the wrapper's ``prefix``: "layers.0.mlp", "" for the root."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
+    return "" if path == prefix else path.removeprefix(f"{prefix}.")
+
+
+def _on_base(view: Op | None, base: Ref) -> Op:
+    assert view is not None
+    return replace(view, args=(base, *view.args[1:]))
+
+
+def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
+    args = map_refs(op.args, function)
+    return replace(op, args=args, kwargs=tuple((key, map_refs(arg, function)) for key, arg in op.kwargs))
+
+
+def _storage(val: Any) -> int:
+    return int(val.untyped_storage()._cdata) if isinstance(val, torch.Tensor) else -1
+
+
+def _explicit(op: Op, val: Any) -> Op:
+    """Sizes of -1 replaced by what they are, and every cast by ``to.dtype``: a device is no longer known."""
+    if operator_name(op.target) in ("to", "_to_copy"):
+        return replace(op, target=aten.to.dtype, args=(op.args[0], val.dtype), kwargs=())
+    if op.target in _SIZES:
+        return replace(op, args=(op.args[0], tuple(val.shape), *op.args[2:]))
+    if op.target is aten.unflatten.int:
+        tensor, dim, sizes = op.args
+        start = dim % (val.dim() - len(sizes) + 1)
+        return replace(op, args=(tensor, start, tuple(val.shape[start : start + len(sizes)])))
+    return op
+
+
+def _functional_form(op: Op) -> OpOverload:
+    """The operator that computes what an in-place one writes."""
+    name = operator_name(op.target)[:-1]
+    packet = getattr(aten, name, None)
+    overload = {"bernoulli.float": "p", "bernoulli.Tensor": "default"}.get(
+        f"{name}.{op.target._overloadname}", op.target._overloadname
+    )
+    if packet is None or overload not in packet.overloads():
+        raise _write_error(f"{name}_() has no form without mutation", op, "make a new tensor")
+    functional: OpOverload = getattr(packet, overload)
+    return functional
+
+
+def _line_of_trace(trace: str) -> str:
+    """The innermost user line of a stack trace as text."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    users = [(name, line) for name, line in found if not name.startswith(NOT_USER_CODE)]
+    return f"{Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
+
+
+def _first_line(body: GraphModule) -> str:
+    """The user's line of the first operator of a sub-graph."""
+    for node in body.graph.nodes:
+        line = (node.meta.get("custom") or {}).get(LINE) or _line_of_trace(node.meta.get("stack_trace") or "")
+        if line:
+            return str(line)
+    return ""
+
+
+def _write_error(what: str, op: Op, fix: str) -> CaptureError:
+    return CaptureError(problem(what, op=op.module, source=op.source, fix=fix))

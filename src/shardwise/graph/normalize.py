@@ -1,0 +1,247 @@
+"""Rewriting to operators all of whose factors can be split.
+
+``linear`` with a bias hides a contraction behind an addition, ``mean`` hides a global count: written out as ``linear + add`` and
+``sum / n`` the contraction and the sum may be split like any other, and the count is the global one. The new operators belong to the
+module, line and scope of the old one. ``NORMALIZATIONS`` has one line per operator.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value
+from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
+from shardwise.graph.operators import dropout as dropout_operator
+from shardwise.graph.operators import mark as mark_operator
+from shardwise.graph.schema import arguments, is_random, operator_name
+
+aten = torch.ops.aten
+DROPOUT: OpOverload = dropout_operator._opoverload
+SEED = "_shardwise_seed"
+Results = tuple[Arg, ...] | None
+
+
+def normalize(graph: Graph) -> Graph:
+    """The graph in normal form. Raises CaptureError for an operator that draws random numbers in another way than dropout."""
+    normal = rewrite_graph(graph, NORMALIZATIONS)
+    for op in normal.ops:
+        if is_random(op.target) and not _draws_nothing(op):
+            raise CaptureError(
+                problem(
+                    f"{operator_name(op.target)} draws random numbers, which would differ with every way of splitting the model",
+                    op=op.module,
+                    source=op.source,
+                    fix="pass the random tensor as an input, or use nn.Dropout",
+                )
+            )
+    return normal
+
+
+def _draws_nothing(op: Op) -> bool:
+    given = arguments(op)
+    return given.get("dropout_p", 1) == 0 or given.get("dropout", 1) == 0 or given.get("train") is False
+
+
+# --------------------------------------------------------------------------------------------------- contractions
+
+
+def _scaled(emitter: Emitter, ref: Ref, factor: Any) -> Ref:
+    result: Ref = ref if factor == 1 else emitter.emit(aten.mul.Tensor, ref, factor)
+    return result
+
+
+def _linear(op: Op, emitter: Emitter) -> Results:
+    given = arguments(op)
+    if given["bias"] is None:
+        return None
+    product = emitter.emit(aten.linear.default, given["input"], given["weight"])
+    return (emitter.emit(aten.add.Tensor, product, given["bias"]),)
+
+
+def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
+    """``beta * self + alpha * (left @ right)``; with beta = 0, self is not read."""
+
+    def rewrite(op: Op, emitter: Emitter) -> Results:
+        given = arguments(op)
+        result = _scaled(emitter, emitter.emit(product, given[left], given[right]), given["alpha"])
+        if given["beta"] == 0:
+            return (result,)
+        return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, given["self"], given["beta"])),)
+
+    return rewrite
+
+
+def _convolution(op: Op, emitter: Emitter) -> Results:
+    """The bias is added per channel."""
+    given = arguments(op)
+    bias = given["bias"]
+    if bias is None:
+        return None
+    given["bias"] = None
+    names = [argument.name for argument in op.target._schema.arguments]
+    result = emitter.emit(op.target, *(given[name] for name in names))
+    weight = emitter.value(given["weight"])
+    channels = emitter.value(bias).shape[0]
+    column = emitter.emit(aten.reshape.default, bias, (channels, *[1] * (len(weight.shape) - 2)))
+    return (emitter.emit(aten.add.Tensor, result, column),)
+
+
+# ----------------------------------------------------------------------------------------------------- reductions
+
+
+def _mean(op: Op, emitter: Emitter) -> Results:
+    """sum / n with the global n. Half precision is summed in float32: the sum may not fit, nor lose the bits that the mean keeps."""
+    given = arguments(op)
+    shape = emitter.value(given["self"]).shape
+    dims = tuple(range(len(shape))) if not given.get("dim") and given.get("dim") != 0 else given["dim"]
+    dims = (dims,) if isinstance(dims, int) else dims
+    count = prod(shape[d] for d in dims) if shape else 1
+    dtype = given["dtype"] or emitter.value(given["self"]).dtype
+    low_precision = dtype in (torch.float16, torch.bfloat16)
+    sum_dtype = torch.float32 if low_precision else given["dtype"]
+    kwargs = {} if sum_dtype is None else {"dtype": sum_dtype}
+    if op.target is aten.mean.default:
+        total = emitter.emit(aten.sum.default, given["self"], **kwargs)
+    else:
+        total = emitter.emit(aten.sum.dim_IntList, given["self"], dims, given["keepdim"], **kwargs)
+    result = emitter.emit(aten.div.Tensor, total, count)
+    return (emitter.emit(aten.to.dtype, result, dtype) if low_precision else result,)
+
+
+def _batch_norm(op: Op, emitter: Emitter) -> Results:
+    """Training mode; running statistics were already made mutations by ``functionalize``."""
+    if not arguments(op)["training"]:
+        return None
+    return (batch_norm_with_statistics(op, emitter)[0],)
+
+
+# ----------------------------------------------------------------------------------------------------- randomness
+
+
+def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
+    """Dropout of a value by the hash of seed and global index."""
+    seed = emitter.add_source(Source(SEED, "buffer", (SEED,)), Value(SEED, (), torch.int64))
+    call = emitter.num_random_calls
+    emitter.num_random_calls += 1
+    shape = emitter.value(x).shape
+    result: Ref = emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
+    return result
+
+
+def _dropout(op: Op, emitter: Emitter) -> Results:
+    given = arguments(op)
+    if not given["train"] or given["p"] == 0:
+        return (given["input"],)
+    return (_drop(emitter, given["input"], given["p"]),)
+
+
+def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
+    result: Ref = emitter.emit(aten.full.default, shape, 1.0, dtype=dtype)
+    return result
+
+
+def _feature_dropout(op: Op, emitter: Emitter) -> Results:
+    """Drops whole channels: a dropout of ones of shape (n, c, 1, ...), multiplied in."""
+    given = arguments(op)
+    if not given["train"] or given["p"] == 0:
+        return (given["input"],)
+    value = emitter.value(given["input"])
+    noise = _drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), given["p"])
+    return (emitter.emit(aten.mul.Tensor, given["input"], noise),)
+
+
+def _native_dropout(op: Op, emitter: Emitter) -> Results:
+    given = arguments(op)
+    value = emitter.value(given["input"])
+    if not given["train"] and given["train"] is not None:
+        return given["input"], emitter.emit(aten.full.default, value.shape, True, dtype=torch.bool)
+    noise = _drop(emitter, _ones(emitter, value.shape, value.dtype), given["p"])
+    return emitter.emit(aten.mul.Tensor, given["input"], noise), emitter.emit(aten.ne.Scalar, noise, 0)
+
+
+def _bernoulli(op: Op, emitter: Emitter) -> Results:
+    """Ones with probability p: where a dropout of ones with probability 1 - p keeps them."""
+    given = arguments(op)
+    value = emitter.value(given["self"])
+    dtype = value.dtype if value.dtype.is_floating_point else torch.float32
+    noise = _drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - given["p"])
+    return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
+
+
+def _rrelu(op: Op, emitter: Emitter) -> Results:
+    given = arguments(op)
+    if given["training"]:
+        return None
+    return (emitter.emit(aten.leaky_relu.default, given["self"], (given["lower"] + given["upper"]) / 2),)
+
+
+def _attention(op: Op, emitter: Emitter) -> Results:
+    """With dropout: softmax(q k^T * scale + mask), dropped, times v (Vaswani et al. 2017, section 3.2.1)."""
+    given = arguments(op)
+    if given["dropout_p"] == 0:
+        return None
+    emit = emitter.emit
+    query, key, value, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+    shape = emitter.value(query).shape
+    length, key_length = shape[-2], emitter.value(key).shape[-2]
+    if given["enable_gqa"]:
+        groups = shape[-3] // emitter.value(key).shape[-3]
+        if groups > 1:
+            key = emit(aten.repeat_interleave.self_int, key, groups, -3)
+            value = emit(aten.repeat_interleave.self_int, value, groups, -3)
+    scale = shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    scores = emit(aten.matmul.default, emit(aten.mul.Tensor, query, scale), emit(aten.transpose.int, key, -2, -1))
+    if given["is_causal"]:
+        rows = emit(aten.unsqueeze.default, emit(aten.arange.default, length), 1)
+        later = emit(aten.gt.Tensor, emit(aten.arange.default, key_length), rows)
+        scores = emit(aten.masked_fill.Scalar, scores, later, float("-inf"))
+    if mask is not None and emitter.value(mask).dtype == torch.bool:
+        scores = emit(aten.masked_fill.Scalar, scores, emit(aten.logical_not.default, mask), float("-inf"))
+    elif mask is not None:
+        scores = emit(aten.add.Tensor, scores, mask)
+    softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
+    weights = _drop(emitter, emit(softmax, scores, -1), given["dropout_p"])
+    return (emit(aten.matmul.default, weights, value),)
+
+
+def _mark(op: Op, emitter: Emitter) -> Results:
+    """The marker of ``constrain`` becomes an explicit identity, which can carry a strategy of its own."""
+    result: Ref = emitter.emit_as_is(aten.alias.default, op.args[0])
+    emitter.constraints.append((result.name, op.args[1]))
+    return (result,)
+
+
+NORMALIZATIONS: dict[OpOverload, Rewrite] = {
+    aten.linear.default: _linear,
+    aten.addmm.default: _fused_add(aten.mm.default, "mat1", "mat2"),
+    aten.baddbmm.default: _fused_add(aten.bmm.default, "batch1", "batch2"),
+    aten.addmv.default: _fused_add(aten.mv.default, "mat", "vec"),
+    aten.conv1d.default: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv3d.default: _convolution,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.conv3d.padding: _convolution,
+    aten.convolution.default: _convolution,
+    aten.conv_transpose1d.default: _convolution,
+    aten.conv_transpose2d.input: _convolution,
+    aten.conv_transpose3d.input: _convolution,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.batch_norm.default: _batch_norm,
+    aten.dropout.default: _dropout,
+    aten.feature_dropout.default: _feature_dropout,
+    aten.native_dropout.default: _native_dropout,
+    aten.bernoulli.p: _bernoulli,
+    aten.rrelu.default: _rrelu,
+    aten.scaled_dot_product_attention.default: _attention,
+    mark_operator._opoverload: _mark,
+    **LOSS_NORMALIZATIONS,
+}

@@ -1,0 +1,92 @@
+"""Mean losses as a sum over the global count.
+
+The mean of the shards' means is not the mean: a shard may hold more ignored labels than another. The sum of the shards' sums over the
+global count is exact. Half-precision losses are summed in float32, because the sum may not fit where the mean does.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.emitter import Emitter, Rewrite
+from shardwise.graph.ir import Arg, Op, Ref
+from shardwise.graph.schema import arguments
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def _total(op: Op, given: dict[str, Any], scores: Ref, emitter: Emitter) -> Ref:
+    """The summed loss, in float32 if the scores have half precision."""
+    low_precision = emitter.value(scores).dtype in _LOW_PRECISION
+    given = given | {"reduction": NONE if low_precision else SUM}
+    schema = op.target._schema.arguments
+    positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
+    keywords = {argument.name: given[argument.name] for argument in schema if argument.kwarg_only}
+    loss: Ref = emitter.emit(op.target, *positional, **keywords)
+    if low_precision:
+        loss = emitter.emit(aten.sum.default, loss, dtype=torch.float32)
+    return loss
+
+
+def _divided(op: Op, total: Ref, count: Arg, scores: Ref, emitter: Emitter) -> tuple[Arg, ...]:
+    mean = emitter.emit(aten.div.Tensor, total, count)
+    dtype = emitter.value(scores).dtype
+    return (emitter.emit(aten.to.dtype, mean, dtype) if dtype in _LOW_PRECISION else mean,)
+
+
+def _class_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """cross_entropy_loss and nll_loss: over the count of labels that are not ignored, or the sum of their classes' weights.
+
+    With probabilities as targets (``target`` is floating), over the count of samples.
+    """
+    given = arguments(op)
+    if given["reduction"] != MEAN:
+        return None
+    scores, target = given["self"], given["target"]
+    total = _total(op, given, scores, emitter)
+    if emitter.value(target).dtype.is_floating_point:
+        shape = emitter.value(scores).shape
+        classes = shape[1] if len(shape) > 1 else shape[0]
+        return _divided(op, total, prod(shape) // classes, scores, emitter)
+    valid = emitter.emit(aten.ne.Scalar, target, given["ignore_index"])
+    dtype = emitter.value(total).dtype
+    count = emitter.emit(aten.to.dtype, valid, dtype)
+    if given["weight"] is not None:
+        labels = emitter.emit(aten.masked_fill.Scalar, target, emitter.emit(aten.logical_not.default, valid), 0)
+        own = emitter.emit(aten.index.Tensor, given["weight"], (labels,))
+        count = emitter.emit(aten.mul.Tensor, own, count)
+    return _divided(op, total, emitter.emit(aten.sum.default, count), scores, emitter)
+
+
+def _element_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """Losses of single elements: over the count of elements, after broadcasting."""
+    given = arguments(op)
+    if given["reduction"] != MEAN:
+        return None
+    scores: Ref = op.args[0]
+    shapes = [emitter.value(given[name]).shape for name in ("self", "input", "target", "weight") if given.get(name) is not None]
+    count = prod(torch.broadcast_shapes(*shapes))
+    return _divided(op, _total(op, given, scores, emitter), count, scores, emitter)
+
+
+LOSS_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
+    aten.cross_entropy_loss.default: _class_loss,
+    aten.nll_loss.default: _class_loss,
+    aten.nll_loss_nd.default: _class_loss,
+    aten.nll_loss2d.default: _class_loss,
+    aten.mse_loss.default: _element_loss,
+    aten.l1_loss.default: _element_loss,
+    aten.smooth_l1_loss.default: _element_loss,
+    aten.huber_loss.default: _element_loss,
+    aten.binary_cross_entropy.default: _element_loss,
+    aten.binary_cross_entropy_with_logits.default: _element_loss,
+    aten.kl_div.default: _element_loss,
+    aten.soft_margin_loss.default: _element_loss,
+    aten.poisson_nll_loss.default: _element_loss,
+}

@@ -1,0 +1,55 @@
+"""Operators that export lets through and a graph can not hold, with the mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.ir import Op
+from shardwise.graph.schema import operator_name, tensor_results
+
+_READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work on 0-dim tensors"
+_DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
+
+_REJECTED = {
+    "item": ("reads a number out of a tensor", _READ_A_NUMBER),
+    "_local_scalar_dense": ("reads a number out of a tensor", _READ_A_NUMBER),
+    "is_nonzero": ("decides by the data of a tensor", "choose with torch.where"),
+    "equal": ("decides by the data of a tensor", "choose with torch.where"),
+    "nonzero": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "nonzero_numpy": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "argwhere": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "masked_select": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "_unique": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "_unique2": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "unique_dim": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "unique_consecutive": ("has a result whose shape depends on data", _DATA_SHAPE),
+    "bincount": ("has a result whose shape depends on data", "count with one_hot(...).sum(0)"),
+}
+
+
+def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
+    """Raises CaptureError for a call that can not stand in a graph. ``value``: the fake result; ``origin``: whose module and line."""
+    if not isinstance(target, OpOverload):
+        name = getattr(target, "__name__", str(target))
+        what, fix = f"{name} is not an operator", "call ordinary torch operators; write torch.func transforms out with batched ones"
+    elif operator_name(target) in _REJECTED:
+        name = operator_name(target)
+        what, fix = _REJECTED[name]
+        what = f"{name} {what}"
+    elif not _has_fixed_shapes(value):
+        name = operator_name(target)
+        boolean = "boolean indexing" if name in ("index", "index_put") else name
+        what, fix = f"{boolean} has a result whose shape depends on data", _DATA_SHAPE
+    else:
+        return
+    raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
+
+
+def _has_fixed_shapes(value: Any) -> bool:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    return all(isinstance(size, int) for tensor in tensor_results(value) for size in tensor.shape)

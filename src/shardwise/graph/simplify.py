@@ -1,0 +1,107 @@
+"""Forms that say nothing: casts to the same dtype, copies, views of the whole. A graph is functional, so they are dropped.
+
+``view`` becomes ``reshape``: on a rank the operand may be a slice, of which a view can not be taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.emitter import Emitter, Rewrite
+from shardwise.graph.ir import Arg, Op, Ref
+from shardwise.graph.schema import arguments
+
+aten = torch.ops.aten
+
+
+def _operand(op: Op) -> Ref:
+    operand = op.args[0]
+    assert isinstance(operand, Ref)
+    return operand
+
+
+def _identity(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    return (_operand(op),)
+
+
+def _cast(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    return (_operand(op),) if emitter.value(_operand(op)).dtype == op.args[1] else None
+
+
+def _cast_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    return (emitter.emit(aten.to.dtype, _operand(op), emitter.value(op.args[1]).dtype),)
+
+
+def _detach(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    return None if emitter.value(_operand(op)).requires_grad else (_operand(op),)
+
+
+def _reshape(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    size = op.args[1]
+    if emitter.value(_operand(op)).shape == size:
+        return (_operand(op),)
+    return None if op.target is aten.reshape.default else (emitter.emit(aten.reshape.default, _operand(op), size),)
+
+
+def _reshape_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    shape = emitter.value(op.args[1]).shape
+    if emitter.value(_operand(op)).shape == shape:
+        return (_operand(op),)
+    return (emitter.emit(aten.reshape.default, _operand(op), shape),)
+
+
+def _expand(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    return (_operand(op),) if emitter.value(_operand(op)).shape == op.args[1] else None
+
+
+def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """A slice of everything is its operand."""
+    given = arguments(op)
+    shape = emitter.value(_operand(op)).shape
+    size = shape[given["dim"]]
+    start, end = given["start"] or 0, size if given["end"] is None else given["end"]
+    whole = (start == 0 or start <= -size) and end >= size and given["step"] == 1
+    return (_operand(op),) if whole else None
+
+
+def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """Operands without elements (the empty start of a key-value cache) add nothing."""
+    tensors = op.args[0]
+    full = tuple(ref for ref in tensors if emitter.value(ref).numel)
+    if len(full) == len(tensors) or not full:
+        return None
+    rest = emitter.value(full[0])
+    dtypes = {emitter.value(ref).dtype for ref in tensors}
+    if len(dtypes) > 1:
+        return None
+    if len(full) == 1:
+        return (full[0],)
+    return (emitter.emit(op.target, full, arguments(op)["dim"] % len(rest.shape)),)
+
+
+def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    """Pairs must be adjacent in memory; the copies that saw to it were dropped."""
+    packed = emitter.emit_as_is(aten.clone.default, _operand(op), memory_format=torch.contiguous_format)
+    return (emitter.emit_as_is(aten.view_as_complex.default, packed),)
+
+
+SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
+    aten.alias.default: _identity,
+    aten.clone.default: _identity,
+    aten.contiguous.default: _identity,
+    aten.lift_fresh.default: _identity,
+    aten.lift_fresh_copy.default: _identity,
+    aten.detach.default: _detach,
+    aten.to.dtype: _cast,
+    aten.type_as.default: _cast_like,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.view_as.default: _reshape_like,
+    aten.reshape_as.default: _reshape_like,
+    aten.expand.default: _expand,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.view_as_complex.default: _complex_view,
+}

@@ -1,0 +1,78 @@
+"""The invariants of a graph, checked between passes. A violation is our own error, so it is an assertion."""
+
+from __future__ import annotations
+
+from shardwise.graph.infer import TypeInference
+from shardwise.graph.ir import Graph, refs
+from shardwise.graph.schema import written_arguments
+
+
+def verify_graph(graph: Graph, *, types: bool = False) -> None:
+    """Raises AssertionError for a broken invariant. ``types`` also runs every op on fake tensors and compares the results.
+
+    * names of values are unique, and so are names of ops; every value is produced once, by a source or an op
+    * an op uses only values that exist before it, and changes nothing in place
+    * the loss is a floating scalar; mutations go from buffers to values of the same shape and dtype
+    """
+    names = [value.name for value in graph.values]
+    assert len(names) == len(set(names)), f"duplicate values: {_repeated(names)}"
+    ops = [op.name for op in graph.ops]
+    assert len(ops) == len(set(ops)), f"duplicate ops: {_repeated(ops)}"
+    types_of = graph.by_name
+    known: set[str] = set()
+
+    def define(name: str, where: str) -> None:
+        assert name in types_of, f"{where}: {name} is not registered among the values"
+        assert name not in known, f"{where}: {name} is produced twice"
+        known.add(name)
+
+    for source in graph.sources:
+        define(source.value, f"source {source.names}")
+        assert source.names, f"source {source.value} has no name"
+    for op in graph.ops:
+        for name in op.operands:
+            assert name in known, f"{op.name} uses {name} before it is defined"
+        for name in op.results:
+            define(name, op.name)
+        written = written_arguments(op.target)
+        assert not written, f"{op.name} ({op.target}) writes into {', '.join(written)}"
+    left = set(names) - known
+    assert not left, f"values that nothing produces: {sorted(left)}"
+    for name in refs(graph.outputs):
+        assert name in known, f"the output {name} is not defined"
+    _verify_ends(graph, known)
+    if types:
+        _verify_types(graph)
+
+
+def _verify_ends(graph: Graph, known: set[str]) -> None:
+    if graph.loss is not None:
+        assert graph.loss in known, f"the loss {graph.loss} is not defined"
+        loss = graph.by_name[graph.loss]
+        assert loss.shape == () and loss.dtype.is_floating_point, f"the loss {loss.name} is {loss.dtype} of shape {loss.shape}"
+    changed = [buffer for buffer, _ in graph.mutations]
+    assert len(changed) == len(set(changed)), f"buffers mutated twice: {_repeated(changed)}"
+    for buffer, name in graph.mutations:
+        source = graph.source_of.get(buffer)
+        assert source is not None and source.kind == "buffer", f"the mutation target {buffer} is not a buffer"
+        assert name in known, f"the mutation of {buffer} writes {name}, which is not defined"
+        before, after = graph.by_name[buffer], graph.by_name[name]
+        same = (before.shape, before.dtype) == (after.shape, after.dtype)
+        assert same, f"the mutation of {buffer} writes {after.dtype} {after.shape} to {before.dtype} {before.shape}"
+    for name, _ in graph.constraints:
+        assert name in known, f"the constraint on {name}, which is not defined"
+
+
+def _verify_types(graph: Graph) -> None:
+    inference = TypeInference()
+    for op in graph.ops:
+        found = inference.results(op.target, op.args, op.kwargs, graph.by_name.__getitem__)
+        assert len(found) == len(op.results), f"{op.name} has {len(op.results)} results, the operator returns {len(found)}"
+        for name, value in zip(op.results, found, strict=True):
+            stated = graph.by_name[name]
+            same = (stated.shape, stated.dtype) == (value.shape, value.dtype)
+            assert same, f"{op.name}: {name} is stated as {stated.dtype} {stated.shape}, found {value.dtype} {value.shape}"
+
+
+def _repeated(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})

@@ -1,0 +1,142 @@
+"""Writing through a view: the new value of the viewed tensor when a view of it changes.
+
+PyTorch's views share memory with their base; a graph has only values. A write to ``x[:, 0]`` becomes a new ``x``, in which that
+column is replaced (``select_scatter``), and later uses of ``x`` and of its other views use the new value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.emitter import Emitter
+from shardwise.graph.ir import Op, Ref
+from shardwise.graph.schema import arguments
+
+aten = torch.ops.aten
+
+# (arguments of the view, which of its results, current base, new value of the result, emitter) -> new base, None if impossible
+Inverse = Callable[[dict[str, Any], int, Ref, Ref, Emitter], Ref | None]
+
+
+def write_through(view: Op, index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
+    """The base after its view (result ``index`` of ``view``) became ``new``; None if the view can not be written through."""
+    inverse = INVERSES.get(view.target)
+    return None if inverse is None else inverse(arguments(view), index, base, new, emitter)
+
+
+def _emit(emitter: Emitter, target: OpOverload, *args: Any) -> Ref:
+    result: Ref = emitter.emit(target, *args)
+    return result
+
+
+def _same(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return new
+
+
+def _reshaped(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return _emit(emitter, aten.reshape.default, new, emitter.value(base).shape)
+
+
+def _expanded(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
+    if prod(emitter.value(base).shape) != prod(emitter.value(new).shape):
+        return None
+    return _reshaped(given, index, base, new, emitter)
+
+
+def _transposed(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    if len(emitter.value(base).shape) < 2:
+        return new
+    dims = (given.get("dim0", given.get("axis0", -2)), given.get("dim1", given.get("axis1", -1)))
+    return _emit(emitter, aten.transpose.int, new, *dims)
+
+
+def _permuted(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    rank = len(given["dims"])
+    order = [dim % rank for dim in given["dims"]]
+    return _emit(emitter, aten.permute.default, new, tuple(order.index(dim) for dim in range(rank)))
+
+
+def _selected(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return _emit(emitter, aten.select_scatter.default, base, new, given["dim"], given["index"])
+
+
+def _sliced(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    bounds = (given["dim"], given["start"], given["end"], given["step"])
+    return _emit(emitter, aten.slice_scatter.default, base, new, *bounds)
+
+
+def _narrowed(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    start = given["start"] % emitter.value(base).shape[given["dim"]]
+    return _emit(emitter, aten.slice_scatter.default, base, new, given["dim"], start, start + given["length"], 1)
+
+
+def _unbound(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return _emit(emitter, aten.select_scatter.default, base, new, given["dim"], index)
+
+
+def _split(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    dim = given["dim"]
+    sizes = _part_sizes(given, emitter.value(base).shape[dim])
+    start = sum(sizes[:index])
+    return _emit(emitter, aten.slice_scatter.default, base, new, dim, start, start + sizes[index], 1)
+
+
+def _part_sizes(given: dict[str, Any], size: int) -> list[int]:
+    parts = given.get("split_sizes", given.get("split_size"))
+    if "chunks" in given:
+        parts = -(-size // given["chunks"])
+    if isinstance(parts, int):
+        return [min(parts, size - start) for start in range(0, size, parts)]
+    assert parts is not None, f"a split without sizes: {given}"
+    return list(parts)
+
+
+def _diagonal(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return _emit(emitter, aten.diagonal_scatter.default, base, new, given["offset"], given["dim1"], given["dim2"])
+
+
+INVERSES: dict[OpOverload, Inverse] = {
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.contiguous.default: _same,
+    aten.to.dtype: _same,
+    aten.to.dtype_layout: _same,
+    aten.to.device: _same,
+    aten.to.other: _same,
+    aten.type_as.default: _same,
+    aten.dropout.default: _same,
+    aten.view.default: _reshaped,
+    aten.reshape.default: _reshaped,
+    aten._unsafe_view.default: _reshaped,
+    aten.view_as.default: _reshaped,
+    aten.reshape_as.default: _reshaped,
+    aten.flatten.using_ints: _reshaped,
+    aten.unflatten.int: _reshaped,
+    aten.ravel.default: _reshaped,
+    aten.squeeze.default: _reshaped,
+    aten.squeeze.dim: _reshaped,
+    aten.squeeze.dims: _reshaped,
+    aten.unsqueeze.default: _reshaped,
+    aten.expand.default: _expanded,
+    aten.expand_as.default: _expanded,
+    aten.transpose.int: _transposed,
+    aten.swapaxes.default: _transposed,
+    aten.swapdims.default: _transposed,
+    aten.t.default: _transposed,
+    aten.mT.default: _transposed,
+    aten.permute.default: _permuted,
+    aten.select.int: _selected,
+    aten.slice.Tensor: _sliced,
+    aten.narrow.default: _narrowed,
+    aten.unbind.int: _unbound,
+    aten.split.Tensor: _split,
+    aten.split.sizes: _split,
+    aten.split_with_sizes.default: _split,
+    aten.chunk.default: _split,
+    aten.diagonal.default: _diagonal,
+}

@@ -1,0 +1,41 @@
+"""Ranks that hold nothing: a factor split over more devices than it has indices leaves some without a share.
+
+Most operators accept empty tensors. PyTorch's convolutions, poolings and norms refuse them, and one ends the process
+with a floating-point exception. Their local call is then a kernel that returns zeros: the result is empty itself, or a sum
+without addends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import wraps
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.rules.binding import RuleFunction
+from shardwise.rules.calls import unchanged
+from shardwise.rules.kernels import NOTHING
+from shardwise.rules.rule import Call, LocalContext, OpRule
+
+
+def zeros_if_empty(function: RuleFunction) -> RuleFunction:
+    """The rule function, with a local call that copes with empty operands."""
+
+    @wraps(function)
+    def guarded(op: Op, graph: Graph) -> OpRule | None:
+        rule = function(op, graph)
+        if rule is None:
+            return None
+        inner = rule.localize
+        results = [graph.by_name[name] for name in op.results]
+        indices = tuple(not (r.dtype.is_floating_point or r.dtype.is_complex) for r in results)
+
+        def localize(op: Op, context: LocalContext) -> Call:
+            if not any(0 in shape for shape in context.operand_shapes):
+                return inner(op, context) if inner is not None else unchanged(op)
+            sizes = tuple(size for shape in context.result_shapes for size in shape)
+            ranks = tuple(map(len, context.result_shapes))
+            return Call(NOTHING, (tuple(map(Ref, op.operands)), sizes, ranks, indices))
+
+        return replace(rule, localize=localize)
+
+    return guarded

@@ -1,0 +1,376 @@
+"""The tape of a deferred initialisation: which operators filled which storages, and how to run them again.
+
+A tape is a straight list of operators over *storages*. A tensor is a storage seen through a dtype, an offset, sizes and
+strides (``Ref``); view operators are therefore not on the tape, and ``.data``, ``nn.Parameter`` and tied weights need
+no special case: they are the same storage. Every operator that draws random numbers says after which draw its generator
+stood (``Draw``).
+
+``Tape.replay`` runs the tape once, on CPU, and yields each wanted tensor when its last write is done. What it runs
+follows from one walk backwards (``_schedule``), as a compiler would find dead code:
+
+* an operator runs if it writes a storage that is wanted, or that a later running operator reads;
+* a fill that covers its whole storage ends the life of what was there before, so weights that are drawn twice (the
+  reset of ``nn.Linear``, then the model's own) take memory only from the second draw on;
+* an operator nobody reads still runs if it draws numbers that later draws follow on its generator; its result is
+  dropped at once.
+
+A storage is freed after the last operator that reads it. The peak is about the largest tensor and its temporaries.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.errors import ShardwiseError, problem
+
+DEFAULT_GENERATOR = 0  # the index of torch's global CPU generator on every tape
+
+# The index of the draw that comes before all others: the generator was seeded and nothing was drawn.
+SEEDED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor as a window on a storage. ``covers``: it reaches every byte of the storage, each once.
+
+    ``conjugate``, ``negative``: torch's lazy bits, which say that the values in memory are still to be conjugated or
+    negated.
+    """
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    covers: bool
+    conjugate: bool = False
+    negative: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A real tensor that an operator reads. ``version`` tells whether it was written to since."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorRef:
+    """A generator by its index on the tape; ``DEFAULT_GENERATOR`` is torch's global one."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """An operator's use of a generator: it continues after draw ``after`` (an entry's index or ``SEEDED``), or from a
+    whole generator state.
+
+    Nearly always ``after`` is the entry's predecessor on the generator; ``torch.manual_seed``, ``fork_rng`` and
+    ``set_rng_state`` in the model's constructor make it something else.
+    """
+
+    generator: int
+    after: int | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operator call. Tensors in ``args`` and ``kwargs`` are Refs and Constants; ``results`` are the tensors in new
+    storages that it makes, by position.
+
+    ``reads``, ``writes``, ``overwrites``: storages; those in ``overwrites`` are filled whole, whatever was in them.
+    ``default_dtype``: torch's, when the operator was called.
+    """
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Ref | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+    default_dtype: torch.dtype
+    draw: Draw | None = None
+
+    @property
+    def creates(self) -> frozenset[int]:
+        return frozenset(ref.storage for ref in self.results if ref is not None)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Tape:
+    """What ``deferred()`` recorded. Grows while the context is open, read-only afterwards.
+
+    ``observed``: the model's constructor looked at random values (``.item()``, a loop until all samples fit), so that
+    the recorded operators are those of ``seed`` alone.
+    """
+
+    seed: int
+    entries: list[Entry] = field(default_factory=list)
+    num_storages: int = 0
+    observed: bool = False
+    # Generator states after draws, as far as `value` needed them.
+    _states: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tape:
+        return self  # a copied module has the same initial values
+
+    def new_storage(self) -> int:
+        self.num_storages += 1
+        return self.num_storages - 1
+
+    def replay(self, wanted: Mapping[str, Ref], seed: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every wanted tensor with its name, each once, in the order in which they are finished.
+
+        ``seed`` stands in for the tape's own. A tensor may share its storage with others and may still be read by later
+        operators: copy it before writing to it; drop it before asking for the next, or both stay in memory. The
+        caller's generator and default dtype are untouched, also between two tensors. Raises ShardwiseError for another
+        seed than the recorded one if ``observed``.
+        """
+        seed = self.seed if seed is None else seed
+        if seed != self.seed and self.observed:
+            raise ShardwiseError(
+                problem(
+                    f"cannot replay with seed {seed} what was recorded with seed {self.seed}: the constructor "
+                    "looked at random values while it was recorded, and might do something else for other values",
+                    fix=f"build the model under sw.deferred(seed={seed})",
+                )
+            )
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, ref in wanted.items():
+            names[ref.storage].append(name)
+        schedule = _schedule(self.entries, names, known=())
+        run = _Run(seed)
+        steps = iter(schedule.steps)
+        while True:
+            with _alone(run):
+                for step in steps:
+                    run.execute(step.index, self.entries[step.index], save=step.index in schedule.saved)
+                    if step.ready:
+                        break
+                    run.free(step.frees)
+                else:
+                    return
+            for storage in step.ready:
+                for name in names[storage]:
+                    yield name, run.tensor(wanted[name])
+            run.free(step.frees)
+
+    def value(self, ref: Ref) -> torch.Tensor:
+        """The tensor's value at the end of the tape so far, computed from as few operators as possible."""
+        schedule = _schedule(self.entries, (ref.storage,), known=self._states)
+        run = _Run(self.seed, self._states)
+        with _alone(run):
+            for step in schedule.steps:
+                entry = self.entries[step.index]
+                run.execute(step.index, entry, save=True)
+                self.observed |= entry.draw is not None
+                run.free(step.frees - {ref.storage})
+            return run.tensor(ref)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Run entry ``index``; then storages ``ready`` have their final values, and ``frees`` are read no more."""
+
+    index: int
+    ready: tuple[int, ...]
+    frees: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """``saved``: draws after which the generator's state must be kept: a draw other than the next continues there."""
+
+    steps: tuple[_Step, ...]
+    saved: frozenset[int]
+
+
+def _schedule(entries: list[Entry], wanted: Iterable[int], known: Iterable[int]) -> _Schedule:
+    """What the wanted storages need. ``known``: draws after which the generator's state is known already."""
+    live = set(wanted)
+    unfinished, untouched = set(live), set(live)
+    known = frozenset(known)
+    continued: set[int] = set()  # draws that a later running operator continues
+    steps: list[_Step] = []
+    draws: list[tuple[int, Draw]] = []
+    for index in range(len(entries) - 1, -1, -1):
+        if not live and not continued:
+            break
+        entry = entries[index]
+        outputs = entry.writes | entry.creates
+        if live.isdisjoint(outputs) and index not in continued:
+            continue
+        continued.discard(index)
+        if entry.draw is not None:
+            draws.append((index, entry.draw))
+            after = entry.draw.after
+            if isinstance(after, int) and after != SEEDED and after not in known:
+                continued.add(after)
+        touched = outputs | entry.reads
+        ready = unfinished & outputs
+        steps.append(_Step(index, tuple(sorted(ready)), frozenset((touched - live) | (touched & untouched))))
+        untouched -= touched
+        unfinished -= ready
+        live -= entry.creates | entry.overwrites
+        live |= entry.reads | (entry.writes - entry.overwrites)
+    return _Schedule(tuple(reversed(steps)), _continued_out_of_order(draws))
+
+
+def _continued_out_of_order(draws: list[tuple[int, Draw]]) -> frozenset[int]:
+    at: dict[int, int] = {}
+    saved: set[int] = set()
+    for index, draw in reversed(draws):
+        if isinstance(draw.after, int) and draw.after not in (SEEDED, at.get(draw.generator)):
+            saved.add(draw.after)
+        at[draw.generator] = index
+    return frozenset(saved)
+
+
+class _Run:
+    """One execution of (a part of) a tape: the storages alive, and where the generators stand."""
+
+    def __init__(self, seed: int, saved: dict[int, torch.Tensor] | None = None) -> None:
+        self.seed = seed
+        self.saved = {} if saved is None else saved
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.generators: dict[int, torch.Generator] = {DEFAULT_GENERATOR: torch.default_generator}
+        self.at: dict[int, int] = {}  # the last draw on each generator
+        self.default_state: torch.Tensor | None = None  # of the global generator, while the run is suspended
+
+    def execute(self, index: int, entry: Entry, save: bool) -> None:
+        """Runs one entry; ``save`` keeps the generator's state after it."""
+        torch.set_default_dtype(entry.default_dtype)
+        if entry.draw is not None:
+            self._seek(entry.draw)
+        args = tuple(map_leaves(arg, self._real) for arg in entry.args)
+        kwargs = {key: map_leaves(arg, self._real) for key, arg in entry.kwargs.items()}
+        out = entry.target(*args, **kwargs)
+        if any(ref is not None for ref in entry.results):
+            inputs = {
+                leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            }
+            for ref, tensor in zip(entry.results, flat(out), strict=True):
+                if ref is not None:
+                    self.storages[ref.storage] = _fitted(
+                        tensor, ref, inputs, cleared=_leaves_memory_as_it_is(entry.target)
+                    )
+        if entry.draw is not None:
+            self.at[entry.draw.generator] = index
+            if save:
+                self.saved[index] = self.generators[entry.draw.generator].get_state()
+
+    def free(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.storages.pop(storage, None)
+
+    def tensor(self, ref: Ref) -> torch.Tensor:
+        if ref.storage not in self.storages:
+            assert ref.covers, f"storage {ref.storage} is read before it is filled"
+            blank = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype)  # about to be overwritten whole
+            self.storages[ref.storage] = blank.untyped_storage()
+            return blank
+        window: Any = torch.empty(0, dtype=ref.dtype)
+        with torch.no_grad():
+            window.set_(self.storages[ref.storage], ref.offset, ref.shape, ref.stride)
+            window = torch.conj(window) if ref.conjugate else window
+            seen: torch.Tensor = torch._neg_view(window) if ref.negative else window
+        return seen
+
+    def _real(self, leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return self.tensor(leaf)
+        if isinstance(leaf, GeneratorRef):
+            return self.generators.setdefault(leaf.index, torch.Generator())
+        if isinstance(leaf, Constant):
+            if leaf.tensor._version != leaf.version:
+                raise ShardwiseError(
+                    problem(
+                        f"a tensor of shape {list(leaf.tensor.shape)} that initialises the model "
+                        "was changed after it was recorded",
+                        fix="give the constructor a copy: tensor.clone()",
+                    )
+                )
+            return leaf.tensor.detach()
+        return leaf
+
+    def _seek(self, draw: Draw) -> None:
+        """Puts the generator where the draw found it."""
+        generator = self.generators.setdefault(draw.generator, torch.Generator())
+        if isinstance(draw.after, torch.Tensor):
+            generator.set_state(draw.after)
+        elif draw.after == SEEDED:
+            generator.manual_seed(self.seed)
+        elif draw.after != self.at.get(draw.generator):
+            generator.set_state(self.saved[draw.after])
+
+
+@contextmanager
+def _alone(run: _Run) -> Iterator[None]:
+    """The run has the global generator, default dtype and grad mode to itself; afterwards they are as before."""
+    state, dtype = torch.default_generator.get_state(), torch.get_default_dtype()
+    if run.default_state is not None:
+        torch.default_generator.set_state(run.default_state)
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            yield
+        run.default_state = torch.default_generator.get_state()
+    finally:
+        torch.default_generator.set_state(state)
+        torch.set_default_dtype(dtype)
+
+
+def _fitted(tensor: torch.Tensor, ref: Ref, inputs: set[int], cleared: bool) -> torch.UntypedStorage:
+    """The storage of a new tensor, laid out as recorded and shared with no input; ``cleared``: with zeros in it."""
+    as_recorded = (tensor.shape, tensor.dtype) == (ref.shape, ref.dtype)
+    assert as_recorded, f"recorded {ref}, replayed {tensor.shape} {tensor.dtype}"
+    storage: Any = tensor.untyped_storage()
+    same_strides = tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset
+    if not same_strides or (storage.data_ptr() in inputs and storage.nbytes() > 0):
+        reach = sum((size - 1) * step for size, step in zip(ref.shape, ref.stride, strict=True))
+        memory = torch.zeros(ref.offset + reach + 1 if tensor.numel() else 0, dtype=ref.dtype)
+        memory.as_strided(ref.shape, ref.stride, ref.offset).copy_(tensor)
+        return memory.untyped_storage()
+    if cleared:
+        storage.fill_(0)
+    found: torch.UntypedStorage = storage
+    return found
+
+
+def _leaves_memory_as_it_is(target: OpOverload) -> bool:
+    """``torch.empty`` in its recorded form. Replay fills it with zeros, so that all ranks agree."""
+    return target is torch.ops.aten.empty_strided.default
+
+
+def flat(out: Any) -> tuple[Any, ...]:
+    """The results of an operator, in order, lists of tensors flattened."""
+    return tuple(leaves(out))
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """What is not a list, tuple or mapping, depth first."""
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, Mapping):
+        yield from leaves(tuple(tree.values()))
+    else:
+        yield tree
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """An operator's argument or result with every leaf replaced; lists and tuples keep their type."""
+    if isinstance(tree, list):
+        return [map_leaves(item, function) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(map_leaves(item, function) for item in tree)
+    return function(tree)

@@ -1,0 +1,35 @@
+"""What all tests share: one thread per process, repeatable hypothesis runs, and real gloo ranks."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for every process a test starts
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from launch.gloo_ranks import run_on_ranks
+
+torch.set_num_threads(1)
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """``run_ranks(function, num_ranks, *args)``: what a module-level test function returns on each of some real gloo ranks.
+
+    Every rank is a process of its own with one thread, in which ``torch.distributed`` is initialised. An exception is
+    raised again here, with the rank's traceback as its cause; after 60 seconds (``time_limit_seconds=``) a TimeoutError.
+    """
+
+    def run(function: Callable[..., Any], num_ranks: int, *args: Any, time_limit_seconds: float = 60.0) -> list[Any]:
+        return run_on_ranks(function, num_ranks, args, tmp_path, time_limit_seconds)
+
+    return run

@@ -1,0 +1,142 @@
+"""Real gloo ranks for tests: fresh processes that run one function of a test module and send back what it returns.
+
+They are forked from a server that has imported torch and nothing else (multiprocessing's "forkserver"): as clean as
+spawned ones, and a rank starts in milliseconds, not in the second and a half that importing torch takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from shardwise.runtime.bootstrap import is_follow_up
+
+SETTLE_SECONDS = 1.0  # how long a lost connection waits for the exception that explains it
+
+
+class RankTraceback(Exception):
+    """The traceback of a rank, as the cause of the exception raised in the test."""
+
+
+def run_on_ranks(
+    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], folder: Path, time_limit_seconds: float
+) -> list[Any]:
+    """``function(*args)`` on every rank; returns the results in the order of ranks. The fixture ``run_ranks`` says more."""
+    assert "<locals>" not in function.__qualname__, f"{function.__qualname__} must be a module-level function"
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])
+    source = (function.__module__, inspect.getfile(function), function.__qualname__)
+    store, payload = str(folder / f"store-{uuid4().hex}"), pickle.dumps(args)
+    deadline = time.monotonic() + time_limit_seconds
+    processes, receivers = [], []
+    try:
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(sender, source, payload, store, rank, num_ranks, time_limit_seconds), daemon=True
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            receivers.append(receiver)
+        return _collect(receivers, deadline, f"{function.__name__} on {num_ranks} ranks")
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            process.close()
+        for receiver in receivers:
+            receiver.close()
+
+
+def _collect(receivers: list[Any], deadline: float, name: str) -> list[Any]:
+    """Every rank's result. Of several failures, the first that does not merely tell of a lost peer is raised."""
+    results: dict[int, Any] = {}
+    failures: list[tuple[bool, float, int, bytes]] = []
+    waiting = dict(zip(receivers, range(len(receivers)), strict=True))
+    until = deadline
+    while waiting:
+        ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+        if not ready:
+            break
+        for receiver in ready:
+            rank = waiting.pop(receiver)
+            try:
+                succeeded, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                succeeded, value = False, (False, time.time(), pickle.dumps((None, f"rank {rank} died")))
+            if succeeded:
+                results[rank] = value
+            else:
+                failures.append((value[0], value[1], rank, value[2]))
+                until = min(until, time.monotonic() + SETTLE_SECONDS)
+        if any(not follow_up for follow_up, *_ in failures):
+            break
+    if failures:
+        _, _, rank, content = min(failures)
+        error, text = pickle.loads(content)
+        raise error or RuntimeError(text) from RankTraceback(f"on rank {rank}:\n\n{text}")
+    if waiting:
+        raise TimeoutError(f"{name}: no result from ranks {sorted(waiting.values())} in time")
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _rank(
+    sender: Any, source: tuple[str, str, str], payload: bytes, store: str, rank: int, num_ranks: int, seconds: float
+) -> None:
+    """What a rank's process does."""
+    torch.set_num_threads(1)
+    try:
+        function = _load(*source)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=seconds)
+        )
+        answer = pickle.dumps((True, function(*pickle.loads(payload))))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        answer = pickle.dumps((False, (is_follow_up(error), time.time(), _pickled(error, text))))
+    sender.send_bytes(answer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _load(module_name: str, path: str, qualname: str) -> Callable[..., Any]:
+    """The function, out of its file: a test module is not importable by its name."""
+    if module_name not in sys.modules:
+        for parent in [module_name.rsplit(".", count)[0] for count in range(module_name.count("."), 0, -1)]:
+            if importlib.util.find_spec(parent) is None:  # pickle looks for them
+                sys.modules[parent] = ModuleType(parent)
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    found: Any = sys.modules[module_name]
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _pickled(error: BaseException, text: str) -> bytes:
+    """(exception, traceback text); without the exception if it does not survive pickling."""
+    try:
+        content = pickle.dumps((error, text))
+        pickle.loads(content)
+    except Exception:  # whatever its own pickling raises
+        return pickle.dumps((None, text))
+    return content

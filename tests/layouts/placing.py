@@ -1,0 +1,68 @@
+"""Random layouts, and the tensors that ranks hold under them."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.runtime.shards import shard
+
+MESHES = (
+    Mesh(dp=2, tp=4),
+    Mesh(a=2, b=3),
+    Mesh(a=2, b=2, c=2),
+    Mesh(x=8),
+    Mesh(x=3, y=2),
+    Mesh(x=6),
+    Mesh(x=12),
+)
+
+
+def random_layout(rng: random.Random, mesh: Mesh, atoms: tuple[tuple[int, ...], ...], states: str = "IRP") -> Layout:
+    """A layout over given atoms: half of the axes sharded, the others in one of ``states``."""
+    layout = Layout(mesh, tuple(tuple(Atom(size) for size in dim) or (Atom(1),) for dim in atoms))
+    positions = [(d, i) for d, dim in enumerate(atoms) for i, size in enumerate(dim) if size > 1]
+    axes = list(mesh.sub_axes)
+    rng.shuffle(axes)
+    for axis in axes:
+        if positions and rng.random() < 0.5:
+            layout = layout.moved({axis: rng.choice(positions)})
+        else:
+            layout = layout.moved({axis: rng.choice(states)})
+    return layout
+
+
+def scatter(full: Tensor, layout: Layout, generator: torch.Generator) -> list[Tensor]:
+    """What the ranks hold of a global tensor; partial values are random summands of it."""
+    bare = layout.moved(dict.fromkeys(layout.partial_axes, "I"))
+    keys = []
+    for rank in range(layout.mesh.num_devices):
+        coordinates = layout.mesh.coordinates(rank)
+        keys.append(tuple(coordinates[axis] for axis in layout.partial_axes))
+    distinct = sorted(set(keys))
+    if len(distinct) == 1:
+        summands = {distinct[0]: full}
+    else:
+        drawn = [torch.randn(full.shape, generator=generator, dtype=full.dtype) for _ in distinct[1:]]
+        summands = dict(zip(distinct, [full - sum(drawn), *drawn], strict=True))
+    return [
+        shard(summands[keys[rank]], bare, layout.mesh.coordinates(rank)).clone() for rank in range(layout.mesh.num_devices)
+    ]
+
+
+def worst_difference(held: list[Tensor], layout: Layout, full: Tensor) -> float:
+    """The largest difference on any rank from what it should hold of ``full``; partial values are summed first."""
+    bare = layout.moved(dict.fromkeys(layout.partial_axes, "I"))
+    worst = 0.0
+    for rank in range(layout.mesh.num_devices):
+        group = layout.mesh.group(layout.partial_axes, rank) if layout.partial_axes else (rank,)
+        total = torch.stack([held[member] for member in group]).sum(0)
+        want = shard(full, bare, layout.mesh.coordinates(rank))
+        assert total.shape == want.shape, f"rank {rank} holds {tuple(total.shape)} of {layout}, not {tuple(want.shape)}"
+        if want.numel():
+            worst = max(worst, float((total - want).abs().max()))
+    return worst
