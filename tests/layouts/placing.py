@@ -39,6 +39,7 @@ def random_layout(rng: random.Random, mesh: Mesh, atoms: tuple[tuple[int, ...], 
 def scatter(full: Tensor, layout: Layout, generator: torch.Generator) -> list[Tensor]:
     """What the ranks hold of a global tensor; partial values are random summands of it."""
     bare = layout.moved(dict.fromkeys(layout.partial_axes, "I"))
+    full = full.detach()
     keys = []
     for rank in range(layout.mesh.num_devices):
         coordinates = layout.mesh.coordinates(rank)
@@ -60,7 +61,7 @@ def worst_difference(held: list[Tensor], layout: Layout, full: Tensor) -> float:
     worst = 0.0
     for rank in range(layout.mesh.num_devices):
         group = layout.mesh.group(layout.partial_axes, rank) if layout.partial_axes else (rank,)
-        total = torch.stack([held[member] for member in group]).sum(0)
+        total = torch.stack([held[member].detach() for member in group]).sum(0)
         want = shard(full, bare, layout.mesh.coordinates(rank))
         assert total.shape == want.shape, f"rank {rank} holds {tuple(total.shape)} of {layout}, not {tuple(want.shape)}"
         if want.numel():

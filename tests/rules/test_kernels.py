@@ -19,6 +19,7 @@ CALLS = [
     (kernels.INDEX_SELECT_ROWS, (torch.zeros(2, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 3)),
     (kernels.INDEX_ROWS, (torch.zeros(2, 3), [torch.zeros(5, dtype=torch.int64)], 0, [1], [4], [2], [2]), (5, 3)),
     (kernels.ONE_HOT_CLASSES, (torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 2)),
+    (kernels.CUMULATED, (torch.zeros(2, 3), 0, torch.float32, [5], [1], [4], [4], [2], [2]), (4, 3)),
     (kernels.TRIANGLE, (torch.zeros(2, 3), 0, True, [4], [2], [2], [3], [0], [3]), (2, 3)),
     (kernels.EYE_BLOCK, ([4], [2], [2], [3], [0], [3], torch.float32, None), (2, 3)),
     (kernels.RANGE_BLOCK, (0, 1, [2, 3], [0, 1], [2, 2], torch.int64, None), (4,)),

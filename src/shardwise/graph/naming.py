@@ -12,7 +12,8 @@ from shardwise.graph.schema import operator_name
 def assign_names(graph: Graph) -> Graph:
     """Names ops ``"<module path>/<operator>"`` and results ``"<operator>"``, with ``_1``, ``_2``, ... appended to repetitions.
 
-    Sources keep their names. Results of an op with several get ``"split.0"``, ``"split.1"``, ....
+    Sources keep their names. Results of an op with several get ``"split.0"``, ``"split.1"``, .... The values are put in order of definition:
+    sources, then results.
     """
     taken = {source.value for source in graph.sources}
     op_counts: Counter[str] = Counter()
@@ -37,9 +38,10 @@ def assign_names(graph: Graph) -> Graph:
         args = map_refs(op.args, renamed)
         kwargs = tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs)
         ops.append(replace(op, name=op_name, args=args, kwargs=kwargs, results=results))
+    order = [source.value for source in graph.sources] + [name for op in graph.ops for name in op.results]
     return replace(
         graph,
-        values=tuple(replace(value, name=new_names[value.name]) for value in graph.values),
+        values=tuple(replace(graph.by_name[name], name=new_names[name]) for name in order),
         ops=tuple(ops),
         outputs=tuple(map_refs(output, lambda name: Ref(new_names[name])) for output in graph.outputs),
         loss=None if graph.loss is None else new_names[graph.loss],

@@ -60,14 +60,14 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     kinds = {kind: state for state, kind in PARTIAL_KINDS.items()}
     column = close + 1
     for word in re.finditer(r"\s*(replicated|partial)\(([^)]*)\)|\S+", text[close + 1 :]):
-        inner = word.group(2)
+        inner, start = word.group(2), column + word.end() - len(word.group().lstrip())
         if word.group(1) is None:
-            raise NotationError(caret(text, column + word.start(), "expected replicated(axes) or partial(sum@axes)"))
+            raise NotationError(caret(text, start, "expected replicated(axes) or partial(sum@axes)"))
         state = "R"
         if word.group(1) == "partial":
             kind, _, inner = inner.partition("@")
             if kind.strip() not in kinds or not inner:
-                raise NotationError(caret(text, column + word.start(), "a partial sum reads partial(sum@tp)"))
+                raise NotationError(caret(text, start, "a partial sum reads partial(sum@tp)"))
             state = kinds[kind.strip()]
         for axis in mesh.parse_axes(inner):
             if axis in states:
@@ -93,9 +93,10 @@ def _split_dims(text: str) -> list[str]:
 
 
 def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[Atom, ...]:
+    column += len(item) - len(item.lstrip())
     inner = item.strip()
     if inner.startswith("(") and inner.endswith(")") and not re.fullmatch(r"\(.*\)@.*", inner):
-        inner = inner[1:-1]
+        inner, column = inner[1:-1], column + 1
     atoms: list[Atom] = []
     position = 0
     for match in re.finditer(r"\s*(\d+)(?:@(\([^)]*\)|[\w.]+))?\s*", inner):

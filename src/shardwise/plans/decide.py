@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
+import torch
+
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph, Op
@@ -121,13 +123,14 @@ def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
     return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)
 
 
-def bind(plan: Plan, graph: Graph) -> tuple[Factored, Choice]:
+def bind(plan: Plan, graph: Graph, *, widened: bool = False) -> tuple[Factored, Choice]:
     """The choice that a plan makes for a graph of its model.
 
     For the inputs of the plan every strategy must fit. For inputs of other sizes (and for evaluation) the strategies of operators that still
-    exist are kept where they still apply, and the rest follows them. Raises PlanError listing what does not fit.
+    exist are kept where they still apply, and the rest follows them. ``widened``: the graph computes in float64, whatever the plan says.
+    Raises PlanError listing what does not fit.
     """
-    _check_sources(plan, graph)
+    _check_sources(plan, graph, widened)
     rules = rules_of(graph)
     factored = factor_graph(graph, rules)
     exact = _same_inputs(plan, graph) and {op.name for op in graph.ops} == set(plan.strategies)
@@ -170,7 +173,7 @@ def _same_inputs(plan: Plan, graph: Graph) -> bool:
     return have == tuple((entry.name, entry.shape) for entry in plan.inputs)
 
 
-def _check_sources(plan: Plan, graph: Graph) -> None:
+def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
     """Parameters and buffers must be those of the plan; inputs must have its dtypes and ranks."""
     faults: list[str] = []
     for kind, entries in (("parameter", plan.parameters), ("buffer", plan.buffers)):
@@ -189,7 +192,7 @@ def _check_sources(plan: Plan, graph: Graph) -> None:
         value = inputs.get(entry.name)
         if value is None:
             faults.append(f"input {entry.name} of the plan is not given")
-        elif format_dtype(value.dtype) != entry.dtype:
+        elif format_dtype(value.dtype) != entry.dtype and not (widened and value.dtype == torch.float64):
             faults.append(f"input {entry.name} has dtype {format_dtype(value.dtype)}; the plan was made for {entry.dtype}")
         elif len(value.shape) != len(entry.shape):
             faults.append(

@@ -27,14 +27,15 @@ def zeros_if_empty(function: RuleFunction) -> RuleFunction:
             return None
         inner = rule.localize
         results = [graph.by_name[name] for name in op.results]
-        indices = tuple(not (r.dtype.is_floating_point or r.dtype.is_complex) for r in results)
+        indices = tuple(not result.dtype.is_floating_point for result in results)
+        differentiable = tuple(result.requires_grad for result in results)
 
         def localize(op: Op, context: LocalContext) -> Call:
             if not any(0 in shape for shape in context.operand_shapes):
                 return inner(op, context) if inner is not None else unchanged(op)
             sizes = tuple(size for shape in context.result_shapes for size in shape)
             ranks = tuple(map(len, context.result_shapes))
-            return Call(NOTHING, (tuple(map(Ref, op.operands)), sizes, ranks, indices))
+            return Call(NOTHING, (tuple(map(Ref, op.operands)), sizes, ranks, indices, differentiable))
 
         return replace(rule, localize=localize)
 

@@ -219,14 +219,23 @@ def _cumulated(
     return torch.index_select(total, dim, torch.searchsorted(addends, rows, right=True))
 
 
-def _nothing(operands: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], indices: Sequence[bool]) -> Any:
-    """Zeros of the given shapes (one after the other), of the first operand's dtype or int64, through which zeros flow back."""
-    zero = sum(x.flatten()[:0].sum() for x in operands if x.is_floating_point() or x.is_complex())
-    results, start = [], 0
-    for rank, index in zip(ranks, indices, strict=True):
-        shape = sizes[start : start + rank]
-        plain = operands[0].new_zeros(shape, dtype=torch.int64 if index else None)
-        results.append(plain if index else plain + zero)
+def _nothing(
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    indices: Sequence[bool],
+    differentiable: Sequence[bool],
+) -> list[Tensor]:
+    """Zeros whose shapes stand one after the other in ``sizes``: int64 for indices, else of the first operand's type.
+
+    Zeros flow back through the differentiable ones.
+    """
+    zero = torch.stack([x.flatten()[:0].sum() for x in operands if x.is_floating_point()]).sum()
+    results: list[Tensor] = []
+    start = 0
+    for rank, index, flows in zip(ranks, indices, differentiable, strict=True):
+        plain = operands[0].new_zeros(sizes[start : start + rank], dtype=torch.int64 if index else None)
+        results.append(plain + zero if flows else plain)
         start += rank
     return results
 
@@ -256,4 +265,6 @@ LINSPACE_BLOCK: Final = _define(
     _linspace_block,
 )
 CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
-NOTHING: Final = _define("nothing(Tensor[] operands, int[] sizes, int[] ranks, bool[] indices) -> Tensor[]", _nothing)
+NOTHING: Final = _define(
+    "nothing(Tensor[] operands, int[] sizes, int[] ranks, bool[] indices, bool[] differentiable) -> Tensor[]", _nothing
+)
