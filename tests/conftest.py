@@ -23,10 +23,12 @@ settings.load_profile("repeatable")
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
-    """``run_ranks(function, num_ranks, *args)``: what a module-level test function returns on each of some real gloo ranks.
+    """``run_ranks(function, num_ranks, *args)``: what a module-level test function returns on each of some real gloo
+    ranks.
 
     Every rank is a process of its own with one thread, in which ``torch.distributed`` is initialised. An exception is
-    raised again here, with the rank's traceback as its cause; after 60 seconds (``time_limit_seconds=``) a TimeoutError.
+    raised again here, with the rank's traceback as its cause; after 60 seconds (``time_limit_seconds=``) a
+    TimeoutError.
     """
 
     def run(function: Callable[..., Any], num_ranks: int, *args: Any, time_limit_seconds: float = 60.0) -> list[Any]:

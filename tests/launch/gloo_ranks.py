@@ -35,7 +35,7 @@ class RankTraceback(Exception):
 def run_on_ranks(
     function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], folder: Path, time_limit_seconds: float
 ) -> list[Any]:
-    """``function(*args)`` on every rank; returns the results in the order of ranks. The fixture ``run_ranks`` says more."""
+    """``function(*args)`` on every rank; returns the results in the order of ranks (see the fixture ``run_ranks``)."""
     assert "<locals>" not in function.__qualname__, f"{function.__qualname__} must be a module-level function"
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])

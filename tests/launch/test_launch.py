@@ -22,7 +22,7 @@ import pytest
 from shardwise.errors import LaunchError
 from shardwise.runtime.launch import free_port, launch, num_cores
 
-PROMPTLY = 4.0  # seconds; the scripts' own sleeps are 60
+PROMPTLY = 10.0  # seconds; the scripts' own sleeps are 60
 HEADER = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])

@@ -13,7 +13,7 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.runtime.virtual import VirtualCluster
-from tests.layouts.placing import MESHES, random_layout, scatter, worst_difference
+from layouts.placing import MESHES, random_layout, scatter, worst_difference
 
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "I"}
 STATES = ("S", "I", "R", "P")

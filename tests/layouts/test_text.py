@@ -15,7 +15,7 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh, prime_factors
 from shardwise.layouts.strategy import Strategy, parse_choices
 from shardwise.layouts.text import format_layout, parse_layout
-from tests.layouts.placing import MESHES, random_layout
+from layouts.placing import MESHES, random_layout
 
 
 @given(st.integers(0, 10**6))

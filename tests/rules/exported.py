@@ -1,4 +1,4 @@
-"""Exported models as graphs, with the normalisations that a capture makes, so that rules can be asked about real calls."""
+"""Exported models as graphs, normalised as a capture does it, so that rules can be asked about real calls."""
 
 from __future__ import annotations
 

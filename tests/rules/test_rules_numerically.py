@@ -92,6 +92,14 @@ def test_parts_put_together_equal_the_whole_operator(sample: Sample) -> None:
 
 
 @every_sample
+def test_extremes_are_never_differentiable_partial_values(sample: Sample) -> None:
+    """Only a sum has the cotangent of a partial value; max, min and any are for gradient-free values."""
+    case, rule = ruled(sample)
+    if {f.kind for f in rule.factors} & {"max", "min", "any"}:
+        assert not any(result.requires_grad for result in case.results)
+
+
+@every_sample
 def test_several_factors_can_be_split_at_once(sample: Sample) -> None:
     case, rule = ruled(sample)
     chosen = {f.name: pieces_of((f.size,), 0, 2) for f in splittable(rule)[:4]}

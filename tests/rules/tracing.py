@@ -84,6 +84,9 @@ def gathers(case: Case, rule: OpRule, factor: str) -> list[str]:
         if wanted or not chosen or own.factor(chosen).kind not in ("parallel", "sum", "max", "min", "any"):
             refused.append(f"{op.target}: {own}")
             continue
+        if own.factor(chosen).kind in ("max", "min", "any"):
+            flows = [name for name in op.results if graph.by_name[name].requires_grad]
+            assert not flows, f"{op.target} combines parts of {chosen} by {own.factor(chosen).kind}, with a gradient"
         for name, dims in zip(op.results, own.results, strict=True):
             result_place = _place(dims, factors, chosen)
             if result_place is not None:

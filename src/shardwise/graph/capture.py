@@ -29,12 +29,12 @@ from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
-from shardwise.graph.functionalize import Functionalizer, region_mark
+from shardwise.graph.functionalize import Functionalizer, line_of, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.simplify import SIMPLIFICATIONS
-from shardwise.graph.tracing import Call, Traced, required_parameters, trace
+from shardwise.graph.tracing import Traced, trace
 from shardwise.graph.verify import verify_graph
 
 _PREFIX = "module"  # where TracedCall keeps the module
@@ -137,9 +137,11 @@ def _divide_targets(
     """(module args, module kwargs, positional targets, named targets)"""
     if loss is None:
         return args, kwargs, (), {}
-    wanted = [parameter.name for parameter in required_parameters(loss)][1:]
-    own = set(inspect.signature(module.forward).parameters)
-    every = set(inspect.signature(loss).parameters)
+    parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
+    wanted = required[1:]
+    own, every = set(inspect.signature(module.forward).parameters), set(parameters)
     named = {name: value for name, value in kwargs.items() if name in every and name not in own}
     count = len([name for name in wanted if name not in named])
     if count > len(args):
@@ -214,10 +216,11 @@ def _functional_graph(
     program, outcome = traced.program, traced.outcome
     sources, values, canonical = _module_sources(module)
     constants: dict[str, torch.Tensor] = {}
-    for spec in program.graph_signature.input_specs:
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind == InputKind.CONSTANT_TENSOR:
             name = _unprefixed(spec.target)
-            constants[name] = _constant_data(program.constants[str(spec.target)], name)
+            constants[name] = _constant_data(program.constants[str(spec.target)], node)
             sources.append(Source(name, "constant", (name,)))
             values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
             canonical[name] = name
@@ -285,19 +288,17 @@ def _unprefixed(target: str | None) -> str:
     return str(target).removeprefix(f"{_PREFIX}.")
 
 
-def _constant_data(data: Any, name: str) -> torch.Tensor:
-    """The data of a tensor that the model made from Python numbers or holds as an attribute."""
-    assert isinstance(data, torch.Tensor), f"the constant {name} is a {type(data).__name__}"
-    if data.requires_grad:
+def _constant_data(data: Any, node: Node) -> torch.Tensor:
+    """The data of a tensor that the model made from Python numbers or holds as an attribute. ``node``: its placeholder."""
+    assert isinstance(data, torch.Tensor), f"the constant {node} is a {type(data).__name__}"
+    if is_fake(data):
         raise CaptureError(
             problem(
-                f"the model uses a tensor of shape {list(data.shape)} that requires grad and is not one of its parameters",
-                op=name,
-                fix="make it an nn.Parameter of the module that is captured (hooks and closures must not hold the original weights)",
+                "the memory of a parameter or buffer is used past autograd (.data)",
+                source=next((line_of(user) for user in node.users), ""),
+                fix="read it with .detach(); change parameters in the optimizer, not in forward",
             )
         )
-    if is_fake(data):
-        raise CaptureError(problem(f"the tensor {name} has no data", fix='register it: self.register_buffer(..., persistent=False)'))
     return data.detach()
 
 

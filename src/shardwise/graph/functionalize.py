@@ -178,7 +178,7 @@ class Functionalizer:
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
             storage = _storage(fake)
-            if isinstance(viewed, Tensor) and viewed.storage == storage:
+            if isinstance(viewed, Tensor) and viewed.storage == storage and op.target is not aten.lift_fresh_copy.default:
                 results.append(Tensor(ref, storage, viewed, op, index, viewed.root.version, self._grad))
             else:
                 results.append(Tensor(ref, storage))
@@ -326,7 +326,7 @@ class Functionalizer:
         """An empty op with the module path, source line and provisional scope of a node."""
         path = module_path(node, self._prefix)
         custom = node.meta.get("custom") or {}
-        source = custom.get(LINE) or _line_of_trace(node.meta.get("stack_trace") or "")
+        source = line_of(node)
         number = custom.get(REGION)
         if number is not None:
             self.region_paths.setdefault(number, path)
@@ -385,6 +385,19 @@ def _functional_form(op: Op) -> OpOverload:
     return functional
 
 
+def line_of(node: Node) -> str:
+    """The user's line of a node; that of the next operator for a node that is none."""
+    here: Node = node
+    while here.op != "output":
+        line = (here.meta.get("custom") or {}).get(LINE)
+        if line is not None:
+            return str(line)
+        if isinstance(here.target, OpOverload):
+            break
+        here = here.next
+    return _line_of_trace(node.meta.get("stack_trace") or "")
+
+
 def _line_of_trace(trace: str) -> str:
     """The innermost user line of a stack trace as text."""
     found = re.findall(r'File "([^"]+)", line (\d+)', trace)
@@ -394,11 +407,7 @@ def _line_of_trace(trace: str) -> str:
 
 def _first_line(body: GraphModule) -> str:
     """The user's line of the first operator of a sub-graph."""
-    for node in body.graph.nodes:
-        line = (node.meta.get("custom") or {}).get(LINE) or _line_of_trace(node.meta.get("stack_trace") or "")
-        if line:
-            return str(line)
-    return ""
+    return next((line for node in body.graph.nodes if node.op == "call_function" and (line := line_of(node))), "")
 
 
 def _write_error(what: str, op: Op, fix: str) -> CaptureError:

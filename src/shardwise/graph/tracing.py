@@ -11,7 +11,6 @@ region of an annotation (``regions``). Both travel as custom metadata of the tra
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import sys
 import warnings
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -160,6 +159,15 @@ class UserLines(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = user_line(sys._getframe(1))
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
+                raise CaptureError(
+                    problem(
+                        f"a tensor of shape {list(arg.shape)} that requires grad is not a parameter of the captured module",
+                        source=line,
+                        fix="register it as an nn.Parameter of the module; closures and hooks must not hold weights",
+                    )
+                )
         with torch.fx.traceback.annotate({LINE: line}):
             return func(*args, **(kwargs or {}))
 
@@ -270,10 +278,3 @@ def _line_of(error: BaseException) -> str:
             line = f"{Path(code.co_filename).name}:{step.tb_lineno}"
         step = step.tb_next
     return line
-
-
-def required_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The positional parameters of a function that have no default."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(function).parameters.values()
-    return [p for p in found if p.kind in kinds and p.default is inspect.Parameter.empty]

@@ -1,7 +1,7 @@
-"""Convolution and pooling: batch and channels can be split; spatial dims too where windows do not overlap, else they are whole.
+"""Convolution and pooling: batch and channels can be split, spatial dims only where the windows do not overlap.
 
-Where stride and kernel agree and nothing is padded (the patches of a vision transformer, 1x1 convolutions) a spatial dim is
-``(y k)``: which window, and where in it.
+Where stride and kernel agree and nothing is padded (the patches of a vision transformer, 1x1 convolutions) a spatial
+dim is ``(y k)``: which window, and where in it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _along(linear: Linear = ()) -> RuleFunction:
 
 
 def _cumsum(op: Op, graph: Graph) -> OpRule:
-    """``... s -> ... t``: every addend s counts for the rows t from its own on, so addends are a sum and rows parallel."""
+    """``... s -> ... t``: an addend s counts for the rows t from its own on. Addends are a sum, rows are parallel."""
     value = graph.by_name[op.results[0]]
     if not value.shape:
         return build(op, graph, [()], [()], linear=((0,),))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import faulthandler
+import inspect
 import io
 import json
 import os
@@ -26,6 +27,7 @@ import time
 import traceback
 import types
 from collections.abc import Iterator
+from typing import Any
 
 # Set by the launcher for its ranks, and removed again before the script starts.
 FAILURE_FILE = "SHARDWISE_FAILURE_FILE"  # where the record goes
@@ -93,15 +95,26 @@ def _record_exception(path: str, error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    own_hook = sys.excepthook is not sys.__excepthook__
-    text = "" if own_hook else "".join(traceback.format_exception(type(error), error, trace))
+    hook = _own_excepthook()
+    text = "" if hook is not None else "".join(traceback.format_exception(type(error), error, trace))
     summary = f"{type(error).__qualname__}: {error}".removesuffix(": ")
     try:
         write_record(path, summary, text, exit_code=1, follow_up=is_follow_up(error))
     except OSError as failure:
         print(text, f"shardwise: cannot write {path}: {failure}", sep="", file=sys.stderr)
-    if own_hook:
-        sys.excepthook(type(error), error, trace)
+    if hook is not None:
+        hook(type(error), error, trace)
+
+
+def _own_excepthook() -> Any:
+    """The script's own way to show exceptions, if it has one.
+
+    Not counted is the hook that ``torch.distributed`` wraps around it to put ``[rank3]`` before every line.
+    """
+    hook: Any = sys.excepthook
+    if getattr(hook, "__module__", "").startswith("torch."):
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook", sys.__excepthook__)
+    return None if hook is sys.__excepthook__ else hook
 
 
 def _exit_code(leaving: SystemExit) -> int:

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from shardwise.layouts.mesh import Mesh
 from shardwise.runtime.moves import Exchange, Steps
 
+# torch 2.13 renamed these two; the older names still work there, with a warning.
+_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
 
@@ -91,7 +95,7 @@ def _all_gather(request: Exchange, group: Any, order: list[int]) -> list[torch.T
     if sent.numel() < largest:
         sent = torch.cat([sent, sent.new_empty(largest - sent.numel())])
     received = sent.new_empty(len(order) * largest)
-    dist.all_gather_into_tensor(received, sent, group=group)
+    _gather_tensor(received, sent, group=group)
     result: list[torch.Tensor] = [sent] * len(order)
     for position, member in enumerate(order):
         piece = received[position * largest : position * largest + counts[member]]
@@ -106,7 +110,7 @@ def _reduce_scatter(request: Exchange, group: Any, order: list[int]) -> torch.Te
         part = _wire(request.tensors[member]).reshape(-1)
         parts.append(part if part.numel() == largest else torch.cat([part, part.new_zeros(largest - part.numel())]))
     received = parts[0].new_empty(largest)
-    dist.reduce_scatter_tensor(received, torch.cat(parts), group=group)
+    _scatter_tensor(received, torch.cat(parts), group=group)
     return received[: prod(request.shapes[0])].view(request.shapes[0])
 
 

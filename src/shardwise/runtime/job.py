@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -37,9 +36,6 @@ _OWN_EXIT_SECONDS = 1.0  # what a rank that has recorded its failure gets to end
 _DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has ended
 _INTERRUPT_SECONDS = 3.0  # what a script gets for its own `except KeyboardInterrupt` and `finally`
 _LONGEST_LINE = 1 << 20  # bytes; a longer line is forwarded in pieces
-
-# A progress bar's carriage return ends a line too; one at the end of the data may be half of "\r\n".
-_LINES = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n|\Z))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +106,9 @@ class Pipe:
     def lines(self, data: bytes) -> list[bytes]:
         """The lines that ``data`` completes; all that is left when ``data`` is empty (the end)."""
         text = self.rest + data
-        lines = _LINES.findall(text)
-        self.rest = text[sum(map(len, lines)) :]
+        # A progress bar's carriage return ends a line too; one at the end of the data may be half of "\r\n".
+        end = max(text.rfind(b"\n"), text.rfind(b"\r", 0, max(0, len(text) - 1))) + 1
+        lines, self.rest = text[:end].splitlines(keepends=True), text[end:]
         if self.rest and (not data or len(self.rest) > _LONGEST_LINE):
             lines.append(self.rest if data or self.rest.endswith(b"\r") else self.rest + b"\n")
             self.rest = b""
@@ -279,11 +276,9 @@ class Job:
             return
         self.shown = True
         number = self.cause.rank
-        for line in [line for rank, line in self.held if rank == number]:
-            self._show(number, line, is_stdout=False)
+        self._show(number, [line for rank, line in self.held if rank == number])
         self.held = [(rank, line) for rank, line in self.held if rank != number]
-        for text in self.cause.traceback.splitlines(keepends=True):
-            self._show(number, text.encode("utf-8", "backslashreplace"), is_stdout=False)
+        self._show(number, self.cause.traceback.encode("utf-8", "backslashreplace").splitlines(keepends=True))
 
     def _summarize(self, cause: Failure) -> None:
         """The last lines: who failed first and how, and what else a reader should know."""
@@ -292,7 +287,7 @@ class Job:
                 self.logs[rank.number].write(failure.traceback.encode("utf-8", "backslashreplace"))
         if self.tag:
             for number, line in self.held:
-                self._show(number, line, is_stdout=False)
+                self._show(number, [line])
         also: dict[str, list[int]] = {}
         num_stopped = 0
         for rank in self.ranks:
@@ -337,9 +332,9 @@ class Job:
         if not pipe.is_stdout and self._has_failed() and not (self.shown and self.cause and self.cause.rank == number):
             self.held += [(number, line) for line in pipe.lines(data)]
             return
-        for line in pipe.lines(data):
-            if number == 0 or self.tag or not pipe.is_stdout:
-                self._show(number, line, pipe.is_stdout)
+        lines = pipe.lines(data)
+        if number == 0 or self.tag or not pipe.is_stdout:
+            self._show(number, lines, pipe.is_stdout)
 
     def _has_failed(self) -> bool:
         """Whether any rank has failed by now. Looks at the records: the launcher may not have judged them yet."""
@@ -347,9 +342,9 @@ class Job:
             return False
         return self.failing is not None or any(os.path.exists(rank.failure_file) for rank in self.ranks)
 
-    def _show(self, rank: int, line: bytes, is_stdout: bool) -> None:
+    def _show(self, rank: int, lines: Sequence[bytes], is_stdout: bool = False) -> None:
         prefix = f"[rank {rank}] ".encode() if self.tag else b""
-        _write(sys.stdout if is_stdout else sys.stderr, prefix + line)
+        _write(sys.stdout if is_stdout else sys.stderr, b"".join(prefix + line for line in lines))
 
     def _say(self, text: str) -> None:
         _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))

@@ -20,6 +20,7 @@ from shardwise.partition.program import localize
 from shardwise.partition.spmd import Spmd, build_spmd
 from shardwise.plans.decide import bind
 from shardwise.plans.plan import Plan
+from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit
 from shardwise.runtime.materialize import full_tensors
@@ -222,7 +223,7 @@ class Parallel(torch.nn.Module):
         leaves = [self._example(i, x) if isinstance(x, torch.Tensor) else x for i, x in _numbered(flat)]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         model = self._model[0].train(self.training)
-        captured = capture(model, args, kwargs, loss=self._loss)
+        captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=self._loss))
         factored, choice = bind(self.plan, captured.graph)
         spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, self.plan.mesh)
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)

@@ -1,0 +1,221 @@
+"""What can not be captured: the message names the user's line and the mend."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.errors import CaptureError
+from shardwise.graph.capture import capture, capture_function
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        return self.function(self, x * self.weight)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 7 * gradient
+
+
+def branch(self, x):
+    return x + 1 if x.sum() > 0 else x
+
+
+def number(self, x):
+    return x * x.sum().item()
+
+
+def float_of(self, x):
+    return x * float(x.sum())
+
+
+def loop(self, x):
+    for _ in range(int(x.sum())):
+        x = x + 1
+    return x
+
+
+def boolean_index(self, x):
+    return x[x > 0].sum()
+
+
+def nonzero(self, x):
+    return torch.nonzero(x).sum()
+
+
+def unique(self, x):
+    return torch.unique(x)
+
+
+def masked_select(self, x):
+    return x.masked_select(x > 0)
+
+
+def mismatch(self, x):
+    return x @ torch.ones(3, 3)
+
+
+def to_numpy(self, x):
+    return torch.from_numpy(x.detach().numpy())
+
+
+def transform(self, x):
+    return torch.vmap(lambda row: row * 2)(x)
+
+
+def custom_function(self, x):
+    return Square.apply(x)
+
+
+def reentrant(self, x):
+    return checkpoint(torch.sin, x, use_reentrant=True)
+
+
+def autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x
+
+
+def write_parameter(self, x):
+    self.weight.data.add_(1)
+    return x
+
+
+def write_out(self, x):
+    y = torch.empty(4, 4)
+    return torch.add(y, 1, out=y)
+
+
+def write_under_no_grad(self, x):
+    with torch.no_grad():
+        x.mul_(2)
+    return x
+
+
+def reshape_in_place(self, x):
+    y = x + 1
+    y.t_()
+    return y
+
+
+def random(self, x):
+    return x + torch.randn_like(x)
+
+
+def write_unfolded(self, x):
+    y = x * 1
+    y.unfold(0, 2, 2).mul_(2)
+    return y
+
+
+# function, line below its def, words of the message
+CASES = [
+    (branch, 1, "depends on the data", "torch.where"),
+    (number, 1, "", "torch.where"),
+    (float_of, 1, "", "tensor"),
+    (loop, 1, "", "tensor"),
+    (boolean_index, 1, "shape depends on data|depends on the data", "mask"),
+    (nonzero, 1, "shape depends on data|depends on the data", "mask"),
+    (unique, 1, "shape depends on data|depends on the data", "mask"),
+    (masked_select, 1, "shape depends on data|depends on the data", "mask"),
+    (mismatch, 1, "4.*3", "fake"),
+    (to_numpy, 1, "numpy", "fake"),
+    (transform, 1, "not an operator", "batched"),
+    (custom_function, 2, "autograd.Function", "custom_op"),
+    (reentrant, 1, "re-entrant", "use_reentrant=False"),
+    (autocast, 2, "autocast", "precision="),
+    (write_parameter, 1, r"\.data", "optimizer"),
+    (write_out, 2, "add", "out="),
+    (write_under_no_grad, 2, "no_grad", "new tensor"),
+    (reshape_in_place, 2, r"t_\(\)", r"x\.t\("),
+    (random, 1, "randn_like", "nn.Dropout"),
+    (write_unfolded, 2, "unfold", "torch.where"),
+]
+
+
+@pytest.mark.parametrize(("function", "below", "what", "mend"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_the_error_names_the_line_and_the_mend(function, below, what, mend):
+    with pytest.raises(CaptureError) as caught:
+        capture(Calls(function), (torch.ones(4, 4),))
+    message = str(caught.value)
+    code = Square.forward.__code__ if function is custom_function else function.__code__
+    assert f"test_capture_errors.py:{code.co_firstlineno + below}" in message, message
+    assert re.search(what, message), message
+    assert re.search(mend, message.partition("fix:")[2]), message
+
+
+def test_an_input_that_is_changed_in_place_is_named():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    with pytest.raises(CaptureError, match=r"args\[0\] is changed in place(.|\n)*clone"):
+        capture(Adds(), (torch.ones(2),))
+
+
+def test_a_weight_outside_the_module_is_named():
+    outside = nn.Linear(4, 4)
+
+    class Uses(nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.linear(x, outside.weight)
+
+    with pytest.raises(CaptureError, match="not a parameter of the captured module"):
+        capture(Uses(), (torch.ones(2, 4),))
+
+
+def test_a_meta_attribute_that_is_no_buffer_is_named():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.ones(4, device="meta")
+
+        def forward(self, x):
+            return x + self.table
+
+    with pytest.raises(CaptureError, match="register_buffer"):
+        capture(Holds(), (torch.ones(4),))
+
+
+def test_a_loss_with_more_targets_than_examples_is_explained():
+    with pytest.raises(CaptureError, match="2 positional targets"):
+        capture(nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, a, b: out.sum())
+
+
+def test_a_loss_that_is_not_a_scalar_is_explained():
+    with pytest.raises(CaptureError, match="not a floating scalar"):
+        capture(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(2, 2)), loss=lambda out, target: out - target)
+
+
+def test_a_function_that_needs_constants_is_refused():
+    with pytest.raises(CaptureError, match=r"torch\.full"):
+        capture_function(lambda x: x + torch.tensor([1.0, 2.0]), (torch.ones(2),))
+
+
+def test_a_lazy_module_is_explained():
+    with pytest.raises(CaptureError, match="lazy"):
+        capture(nn.LazyLinear(3), (torch.ones(2, 2),))
+
+
+def test_a_module_that_can_not_be_copied_is_explained():
+    module = nn.Linear(2, 2)
+    module.generator = (i for i in range(3))
+    with pytest.raises(CaptureError, match="deepcopy"):
+        capture(module, (torch.ones(2, 2),))

@@ -1,0 +1,163 @@
+"""Real gloo ranks: what they hold, compute and update is what one process holds, computes and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from runtime.small_gpt import batch, make_gpt, make_plan
+from shardwise.layouts.text import parse_layout
+from shardwise.runtime.shards import shard
+
+RunRanks = Callable[..., list[Any]]
+BATCHES = [8, 8, 6, 8, 5, 1]  # the plan is for 8; the others are the last, smaller ones, and a single sample
+
+
+def train(name: str) -> dict[str, Any]:
+    """On a rank: three ways to a gradient, over batches of several sizes, then an evaluation."""
+    with sw.deferred(seed=0):
+        model = make_gpt()
+    assert all(p.is_meta for p in model.parameters())
+    par = sw.parallelize(model, make_plan(name) if dist.get_rank() == 0 else None)
+    initial = {key: p.detach().clone() for key, p in par.named_parameters()}
+    optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
+    losses = []
+    for step, size in enumerate(BATCHES):
+        ids, labels = batch(size, step)
+        if step % 2:
+            loss = par(ids, labels)
+            loss.backward()
+        else:
+            loss = par.step(ids, labels)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    par.eval()
+    with torch.no_grad():
+        logits = par(batch(8, 99)[0])
+    return {
+        "initial": initial,
+        "final": {key: p.detach() for key, p in par.named_parameters()},
+        "losses": losses,
+        "logits": logits,
+        "programs": len(par._compiled),
+        "plan": par.plan.to_json(),
+    }
+
+
+def train_alone() -> dict[str, Any]:
+    model = make_gpt()
+    initial = {key: p.detach().clone() for key, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step, size in enumerate(BATCHES):
+        loss = model(*batch(size, step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        logits = model(batch(8, 99)[0])
+    return {"initial": initial, "final": dict(model.named_parameters()), "losses": losses, "logits": logits}
+
+
+@pytest.mark.parametrize("name", ["auto", "tp"])
+def test_four_ranks_train_as_one_process(name: str, run_ranks: RunRanks) -> None:
+    ranks = run_ranks(train, 4, name, time_limit_seconds=240)
+    alone = train_alone()
+    plan = sw.Plan.from_json(ranks[0]["plan"])
+    held = 0
+    for rank, result in enumerate(ranks):
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        torch.testing.assert_close(result["logits"], alone["logits"], rtol=1e-10, atol=1e-12)
+        assert result["programs"] == 5  # training for 8, 6, 5 and 1 samples, evaluation
+        coordinates = plan.mesh.coordinates(rank)
+        for entry in plan.parameters:
+            layout = parse_layout(entry.layout, plan.mesh)
+            own = shard(alone["initial"][entry.name], layout, coordinates)
+            assert torch.equal(result["initial"][entry.name], own), f"{entry.name} starts differently on rank {rank}"
+            want = shard(alone["final"][entry.name].detach(), layout, coordinates)
+            torch.testing.assert_close(result["final"][entry.name], want, rtol=1e-9, atol=1e-12)
+        held = max(held, sum(p.numel() for p in result["final"].values()))
+    total = sum(p.numel() for p in alone["initial"].values())
+    assert held == total if name == "auto" else held < 0.6 * total
+
+
+def train_on_local_inputs() -> list[float]:
+    """On a rank: every rank passes its own part of the batch."""
+    with sw.deferred(seed=0):
+        model = make_gpt()
+    par = sw.parallelize(model, make_plan("tp"), inputs="local")
+    part = dist.get_rank() // 2  # data-parallel coordinate on Mesh(dp=2, tp=2)
+    losses = []
+    for size in (8, 4):
+        ids, labels = batch(size, size)
+        rows = slice(part * size // 2, (part + 1) * size // 2)
+        losses.append(par.step(ids[rows], labels[rows]).item())
+    return losses
+
+
+def test_ranks_may_pass_only_their_part_of_the_batch(run_ranks: RunRanks) -> None:
+    model = make_gpt()
+    want = [model(*batch(size, size)).item() for size in (8, 4)]
+    for losses in run_ranks(train_on_local_inputs, 4, time_limit_seconds=240):
+        assert losses == pytest.approx(want, rel=1e-12)
+
+
+def try_bad_input() -> list[str]:
+    """On a rank: everything that parallelize and calls refuse; each message."""
+    messages: list[str] = []
+
+    def attempt(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except sw.ShardwiseError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        else:
+            messages.append("accepted")
+
+    model, plan = make_gpt(), make_plan("tp", 2 * 2)
+    rank = dist.get_rank()
+    attempt(lambda: sw.parallelize(model, plan))  # four devices, two ranks
+    pair = sw.plan(model, batch(8, 0), sw.Cluster.local(2))
+    other = sw.plan(model, batch(8, 0), sw.Cluster.local(2), mode="stand_alone")
+    attempt(lambda: sw.parallelize(model, pair if rank == 0 else other))
+    attempt(lambda: sw.parallelize(model, None))
+    attempt(lambda: sw.parallelize(torch.nn.Linear(3, 4), pair))
+    attempt(lambda: sw.parallelize(model, "/nowhere/plan.json" if rank == 1 else pair))
+    attempt(lambda: sw.parallelize(model, pair, inputs="whole"))
+    par = sw.parallelize(model, pair)
+    ids, labels = batch(8, 0)
+    attempt(lambda: par.step(ids.float(), labels))
+    attempt(lambda: par.step(ids[0], labels))
+    attempt(lambda: par.step(ids))
+    return messages
+
+
+def test_what_ranks_refuse(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(try_bad_input, 2, time_limit_seconds=240)
+    for messages in (first, second):
+        assert "the plan is for 4 devices (Mesh(dp=2, tp=2)); 2 ranks are running" in messages[0]
+        assert "ranks disagree on the plan: rank 0 has" in messages[1]
+        assert "rank 0 has no plan" in messages[2]
+        assert "the plan is for another model" in messages[3]
+        assert "blocks.0.attention.out.bias is in the plan and not in the module" in messages[3]
+        assert "not 'whole'" in messages[5]
+        assert "dtype f32" in messages[6]
+        assert "made for i64" in messages[6]
+        assert "has 1 dims [8]; the plan was made for [8, 8]" in messages[7]
+        assert "returns no loss" in messages[8]
+    assert "rank 1 could not load its plan" in first[4]
+    assert "cannot read the plan /nowhere/plan.json" in second[4]
+
+
+def test_parallelize_needs_a_process_group() -> None:
+    with pytest.raises(sw.LaunchError, match="torch.distributed is not initialised") as error:
+        sw.parallelize(make_gpt(), None)
+    assert "shardwise run -n 8" in str(error.value)

@@ -1,0 +1,113 @@
+"""Habits of the repository that no linter checks: who may use what, and that the examples in docstrings are true."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "shardwise"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# What only some folders or files of the package may use (ARCHITECTURE.md, section 4; STYLE.md).
+ALLOWED = {
+    "torch.distributed": ("runtime/", "train/"),
+    "torch.export": ("graph/",),
+    "os.environ": ("cli.py", "runtime/launch.py", "runtime/ranks.py", "runtime/bootstrap.py"),
+    "os.getenv": (),
+}
+
+
+def dotted_names(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything imported or looked up as an attribute, by its full dotted name, aliases resolved."""
+    tree = ast.parse(source)
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+                aliases[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts = [node.attr]
+            inner: ast.expr = node.value
+            while isinstance(inner, ast.Attribute):
+                parts.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name):
+                yield node.lineno, ".".join([aliases.get(inner.id, inner.id), *reversed(parts)])
+
+
+def uses(source: str, banned: str) -> list[int]:
+    """The lines on which a module uses ``banned`` or something inside it."""
+    return sorted({line for line, name in dotted_names(source) if f"{name}.".startswith(f"{banned}.")})
+
+
+@pytest.mark.parametrize("banned", ALLOWED)
+def test_only_the_folders_that_may_use_it_do(banned: str) -> None:
+    offenders = [
+        f"{path.relative_to(ROOT)}:{line} uses {banned}"
+        for path in SOURCES
+        if not path.relative_to(PACKAGE).as_posix().startswith(ALLOWED[banned] or ("nobody",))
+        for line in uses(path.read_text(), banned)
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed",
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import barrier",
+        "from torch.distributed.nn import functional",
+        "import torch\ntorch.distributed.barrier()",
+        "import torch as t\nt.distributed.barrier()",
+        "def late():\n    from torch import distributed as d",
+    ],
+)
+def test_every_way_to_use_something_is_found(source: str) -> None:
+    assert uses(source, "torch.distributed") == [source.count("\n") + 1]
+    assert uses(source.replace("distributed", "distributions"), "torch.distributed") == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_the_examples_in_docstrings_are_true(path: Path) -> None:
+    if ">>>" in path.read_text():
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_no_module_that_a_rank_starts_beside_has_the_name_of_a_standard_one() -> None:
+    clashes = [path.name for path in (PACKAGE / "runtime").glob("*.py") if path.stem in sys.stdlib_module_names]
+    assert clashes == []
+
+
+def test_no_module_is_a_drawer_for_whatever_fits_nowhere() -> None:
+    drawers = {"util", "utils", "common", "helpers", "manager", "misc"}
+    assert [path.name for path in SOURCES if path.stem in drawers] == []
+
+
+def test_the_version_is_stated_once_and_the_same() -> None:
+    shardwise = importlib.import_module("shardwise")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert shardwise.__version__ == project["version"]
+
+
+def test_ci_can_be_executed() -> None:
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
