@@ -1,19 +1,62 @@
-"""shardwise trains an ordinary PyTorch model on many devices, choosing by itself how to split it."""
+"""shardwise trains an ordinary PyTorch model on many devices, choosing by itself how to split it.
 
-from shardwise.api import plan
-from shardwise.costs.cluster import Cluster
-from shardwise.errors import CaptureError, LaunchError, LayoutError, NotationError, PlanError, ShardwiseError
-from shardwise.graph.annotate import constrain, shard
-from shardwise.layouts.layout import Layout
-from shardwise.layouts.mesh import Mesh
-from shardwise.plans.decide import UnsplitWarning
-from shardwise.plans.plan import Plan
-from shardwise.runtime.deferred import deferred
-from shardwise.runtime.parallel import Parallel, parallelize
-from shardwise.runtime.ranks import finish, init_ranks, rank, world_size
-from shardwise.runtime.verify import Report, verify
+The public names are imported when they are first used, so that ``shardwise run`` starts its ranks without loading torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.api import plan
+    from shardwise.costs.cluster import Cluster
+    from shardwise.errors import CaptureError, LaunchError, LayoutError, NotationError, PlanError, ShardwiseError
+    from shardwise.graph.annotate import constrain, shard
+    from shardwise.layouts.layout import Layout
+    from shardwise.layouts.mesh import Mesh
+    from shardwise.plans.decide import UnsplitWarning
+    from shardwise.plans.plan import Plan
+    from shardwise.runtime.deferred import deferred
+    from shardwise.runtime.parallel import Parallel, parallelize
+    from shardwise.runtime.ranks import finish, init_ranks, rank, world_size
+    from shardwise.runtime.verify import Report, verify
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "shardwise.api": ("plan",),
+    "shardwise.costs.cluster": ("Cluster",),
+    "shardwise.errors": (
+        "CaptureError",
+        "LaunchError",
+        "LayoutError",
+        "NotationError",
+        "PlanError",
+        "ShardwiseError",
+    ),
+    "shardwise.graph.annotate": ("constrain", "shard"),
+    "shardwise.layouts.layout": ("Layout",),
+    "shardwise.layouts.mesh": ("Mesh",),
+    "shardwise.plans.decide": ("UnsplitWarning",),
+    "shardwise.plans.plan": ("Plan",),
+    "shardwise.runtime.deferred": ("deferred",),
+    "shardwise.runtime.parallel": ("Parallel", "parallelize"),
+    "shardwise.runtime.ranks": ("finish", "init_ranks", "rank", "world_size"),
+    "shardwise.runtime.verify": ("Report", "verify"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
+
 
 __all__ = [
     "CaptureError",

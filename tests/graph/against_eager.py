@@ -41,7 +41,10 @@ def data_of(
 def run_graph(
     captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """(the leaves of the call's output, every value) of the graph, its mutations done. Gradients go to the module's parameters."""
+    """(the leaves of the call's output, every value) of the graph, its mutations done.
+
+    Gradients go to the module's parameters.
+    """
     values = interpret(captured.graph, data_of(captured, module, args, kwargs))
     leaves = [values[leaf.name] if isinstance(leaf, Ref) else leaf for leaf in captured.graph.outputs]
     written = {buffer: values[name].detach().clone() for buffer, name in captured.graph.mutations}
@@ -60,7 +63,7 @@ def check_against_eager(
     calls: int = 1,
     **kwargs: Any,
 ) -> Capture:
-    """Captures the call and compares outputs, gradients and buffers with the eager module in float64 (after ``calls`` calls)."""
+    """Captures the call and compares outputs, gradients and buffers with the eager module in float64, call by call."""
     module = module.double()
     twin = copy.deepcopy(module)
     captured = capture(module, args, kwargs, loss=loss)
@@ -82,7 +85,9 @@ def check_against_eager(
     for (name, parameter), (_, other) in zip(module.named_parameters(), twin.named_parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), f"the gradient of {name}"
         if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                parameter.grad, other.grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
     for (name, buffer), (_, other) in zip(module.named_buffers(), twin.named_buffers(), strict=True):
         torch.testing.assert_close(buffer, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
     return captured

@@ -42,7 +42,8 @@ def test_sources_follow_the_module_and_tied_weights_are_one():
     sources = {source.value: source for source in captured.graph.sources}
     assert sources["embed.weight"].names == ("embed.weight", "head.weight")
     assert "head.weight" not in sources
-    assert sources["unused"].trainable and "unused" not in {n for op in captured.graph.ops for n in op.operands}
+    assert sources["unused"].trainable
+    assert "unused" not in {n for op in captured.graph.ops for n in op.operands}
     assert not sources["frozen"].trainable
     assert sources["scale"].kind == "buffer"
     assert [s.names for s in captured.graph.sources if s.kind == "input"] == [("args[0]",)]
@@ -51,7 +52,15 @@ def test_sources_follow_the_module_and_tied_weights_are_one():
 def test_operators_are_named_after_their_module_and_line():
     captured = capture(Tied(), (torch.tensor([[1, 2, 3]]),))
     ops = captured.graph.op_by_name
-    assert {"blocks.0.up/linear", "blocks.0.up/add", "blocks.1/gelu", "blocks.1/add", "/mul", "/mul_1", "head/linear"} <= set(ops)
+    assert {
+        "blocks.0.up/linear",
+        "blocks.0.up/add",
+        "blocks.1/gelu",
+        "blocks.1/add",
+        "/mul",
+        "/mul_1",
+        "head/linear",
+    } <= set(ops)
     assert ops["blocks.0/gelu"].module == "blocks.0"
     assert ops["blocks.0/gelu"].source.startswith("test_capture.py:")
     assert ops["blocks.0.up/linear"].source == ops["blocks.0.up/add"].source == ops["blocks.0/gelu"].source
@@ -73,7 +82,8 @@ def test_non_tensor_arguments_are_baked_and_specs_cover_the_call():
     captured = check_against_eager(Tied(), torch.tensor([[1]]), shift=2)
     assert captured.in_spec.num_leaves == 2
     assert [s.names for s in captured.graph.sources if s.kind == "input"] == [("args[0]",)]
-    assert ("add.Tensor" in operators(captured)) and any(op.args[1] == 2 for op in captured.graph.ops if len(op.args) > 1)
+    assert "add.Tensor" in operators(captured)
+    assert any(op.args[1] == 2 for op in captured.graph.ops if len(op.args) > 1)
 
 
 def test_nested_inputs_and_outputs_keep_their_structure():
@@ -115,7 +125,11 @@ def test_a_loss_function_takes_the_last_examples():
         return (F.cross_entropy(out, target, reduction="none") * weights).sum() / weights.sum()
 
     named = check_against_eager(model, x, loss=weighted, target=labels, weights=weights).graph
-    assert [s.names[0] for s in named.sources if s.kind == "input"] == ["args[0]", "kwargs['target']", "kwargs['weights']"]
+    assert [s.names[0] for s in named.sources if s.kind == "input"] == [
+        "args[0]",
+        "kwargs['target']",
+        "kwargs['weights']",
+    ]
 
 
 def test_a_module_is_a_loss_function_too():
@@ -149,7 +163,9 @@ def test_the_module_is_left_as_it_was():
     module = Counts()
     before = module.total
     capture(module, (torch.ones(2),))
-    assert module.calls == 0 and module.total is before and "forward" not in vars(module)
+    assert module.calls == 0
+    assert module.total is before
+    assert "forward" not in vars(module)
 
 
 def test_gradients_are_known_by_propagation():
@@ -167,7 +183,11 @@ def test_gradients_are_known_by_propagation():
 
     captured = check_against_eager(Paths(), torch.randn(4, dtype=torch.float64))
     grads = {op.name: captured.graph.by_name[op.results[0]].requires_grad for op in captured.graph.ops}
-    assert grads["/mul"] and not grads["/mul_1"] and not grads["/gt"] and not grads["/argmax"] and grads["/sum"]
+    assert grads["/mul"]
+    assert not grads["/mul_1"]
+    assert not grads["/gt"]
+    assert not grads["/argmax"]
+    assert grads["/sum"]
 
 
 def test_gradients_may_be_enabled_again_inside_no_grad():
@@ -201,7 +221,12 @@ def test_tensors_made_from_numbers_keep_their_data():
             return x * table + outside.to(x.dtype) + self.plain + x.new_tensor([7.0, 8.0])
 
     captured = check_against_eager(Constants(), torch.ones(2, dtype=torch.float64))
-    assert sorted(data.tolist() for data in captured.constants.values()) == [[1.0, -1.0], [1.5, 2.5], [5.0, 6.0], [7.0, 8.0]]
+    assert sorted(data.tolist() for data in captured.constants.values()) == [
+        [1.0, -1.0],
+        [1.5, 2.5],
+        [5.0, 6.0],
+        [7.0, 8.0],
+    ]
     on_meta = capture(Constants(), (torch.ones(2, device="meta"),))
     assert len(on_meta.constants) == 4
 
@@ -213,7 +238,9 @@ def test_devices_are_forgotten():
 
     for example in (torch.ones(3), torch.ones(3, device="meta")):
         graph = capture(OnDevice(), (example,)).graph
-        assert not any(isinstance(arg, torch.device) for op in graph.ops for arg in (*op.args, *dict(op.kwargs).values()))
+        assert not any(
+            isinstance(arg, torch.device) for op in graph.ops for arg in (*op.args, *dict(op.kwargs).values())
+        )
 
 
 def test_no_size_stays_minus_one():
@@ -223,7 +250,8 @@ def test_no_size_stays_minus_one():
 
     graph = check_against_eager(Views(), torch.arange(8.0, dtype=torch.float64).reshape(4, 2)).graph
     sizes = [arg for op in graph.ops for arg in op.args if isinstance(arg, tuple)]
-    assert sizes and all(-1 not in size for size in sizes)
+    assert sizes
+    assert all(-1 not in size for size in sizes)
 
 
 def test_unused_results_stay_listed_and_dead_code_goes():
@@ -234,7 +262,8 @@ def test_unused_results_stay_listed_and_dead_code_goes():
             return first
 
     (op,) = check_against_eager(Splits(), torch.arange(6.0, dtype=torch.float64)).graph.ops
-    assert str(op.target) == "aten.split.Tensor" and op.results == ("split.0", "split.1", "split.2")
+    assert str(op.target) == "aten.split.Tensor"
+    assert op.results == ("split.0", "split.1", "split.2")
 
 
 def test_activation_checkpointing_leaves_no_trace():
@@ -282,4 +311,5 @@ def test_a_function_is_captured_with_every_example_as_a_source():
     assert [source.names for source in graph.sources] == [("args[0]",), ("args[1]",), ("args[2]",)]
     assert [graph.by_name[s.value].requires_grad for s in graph.sources] == [True, False, False]
     assert [op.module for op in graph.ops] == [""] * len(graph.ops)
-    assert len(graph.outputs) == 2 and graph.by_name[graph.outputs[0].name].requires_grad
+    assert len(graph.outputs) == 2
+    assert graph.by_name[graph.outputs[0].name].requires_grad

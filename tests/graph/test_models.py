@@ -27,7 +27,9 @@ TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0, **rates)
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0, **rates
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -74,7 +76,8 @@ def test_dropout_in_a_model_becomes_the_hashed_one_with_one_seed_for_all():
     ids = torch.randint(0, 50, (2, 8))
     captured = capture(gpt2(dropout=0.1).train(), (), {"input_ids": ids, "labels": ids})
     drops = [op for op in captured.graph.ops if str(op.target) == "shardwise.dropout.default"]
-    assert [op.args[3] for op in drops] == list(range(len(drops))) and len(drops) == 7
+    assert [op.args[3] for op in drops] == list(range(len(drops)))
+    assert len(drops) == 7
     assert {op.args[1].name for op in drops} == {"_shardwise_seed"}
     assert "scaled_dot_product_attention.default" not in operators(captured)
 

@@ -262,6 +262,8 @@ JOINS = [
     call(aten.slice.Tensor, x(2, 6), 1, 3),
     call(aten.slice.Tensor, x(2, 6), 1, 0, 3),
     call(aten.slice.Tensor, x(2, 9), 1, 3, 9),
+    call(aten.slice.Tensor, x(2, 8), 1, 2, 6),
+    call(aten.slice.Tensor, x(2, 4), 1, 1, 3),
     call(aten.slice.Tensor, x(2, 6), 1, 0, -1),
     call(aten.slice.Tensor, x(2, 6), 1, 1, 9223372036854775807, 2),
     call(aten.slice.Tensor, x(2, 5), 1, 0, 5, 2),
@@ -388,6 +390,9 @@ CONVOLUTION = [
     call(aten.conv2d.default, x(2, 3, 6, 4), x(4, 3, 2, 2), x(4), [2, 2]),
     call(aten.conv2d.default, x(2, 4, 6, 5), x(4, 2, 1, 2), None, [1, 2], [0, 0], [1, 1], 2),
     call(aten.conv1d.padding, x(2, 3, 12), x(4, 3, 3), x(4), [3], "valid"),
+    # As long as two windows, yet the windows are shifted by the padding, or overlap: not to be split along.
+    call(aten.conv1d.default, x(2, 3, 6), x(4, 3, 3), None, [3], [1]),
+    call(aten.conv1d.default, x(2, 3, 6), x(4, 3, 3), None, [2]),
     call(aten.conv3d.padding, x(2, 2, 3, 3, 3), x(2, 2, 2, 2, 2), None, [1, 1, 1], "same"),
     call(aten.convolution.default, x(2, 3, 6), x(4, 3, 2), x(4), [1], [0], [1], False, [0], 1),
     call(aten.convolution.default, x(2, 4, 6), x(4, 3, 2), None, [1], [0], [1], True, [0], 2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,3 +75,24 @@ def test_local_and_global_indices_are_inverse(atoms: tuple[Piece, ...]) -> None:
 def test_shapes_broadcast_as_in_torch() -> None:
     for shapes in (((2, 1), (3,)), ((), (4,)), ((1,), (1, 1)), ((0, 1), (3,)), ((5, 1, 3), (2, 1))):
         assert broadcast_shape(*shapes) == tuple(torch.broadcast_shapes(*shapes))
+
+
+LOOKUPS = [
+    lambda rows, index, piece: kernels.EMBEDDING_ROWS(rows, index, -1, *piece),
+    lambda rows, index, piece: kernels.GATHER_ROWS(rows, 0, index.reshape(1, 1).expand(1, 2), *piece),
+    lambda rows, index, piece: kernels.TAKE_ROWS(rows, 0, index.reshape(1, 1), *piece),
+    lambda rows, index, piece: kernels.INDEX_SELECT_ROWS(rows, 0, index, *piece),
+    lambda rows, index, piece: kernels.INDEX_ROWS(rows, [index], 0, [len(piece[0])], *piece),
+]
+
+
+@pytest.mark.parametrize("invalid", [6, 7, -7, -100])
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_an_index_out_of_range_fails_on_every_part_as_on_one_device(lookup: Callable, invalid: int) -> None:
+    rows, index = torch.arange(12.0).reshape(6, 2), torch.tensor([invalid])
+    for offset in (0, 3):
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            lookup(rows[offset : offset + 3], index, ([6], [offset], [3]))
+    atoms = ([2, 3], [0, 1], [2, 2])  # rows 1, 2, 4 and 5
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        lookup(rows[[1, 2, 4, 5]], index, atoms)

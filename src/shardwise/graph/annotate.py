@@ -1,7 +1,8 @@
 """What the user says inside the model: strategies of calls and submodules, layouts of values.
 
-Outside capture all three functions change nothing. While a model is captured, a call made through ``shard`` opens a *region*:
-every operator traced inside it carries the region's number, and the innermost region wins. ``constrain`` leaves a marker operator.
+Outside capture all three functions change nothing. While a model is captured, a call made through ``shard`` opens a
+*region*: every operator traced inside it carries the region's number, and the innermost region wins. ``constrain``
+leaves a marker operator.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An annotation before its scope is known. ``name``: the function's name, or "" for a module. ``path``: the module's path."""
+    """An annotation before its scope is known.
+
+    ``name``: the function's name, or "" for a module. ``path``: the module's path.
+    """
 
     name: str
     path: str
@@ -91,10 +95,11 @@ def recording() -> Iterator[Recorder]:
 def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
     """Fixes the strategy of a call or of a submodule.
 
-    ``target``: a callable, then the result is a callable to use inside ``forward``; or an ``nn.Module``, which is annotated and
-    returned: the strategy holds for all operators inside it. ``in_strategy``: axes per factor, ``"m@dp n@tp"``; or split counts, one tuple per
-    tensor operand with one count per dim: ``((2, 4), (4, 1))``. ``out_strategy``: the same for the results.
-    Raises ShardwiseError at once for a strategy that is nested wrongly or has a count that is not a whole number from 1.
+    ``target``: a callable, then the result is a callable to use inside ``forward``; or an ``nn.Module``, which is
+    annotated and returned: the strategy holds for all operators inside it. ``in_strategy``: axes per factor, ``"m@dp
+    n@tp"``; or split counts, one tuple per tensor operand with one count per dim: ``((2, 4), (4, 1))``.
+    ``out_strategy``: the same for the results. Raises ShardwiseError at once for a strategy that is nested wrongly or
+    has a count that is not a whole number from 1.
     """
     source = _caller_line()
     name = getattr(target, "__name__", type(target).__name__)
@@ -118,7 +123,9 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
 def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
     """Fixes the layout of a value: ``constrain(x, "[32@dp, 512, 4096@tp]")``. Returns x."""
     if not isinstance(text, str) or not text.strip():
-        raise ShardwiseError(problem(f"constrain takes a layout as text, not {text!r}", source=_caller_line(), fix='"[32@dp, 512]"'))
+        raise ShardwiseError(
+            problem(f"constrain takes a layout as text, not {text!r}", source=_caller_line(), fix='"[32@dp, 512]"')
+        )
     if _RECORDER.get() is None:
         return x
     return cast(torch.Tensor, mark(x, text))
@@ -137,11 +144,11 @@ def checked_strategy(strategy: Any, name: str, source: str = "") -> Strategy:
 def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> tuple[Strategy, Strategy | None]:
     if _is_flat(strategy):
         pair = [strategy] + ([out_strategy] if _is_flat(out_strategy) else [])
-        meant = _tuples(pair)
-        alone = f"; its second argument would be the strategy of the results" if len(pair) == 2 else ""
+        given, meant = _tuples(strategy), _tuples(pair)
+        alone = "; its second argument would be the strategy of the results" if len(pair) == 2 else ""
         raise ShardwiseError(
             problem(
-                f"a strategy holds one tuple per tensor operand, but {_tuples(strategy)!r} is a single tuple of counts{alone}",
+                f"a strategy holds one tuple per tensor operand, but {given!r} is a single tuple of counts{alone}",
                 op=name,
                 source=source,
                 fix=f"shard({name}, {meant!r})",
@@ -152,7 +159,11 @@ def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> t
 
 
 def _is_flat(strategy: Any) -> bool:
-    return isinstance(strategy, (tuple, list)) and len(strategy) > 0 and all(isinstance(item, (int, float)) for item in strategy)
+    return (
+        isinstance(strategy, (tuple, list))
+        and len(strategy) > 0
+        and all(isinstance(item, (int, float)) for item in strategy)
+    )
 
 
 def _tuples(strategy: Any) -> Any:
@@ -168,17 +179,26 @@ def _checked(strategy: Any, role: str, name: str, source: str) -> Strategy:
             raise fail("is empty", 'name axes per factor, as in "m@dp n@tp"')
         return strategy
     if _is_flat(strategy):
-        raise fail(f"{_tuples(strategy)!r} is a single tuple of counts", f"write {(_tuples(strategy),)!r}: one tuple per tensor")
+        raise fail(
+            f"{_tuples(strategy)!r} is a single tuple of counts",
+            f"write {(_tuples(strategy),)!r}: one tuple per tensor",
+        )
     if not isinstance(strategy, (tuple, list)):
         raise fail(f"is {strategy!r}", 'give a text such as "m@dp n@tp" or split counts such as ((2, 4), (4, 1))')
     for position, counts in enumerate(strategy):
         if not isinstance(counts, (tuple, list)):
-            raise fail(f"has {counts!r} for tensor {position}", "give one tuple of split counts per tensor, () for a scalar")
+            raise fail(
+                f"has {counts!r} for tensor {position}", "give one tuple of split counts per tensor, () for a scalar"
+            )
         for dim, count in enumerate(counts):
             if isinstance(count, bool) or not isinstance(count, int):
-                raise fail(f"has split count {count!r} for dim {dim} of tensor {position}", "a split count is a whole number")
+                raise fail(
+                    f"has split count {count!r} for dim {dim} of tensor {position}", "a split count is a whole number"
+                )
             if count < 1:
-                raise fail(f"has split count {count} for dim {dim} of tensor {position}", "write 1 for a dim that is not split")
+                raise fail(
+                    f"has split count {count} for dim {dim} of tensor {position}", "write 1 for a dim that is not split"
+                )
     return cast(Strategy, _tuples(strategy))
 
 

@@ -2,7 +2,8 @@
 
     mean = sum(x) / n        var = sum((x - mean)^2) / n        y = (x - mean) * rsqrt(var + eps) * weight + bias
 
-The running variance is the unbiased one, ``sum((x - mean)^2) / (n - 1)``, with the global count n (Ioffe and Szegedy 2015, algorithm 2).
+The running variance is the unbiased one, ``sum((x - mean)^2) / (n - 1)``, with the global count n (Ioffe and Szegedy
+2015, algorithm 2).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ aten = torch.ops.aten
 
 
 def batch_norm_with_statistics(op: Op, emitter: Emitter) -> tuple[Ref, Ref, Ref]:
-    """Emits a training-mode ``aten.batch_norm``: its result, and the batch's mean and unbiased variance, detached, of shape (channels,)."""
+    """Emits a training-mode ``aten.batch_norm``.
+
+    Its result, and the batch's mean and unbiased variance, detached, of shape (channels,).
+    """
     given = arguments(op)
     x: Ref = given["input"]
     value = emitter.value(x)

@@ -29,10 +29,11 @@ from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
-from shardwise.graph.functionalize import Functionalizer, line_of, region_mark
+from shardwise.graph.functionalize import Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
+from shardwise.graph.origins import line_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.tracing import Traced, trace
 from shardwise.graph.verify import verify_graph
@@ -45,8 +46,9 @@ ROOT_SCOPE = "/"
 class Capture:
     """A captured call.
 
-    ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of what the call returns (of the loss, if a loss function was given).
-    ``constants``: value name -> data, for sources of kind "constant". ``annotations``: what the user fixed, by scope.
+    ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of what the call returns (of the loss, if a loss
+    function was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: what the
+    user fixed, by scope.
     """
 
     graph: Graph
@@ -66,17 +68,18 @@ def capture(
 ) -> Capture:
     """Captures ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
 
-    Example inputs may be real, meta or fake tensors; other leaves (numbers, strings, None) are baked into the graph. ``loss`` has one required
-    positional parameter for the output and n for targets: the last n positional examples, or the keyword examples that are named like its
-    parameters and not like a parameter of the module's ``forward``. Without ``loss``, the loss is the output if it is a floating scalar, else its
-    ``loss`` (attribute or key), else its first leaf if that is a floating scalar, else None. ``strategies`` maps patterns over module paths
+    Example inputs may be real, meta or fake tensors; other leaves (numbers, strings, None) are baked into the graph.
+    ``loss`` has one required positional parameter for the output and n for targets: the last n positional examples, or
+    the keyword examples that are named like its parameters and not like a parameter of the module's ``forward``.
+    Without ``loss``, the loss is the output if it is a floating scalar, else its ``loss`` (attribute or key), else its
+    first leaf if that is a floating scalar, else None. ``strategies`` maps patterns over module paths
     ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every module that matches.
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = pytree.tree_flatten_with_path((args, kwargs))
-    names = tuple(_leaf_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
+    names = tuple(leaf_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
     examples = tuple(leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
@@ -99,8 +102,13 @@ def capture(
     return Capture(graph, in_spec, traced.outcome.spec, constants, annotations)
 
 
-def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None) -> Any:
-    """What ``capture`` captures, as an ordinary call: the module's output, or what ``loss`` makes of it and of the targets."""
+def call_module(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None
+) -> Any:
+    """What ``capture`` captures, as an ordinary call.
+
+    The module's output, or what ``loss`` makes of it and of the targets.
+    """
     own_args, own_kwargs, targets, named = _divide_targets(module, tuple(args), dict(kwargs), loss)
     output = module(*own_args, **own_kwargs)
     return output if loss is None else loss(output, *targets, **named)
@@ -119,14 +127,18 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
     module = nn.Module()
     graph, constants, _ = _to_graph(trace(module, examples, run, {}), module, names, examples)
     if constants:
-        raise CaptureError(problem(f"{call} makes tensors from data: {', '.join(constants)}", fix="compute them with torch.full or arange"))
+        raise CaptureError(
+            problem(
+                f"{call} makes tensors from data: {', '.join(constants)}", fix="compute them with torch.full or arange"
+            )
+        )
     return graph
 
 
 # ------------------------------------------------------------------------------------------------- arguments
 
 
-def _leaf_name(path: tuple[Any, ...]) -> str:
+def leaf_name(path: tuple[Any, ...]) -> str:
     """``args[0]``, ``kwargs['labels']``, ``args[1]['mask'][0]``."""
     return ("args" if path[0].idx == 0 else "kwargs") + "".join(map(str, path[1:]))
 
@@ -147,7 +159,8 @@ def _divide_targets(
     if count > len(args):
         raise CaptureError(
             problem(
-                f"the loss takes {count} positional targets ({', '.join(wanted)}), but there are {len(args)} positional examples",
+                f"the loss takes {count} positional targets ({', '.join(wanted)}), "
+                f"but there are {len(args)} positional examples",
                 op=getattr(loss, "__name__", type(loss).__name__),
                 fix="give the examples in order: inputs of the module first, then the targets of the loss",
             )
@@ -168,7 +181,9 @@ def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
             return candidate
     if required:
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise CaptureError(problem(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()"))
+        raise CaptureError(
+            problem(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()")
+        )
     return None
 
 
@@ -184,7 +199,11 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
         source = f"strategies[{pattern!r}]"
         found |= {path: Region("", path, checked_strategy(strategy, pattern, source), None, source) for path in matched}
     if missing:
-        raise ShardwiseError(problem(f"no module matches {'; '.join(missing)}", fix="patterns are over the names of model.named_modules()"))
+        raise ShardwiseError(
+            problem(
+                f"no module matches {'; '.join(missing)}", fix="patterns are over the names of model.named_modules()"
+            )
+        )
     return found
 
 
@@ -276,7 +295,9 @@ def _bind_placeholders(
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             name = canonical[_unprefixed(spec.target)]
         else:
-            raise CaptureError(problem(f"the model holds {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured"))
+            raise CaptureError(
+                problem(f"the model holds {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured")
+            )
         if name in bound:
             functionalizer.bind_shared(node, bound[name])
         else:
@@ -289,7 +310,10 @@ def _unprefixed(target: str | None) -> str:
 
 
 def _constant_data(data: Any, node: Node) -> torch.Tensor:
-    """The data of a tensor that the model made from Python numbers or holds as an attribute. ``node``: its placeholder."""
+    """The data of a tensor that the model made from Python numbers or holds as an attribute.
+
+    ``node``: its placeholder.
+    """
     assert isinstance(data, torch.Tensor), f"the constant {node} is a {type(data).__name__}"
     if is_fake(data):
         raise CaptureError(
@@ -303,7 +327,10 @@ def _constant_data(data: Any, node: Node) -> torch.Tensor:
 
 
 def _scope_names(regions: tuple[Region, ...], paths: Mapping[int, str]) -> tuple[str, ...]:
-    """The scope of every region: a module's path ("/" for the root), or "<module path>/<function>", numbered when repeated."""
+    """The scope of every region.
+
+    A module's path ("/" for the root), or "<module path>/<function>", numbered when repeated.
+    """
     counts: dict[str, int] = {}
     names = []
     for number, region in enumerate(regions):

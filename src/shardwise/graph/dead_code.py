@@ -10,8 +10,8 @@ from shardwise.graph.ir import Graph, Op, refs
 def eliminate_dead_code(graph: Graph) -> Graph:
     """Drops ops none of whose results is used, constants that nothing uses, and values that nothing produces.
 
-    Parameters, buffers and inputs stay: they belong to the module and to its call whether the graph reads them or not. Unused
-    results of an op that stays are kept as well.
+    Parameters, buffers and inputs stay: they belong to the module and to its call whether the graph reads them or not.
+    Unused results of an op that stays are kept as well.
     """
     live = set(refs(graph.outputs)) | {name for _, name in graph.mutations}
     if graph.loss is not None:

@@ -19,8 +19,9 @@ Rewrite = Callable[[Op, "Emitter"], tuple[Arg, ...] | None]
 class Emitter:
     """A graph under construction.
 
-    Ops are emitted on behalf of ``origin``, whose module path, source line and scope they get. An op whose target has a line in
-    ``rewrites`` is replaced by what that function emits; the function returns the new results, or None to keep the op.
+    Ops are emitted on behalf of ``origin``, whose module path, source line and scope they get. An op whose target has a
+    line in ``rewrites`` is replaced by what that function emits; the function returns the new results, or None to keep
+    the op.
     """
 
     def __init__(
@@ -54,7 +55,10 @@ class Emitter:
         return results[0] if len(results) == 1 else results
 
     def apply(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
-        """Appends ``op``, or what replaces it, and returns its results; ``results`` are the names they get if the op is kept."""
+        """Appends ``op``, or what replaces it, and returns its results.
+
+        ``results`` are the names they get if the op is kept.
+        """
         rewrite = self._rewrites.get(op.target)
         if rewrite is not None:
             replaced = rewrite(op, self)

@@ -1,7 +1,7 @@
 """From an exported program to a graph without mutation, sub-graphs and symbols.
 
-* A write (``x.add_(y)``, ``x[0] = y``) makes a new value; later uses of ``x``, of what it is a view of and of its other views get it.
-  Which results are views is read off the fake tensors: they share storage.
+* A write (``x.add_(y)``, ``x[0] = y``) makes a new value; later uses of ``x``, of what it is a view of and of its other
+  views get it. Which results are views is read off the fake tensors: they share storage.
 * A write to a buffer becomes a mutation of the graph; a write to a parameter or an input is an error.
 * Sub-graphs of ``torch.no_grad`` are inlined; a value that would carry a gradient into them is detached first.
 * Assertions and symbolic constraints are dropped, sizes of -1 made explicit, devices forgotten (a rank has one).
@@ -11,10 +11,8 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +25,9 @@ from shardwise.graph.annotate import REGION
 from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
+from shardwise.graph.origins import first_line, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
-from shardwise.graph.tracing import LINE, NOT_USER_CODE
 from shardwise.graph.views import write_through
 
 aten = torch.ops.aten
@@ -51,8 +49,9 @@ _SIZES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 class Tensor:
     """A tensor of the program: its current value, and where its memory comes from.
 
-    A root owns its memory and counts the writes to it. A view knows the tensor it views (the first argument of ``view``) and which
-    result it is (``index``); when the root was written since, it is computed again. ``grad``: it was made with gradients enabled.
+    A root owns its memory and counts the writes to it. A view knows the tensor it views (the first argument of
+    ``view``) and which result it is (``index``); when the root was written since, it is computed again. ``grad``: it
+    was made with gradients enabled.
     """
 
     ref: Ref
@@ -117,12 +116,13 @@ class Functionalizer:
             if node.op == "output":
                 return self._lookup(node.args[0])
             if node.op == "get_attr":
-                assert isinstance(node.target, str) and node.graph.owning_module is not None
+                assert isinstance(node.target, str)
+                assert node.graph.owning_module is not None
                 self._known[node] = node.graph.owning_module.get_submodule(node.target)
             elif node.op == "call_function":
                 self._known[node] = self._call(node)
             else:
-                assert node.op == "placeholder" and node in self._known, f"unexpected node {node.format_node()}"
+                assert node in self._known, f"unexpected node {node.format_node()}"
         return None
 
     # ------------------------------------------------------------------------------------------------ calls
@@ -142,7 +142,7 @@ class Functionalizer:
                 raise CaptureError(
                     problem(
                         "a torch.autocast region inside the model can not be captured",
-                        source=_first_line(body) or origin.source,
+                        source=first_line(body) or origin.source,
                         fix="cast explicitly with .to(dtype), or leave autocast out and plan with precision=",
                     )
                 )
@@ -178,7 +178,11 @@ class Functionalizer:
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
             storage = _storage(fake)
-            if isinstance(viewed, Tensor) and viewed.storage == storage and op.target is not aten.lift_fresh_copy.default:
+            if (
+                isinstance(viewed, Tensor)
+                and viewed.storage == storage
+                and op.target is not aten.lift_fresh_copy.default
+            ):
                 results.append(Tensor(ref, storage, viewed, op, index, viewed.root.version, self._grad))
             else:
                 results.append(Tensor(ref, storage))
@@ -263,7 +267,9 @@ class Functionalizer:
             fix = "work on x.clone()" if kind == "input" else "change parameters in the optimizer, not in forward"
             raise _write_error(f"the {kind} {root.source.names[0]} is changed in place", origin, fix)
         if not self._grad and self.emitter.value(self.read(root)).requires_grad:
-            raise _write_error("a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor")
+            raise _write_error(
+                "a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor"
+            )
         self._store_at(tensor, new, root.version + 1)
 
     def _store_at(self, tensor: Tensor, new: Ref, version: int) -> None:
@@ -289,7 +295,9 @@ class Functionalizer:
         first = op.target._schema.arguments[0].name
         name = operator_name(op.target)
         if written != (first,) or not name.endswith("_") or not isinstance(node.args[0], Node):
-            raise _write_error(f"{name} writes into {', '.join(written)}", op, "use the form that returns its result, without out=")
+            raise _write_error(
+                f"{name} writes into {', '.join(written)}", op, "use the form that returns its result, without out="
+            )
         tensor = self._tensor(node.args[0])
         before = self.emitter.value(self.read(tensor))
         if name == "detach_":
@@ -338,13 +346,6 @@ def region_mark(number: int) -> str:
     return f"#{number}"
 
 
-def module_path(node: Node, prefix: str) -> str:
-    """The path of the module that made a node, without the wrapper's ``prefix``: "layers.0.mlp", "" for the root."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
-    return "" if path == prefix else path.removeprefix(f"{prefix}.")
-
-
 def _on_base(view: Op | None, base: Ref) -> Op:
     assert view is not None
     return replace(view, args=(base, *view.args[1:]))
@@ -383,31 +384,6 @@ def _functional_form(op: Op) -> OpOverload:
         raise _write_error(f"{name}_() has no form without mutation", op, "make a new tensor")
     functional: OpOverload = getattr(packet, overload)
     return functional
-
-
-def line_of(node: Node) -> str:
-    """The user's line of a node; that of the next operator for a node that is none."""
-    here: Node = node
-    while here.op != "output":
-        line = (here.meta.get("custom") or {}).get(LINE)
-        if line is not None:
-            return str(line)
-        if isinstance(here.target, OpOverload):
-            break
-        here = here.next
-    return _line_of_trace(node.meta.get("stack_trace") or "")
-
-
-def _line_of_trace(trace: str) -> str:
-    """The innermost user line of a stack trace as text."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    users = [(name, line) for name, line in found if not name.startswith(NOT_USER_CODE)]
-    return f"{Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
-
-
-def _first_line(body: GraphModule) -> str:
-    """The user's line of the first operator of a sub-graph."""
-    return next((line for node in body.graph.nodes if node.op == "call_function" and (line := line_of(node))), "")
 
 
 def _write_error(what: str, op: Op, fix: str) -> CaptureError:

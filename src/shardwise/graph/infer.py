@@ -13,15 +13,25 @@ from shardwise.graph.schema import tensor_results
 
 
 class TypeInference:
-    """Runs operators on fake tensors. Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad."""
+    """Runs operators on fake tensors.
+
+    Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad.
+    """
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode()
 
     def results(
-        self, target: OpOverload, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], value: Callable[[str], Value]
+        self,
+        target: OpOverload,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        value: Callable[[str], Value],
     ) -> list[Value]:
-        """The results of a call as nameless values. requires_grad is what autograd says. Raises what the operator raises."""
+        """The results of a call as nameless values.
+
+        Requires_grad is what autograd says. Raises what the operator raises.
+        """
         with self.mode, torch.enable_grad():
             operand = self.operand
             result = target(

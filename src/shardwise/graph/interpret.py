@@ -14,12 +14,14 @@ from shardwise.graph.schema import tensor_results
 def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs every op in order with autograd as usual.
 
-    ``inputs`` holds the data of every source (value name -> tensor of the global shape). Returns the data of every value, sources
-    included. Raises KeyError if the data of a source is missing.
+    ``inputs`` holds the data of every source (value name -> tensor of the global shape). Returns the data of every
+    value, sources included. Raises KeyError if the data of a source is missing.
     """
     known = {source.value: inputs[source.value] for source in graph.sources}
     for op in graph.ops:
-        result = op.target(*(lookup(arg, known) for arg in op.args), **{key: lookup(arg, known) for key, arg in op.kwargs})
+        result = op.target(
+            *(lookup(arg, known) for arg in op.args), **{key: lookup(arg, known) for key, arg in op.kwargs}
+        )
         known.update(zip(op.results, tensor_results(result), strict=True))
     return known
 

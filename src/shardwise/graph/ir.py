@@ -56,8 +56,9 @@ class Source:
     """Where a value that no operator computes comes from.
 
     ``names``: for parameters and buffers every qualified name under which the module holds this tensor
-    (more than one when weights are tied; the first is the canonical one, in ``named_parameters()`` order). For inputs the
-    path of the leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``. ``trainable``: the parameter requires grad.
+    (more than one when weights are tied; the first is the canonical one, in ``named_parameters()`` order). For inputs
+    the path of the leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``. ``trainable``: the parameter
+    requires grad.
     """
 
     value: str
@@ -70,10 +71,10 @@ class Source:
 class Op:
     """One operator call. ``results`` names the tensors it returns, in order.
 
-    ``name`` is ``"<module path>/<operator>"`` (``"layers.0.mlp.up/linear"``; operators of the root module are ``"/add"``), with ``_1``,
-    ``_2``, ... appended to repetitions: it does not depend on shapes, so plans are keyed by it. ``source`` is ``"model.py:41"``,
-    the innermost line of the user's model (not of torch).
-    ``scope`` names the user's annotation (``sw.shard``) that covers the operator, or is empty.
+    ``name`` is ``"<module path>/<operator>"`` (``"layers.0.mlp.up/linear"``; operators of the root module are
+    ``"/add"``), with ``_1``, ``_2``, ... appended to repetitions: it does not depend on shapes, so plans are keyed by
+    it. ``source`` is ``"model.py:41"``, the innermost line of the user's model (not of torch). ``scope`` names the
+    user's annotation (``sw.shard``) that covers the operator, or is empty.
     """
 
     name: str
@@ -98,9 +99,9 @@ class Op:
 class Graph:
     """A captured model.
 
-    ``sources``: parameters, buffers, constants and inputs. ``outputs``: the flattened outputs of the call: Refs or Python constants.
-    ``loss``: the value that is differentiated, or None. ``mutations``: (buffer value, value written back to it after the step).
-    ``constraints``: (value, layout text) from ``sw.constrain``.
+    ``sources``: parameters, buffers, constants and inputs. ``outputs``: the flattened outputs of the call: Refs or
+    Python constants. ``loss``: the value that is differentiated, or None. ``mutations``: (buffer value, value written
+    back to it after the step). ``constraints``: (value, layout text) from ``sw.constrain``.
     """
 
     values: tuple[Value, ...]

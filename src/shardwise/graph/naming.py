@@ -10,10 +10,10 @@ from shardwise.graph.schema import operator_name
 
 
 def assign_names(graph: Graph) -> Graph:
-    """Names ops ``"<module path>/<operator>"`` and results ``"<operator>"``, with ``_1``, ``_2``, ... appended to repetitions.
+    """Names ops ``"<module path>/<operator>"`` and results ``"<operator>"``, repetitions with ``_1``, ``_2``, ....
 
-    Sources keep their names. Results of an op with several get ``"split.0"``, ``"split.1"``, .... The values are put in order of definition:
-    sources, then results.
+    Sources keep their names. Results of an op with several get ``"split.0"``, ``"split.1"``, .... The values are put in
+    order of definition: sources, then results.
     """
     taken = {source.value for source in graph.sources}
     op_counts: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """Rewriting to operators all of whose factors can be split.
 
-``linear`` with a bias hides a contraction behind an addition, ``mean`` hides a global count: written out as ``linear + add`` and
-``sum / n`` the contraction and the sum may be split like any other, and the count is the global one. The new operators belong to the
-module, line and scope of the old one. ``NORMALIZATIONS`` has one line per operator.
+``linear`` with a bias hides a contraction behind an addition, ``mean`` hides a global count: written out as ``linear +
+add`` and ``sum / n`` the contraction and the sum may be split like any other, and the count is the global one. The new
+operators belong to the module, line and scope of the old one. ``NORMALIZATIONS`` has one line per operator.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ Results = tuple[Arg, ...] | None
 
 
 def normalize(graph: Graph) -> Graph:
-    """The graph in normal form. Raises CaptureError for an operator that draws random numbers in another way than dropout."""
+    """The graph in normal form.
+
+    Raises CaptureError for an operator that draws random numbers in another way than dropout.
+    """
     normal = rewrite_graph(graph, NORMALIZATIONS)
     for op in normal.ops:
         if is_random(op.target) and not _draws_nothing(op):
             raise CaptureError(
                 problem(
-                    f"{operator_name(op.target)} draws random numbers, which would differ with every way of splitting the model",
+                    f"{operator_name(op.target)} draws random numbers, which would differ with every plan",
                     op=op.module,
                     source=op.source,
                     fix="pass the random tensor as an input, or use nn.Dropout",
@@ -97,7 +100,10 @@ def _convolution(op: Op, emitter: Emitter) -> Results:
 
 
 def _mean(op: Op, emitter: Emitter) -> Results:
-    """sum / n with the global n. Half precision is summed in float32: the sum may not fit, nor lose the bits that the mean keeps."""
+    """sum / n with the global n.
+
+    Half precision is summed in float32: the sum may not fit, nor lose the bits that the mean keeps.
+    """
     given = arguments(op)
     shape = emitter.value(given["self"]).shape
     dims = tuple(range(len(shape))) if not given.get("dim") and given.get("dim") != 0 else given["dim"]

@@ -1,7 +1,8 @@
 """Mean losses as a sum over the global count.
 
-The mean of the shards' means is not the mean: a shard may hold more ignored labels than another. The sum of the shards' sums over the
-global count is exact. Half-precision losses are summed in float32, because the sum may not fit where the mean does.
+The mean of the shards' means is not the mean: a shard may hold more ignored labels than another. The sum of the shards'
+sums over the global count is exact. Half-precision losses are summed in float32, because the sum may not fit where the
+mean does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _divided(op: Op, total: Ref, count: Arg, scores: Ref, emitter: Emitter) -> t
 
 
 def _class_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """cross_entropy_loss and nll_loss: over the count of labels that are not ignored, or the sum of their classes' weights.
+    """cross_entropy_loss and nll_loss: over the count of labels not ignored, or the sum of their classes' weights.
 
     With probabilities as targets (``target`` is floating), over the count of samples.
     """
@@ -70,7 +71,11 @@ def _element_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     if given["reduction"] != MEAN:
         return None
     scores: Ref = op.args[0]
-    shapes = [emitter.value(given[name]).shape for name in ("self", "input", "target", "weight") if given.get(name) is not None]
+    shapes = [
+        emitter.value(given[name]).shape
+        for name in ("self", "input", "target", "weight")
+        if given.get(name) is not None
+    ]
     count = prod(torch.broadcast_shapes(*shapes))
     return _divided(op, _total(op, given, scores, emitter), count, scores, emitter)
 

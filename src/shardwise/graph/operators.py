@@ -1,9 +1,10 @@
 """Operators of our own that a graph may contain: sharded dropout and the mark that carries ``constrain``.
 
-Dropout under sharding must not depend on who computes what: one seed would give every shard the same mask, different seeds would
-give replicas different masks. So the mask is a *hash of the global index*: element ``i`` of the ``c``-th dropout of the model
-under seed ``s`` is kept if ``uniform(hash(s, c, i)) >= p``. The hash is the finalizer of splitmix64 (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", 2014), computed with wrapping int64 arithmetic, the same on every device.
+Dropout under sharding must not depend on who computes what: one seed would give every shard the same mask, different
+seeds would give replicas different masks. So the mask is a *hash of the global index*: element ``i`` of the ``c``-th
+dropout of the model under seed ``s`` is kept if ``uniform(hash(s, c, i)) >= p``. The hash is the finalizer of
+splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), computed with wrapping int64
+arithmetic, the same on every device.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ def splitmix64(bits: torch.Tensor) -> torch.Tensor:
 def global_indices(
     sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Row-major indices in the tensor of ``sizes`` of the block of ``lengths`` that begins at ``offsets``: int64, shape ``lengths``."""
+    """Row-major indices in the tensor of ``sizes`` of the block of ``lengths`` that begins at ``offsets``.
+
+    Int64, shape ``lengths``.
+    """
     index = torch.zeros((), dtype=torch.int64, device=device)
-    stride, trailing = 1, 0
-    for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
+    stride = 1
+    dims = zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True)
+    for trailing, (size, offset, length) in enumerate(dims):
         position = torch.arange(offset, offset + length, dtype=torch.int64, device=device)
         index = index + (position * stride).reshape(length, *[1] * trailing)
         stride *= size
-        trailing += 1
     return index
 
 
@@ -74,9 +78,10 @@ def dropout(
 ) -> torch.Tensor:
     """Dropout whose mask depends only on the global index of an element.
 
-    ``seed``: int64 of shape (). ``call``: which dropout of the model. ``sizes``: the global shape, ``offsets``: the global index of
-    the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its dims, such as sizes (3, 8, 8),
-    offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default ``x.shape``.
+    ``seed``: int64 of shape (). ``call``: which dropout of the model. ``sizes``: the global shape, ``offsets``: the
+    global index of the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its
+    dims, such as sizes (3, 8, 8), offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default
+    ``x.shape``.
     """
     shape = tuple(x.shape) if lengths is None else tuple(lengths)
     keep = dropout_mask(seed.to(x.device), p, call, sizes, offsets, shape).reshape(x.shape)
@@ -112,7 +117,10 @@ dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
 @torch.library.custom_op("shardwise::mark", mutates_args=(), schema="(Tensor x, str tag) -> Tensor")
 def mark(x: torch.Tensor, tag: str) -> torch.Tensor:
-    """The identity. It exists only while a model is being captured, where ``tag`` is the layout text of ``sw.constrain``."""
+    """The identity.
+
+    It exists only while a model is being captured, where ``tag`` is the layout text of ``sw.constrain``.
+    """
     return x.clone()
 
 

@@ -32,10 +32,16 @@ _REJECTED = {
 
 
 def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
-    """Raises CaptureError for a call that can not stand in a graph. ``value``: the fake result; ``origin``: whose module and line."""
+    """Raises CaptureError for a call that can not stand in a graph.
+
+    ``value``: the fake result; ``origin``: whose module and line.
+    """
     if not isinstance(target, OpOverload):
         name = getattr(target, "__name__", str(target))
-        what, fix = f"{name} is not an operator", "call ordinary torch operators; write torch.func transforms out with batched ones"
+        what, fix = (
+            f"{name} is not an operator",
+            "call ordinary torch operators; write torch.func transforms out with batched ones",
+        )
     elif operator_name(target) in _REJECTED:
         name = operator_name(target)
         what, fix = _REJECTED[name]

@@ -1,4 +1,4 @@
-"""Forms that say nothing: casts to the same dtype, copies, views of the whole. A graph is functional, so they are dropped.
+"""Forms that say nothing are dropped: casts to the same dtype, copies (a graph is functional), views of the whole.
 
 ``view`` becomes ``reshape``: on a rank the operand may be a slice, of which a view can not be taken.
 """
@@ -55,6 +55,12 @@ def _expand(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return (_operand(op),) if emitter.value(_operand(op)).shape == op.args[1] else None
 
 
+def _broadcast(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    """broadcast_tensors: every operand expanded to the common shape, if it has another."""
+    shape = tuple(torch.broadcast_shapes(*(emitter.value(ref).shape for ref in op.args[0])))
+    return tuple(emitter.emit(aten.expand.default, ref, shape) for ref in op.args[0])
+
+
 def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """A slice of everything is its operand."""
     given = arguments(op)
@@ -101,6 +107,7 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
     aten.view_as.default: _reshape_like,
     aten.reshape_as.default: _reshape_like,
     aten.expand.default: _expand,
+    aten.broadcast_tensors.default: _broadcast,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
     aten.view_as_complex.default: _complex_view,

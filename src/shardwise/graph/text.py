@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any, NoReturn, get_args
 
@@ -117,12 +116,13 @@ def parse_graph(text: str) -> Graph:
             results = cursor.list_of(cursor.typed_value, "=")
             values.extend(results)
             made = cursor.source_or_op(results)
-            (sources if isinstance(made, Source) else ops).append(made)  # type: ignore[arg-type]
+            if isinstance(made, Source):
+                sources.append(made)
+            else:
+                ops.append(made)
         if not cursor.done():
             cursor.fail("expected the end of the line")
-    return Graph(
-        tuple(values), tuple(sources), tuple(ops), outputs, loss, tuple(mutations), tuple(constraints)
-    )
+    return Graph(tuple(values), tuple(sources), tuple(ops), outputs, loss, tuple(mutations), tuple(constraints))
 
 
 class _Cursor:
@@ -285,4 +285,4 @@ class _Cursor:
         if found is None:
             self.fail("expected an argument")
         text = found.group()
-        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text) if not math.isnan(float(text)) else math.nan
+        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)

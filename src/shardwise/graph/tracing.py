@@ -1,11 +1,12 @@
 """From a live module to an exported program, without touching the module and without memory.
 
-The module is copied with a *fake* tensor (shape, dtype, strides, no data) in place of every parameter and buffer, and the copy is
-exported by ``torch.export`` in non-strict mode: its Python runs once, on fake tensors. Fake tensors claim to be on the CPU, so small
-tensors that the model makes from Python numbers keep their data (on meta they would lose it).
+The module is copied with a *fake* tensor (shape, dtype, strides, no data) in place of every parameter and buffer, and
+the copy is exported by ``torch.export`` in non-strict mode: its Python runs once, on fake tensors. Fake tensors claim
+to be on the CPU, so small tensors that the model makes from Python numbers keep their data (on meta they would lose
+it).
 
-Two things that export does not keep are noted while the Python runs: the user's line of every operator (``UserLines``), and the
-region of an annotation (``regions``). Both travel as custom metadata of the traced nodes.
+Two things that export does not keep are noted while the Python runs: the user's line of every operator (``UserLines``),
+and the region of an annotation (``regions``). Both travel as custom metadata of the traced nodes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
+from shardwise.graph.origins import LINE, NOT_USER_CODE
 
-LINE = "shardwise_line"
-NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _CUSTOM_FUNCTION = str(Path(torch.__file__).parent / "autograd" / "function.py")
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
@@ -42,9 +42,9 @@ _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbol
 class Outcome:
     """What the traced call returned.
 
-    ``spec`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in order), else ``(constant,)``.
-    The traced tensors are the tensor leaves, then the loss if ``has_loss`` and it is none of them (``loss_position`` says which), then the new values of
-    ``replaced_buffers``.
+    ``spec`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in order),
+    else ``(constant,)``. The traced tensors are the tensor leaves, then the loss if ``has_loss`` and it is none of them
+    (``loss_position`` says which), then the new values of ``replaced_buffers``.
     """
 
     spec: pytree.TreeSpec
@@ -109,7 +109,10 @@ def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], tor
 
 
 def _constant(leaf: Any) -> Any:
-    """A non-tensor output. Objects that torch can not flatten, such as a key-value cache, are not carried: they become None."""
+    """A non-tensor output.
+
+    Objects that torch can not flatten, such as a key-value cache, are not carried: they become None.
+    """
     return leaf if isinstance(leaf, (int, float, complex, bool, str, torch.dtype, torch.device)) else None
 
 
@@ -126,7 +129,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of the module that shares no state with it; its parameters and buffers are fake, tied ones stay tied."""
     memo: dict[int, Any] = {}
     for _, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise CaptureError(
                 problem("a lazy module has no shapes yet", fix="run the module once on real inputs before planning it")
             )
@@ -137,7 +140,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 if value.is_meta:
                     raise CaptureError(
                         problem(
-                            f"the tensor attribute {attribute!r} is on meta and has no data, and it is neither a parameter nor a buffer",
+                            f"the tensor attribute {attribute!r} is on meta, without data, and no parameter or buffer",
                             op=path or type(owner).__name__,
                             fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
                         )
@@ -149,7 +152,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         raise CaptureError(
             problem(
                 f"{type(module).__name__} can not be copied: {error}",
-                fix="copy.deepcopy(module) must work: keep locks, open files and intermediate results out of its attributes",
+                fix="copy.deepcopy(module) must work: keep locks, open files and results out of its attributes",
             )
         ) from error
 
@@ -163,7 +166,7 @@ class UserLines(TorchFunctionMode):
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 raise CaptureError(
                     problem(
-                        f"a tensor of shape {list(arg.shape)} that requires grad is not a parameter of the captured module",
+                        f"a tensor {list(arg.shape)} that requires grad is no parameter of the captured module",
                         source=line,
                         fix="register it as an nn.Parameter of the module; closures and hooks must not hold weights",
                     )
@@ -173,7 +176,10 @@ class UserLines(TorchFunctionMode):
 
 
 def user_line(frame: FrameType | None) -> str:
-    """``"model.py:41"`` of the innermost frame of the user's model, or "". Raises CaptureError inside a custom autograd function."""
+    """``"model.py:41"`` of the innermost frame of the user's model, or "".
+
+    Raises CaptureError inside a custom autograd function.
+    """
     line = ""
     inner = ""
     while frame is not None and frame.f_code is not TracedCall.forward.__code__:
@@ -181,7 +187,7 @@ def user_line(frame: FrameType | None) -> str:
         if not line and not name.startswith(NOT_USER_CODE):
             line = f"{Path(name).name}:{frame.f_lineno}"
         if name == _CUSTOM_FUNCTION and frame.f_code.co_name == "apply":
-            _reject_custom_function(inner, line)
+            _reject_custom_function(inner, line or user_line(frame.f_back))
         inner = name
         frame = frame.f_back
     return line if frame is not None else ""
@@ -252,17 +258,22 @@ def _explained(error: Exception) -> CaptureError:
     """The error as the user should see it: the innermost line of the model, and the mend."""
     source = _line_of(error)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if type(error).__name__ in _DATA_DEPENDENT or isinstance(error.__cause__, torch._subclasses.fake_tensor.DataDependentOutputException):
+    if type(error).__name__ in _DATA_DEPENDENT or isinstance(
+        error.__cause__, torch._subclasses.fake_tensor.DataDependentOutputException
+    ):
         return CaptureError(
             problem(
                 f"the model's control flow, or a size, depends on the data of a tensor ({first})",
                 source=source,
-                fix="compute with tensors instead: torch.where for a choice, a mask instead of an index; or decide from arguments "
-                "that are Python numbers",
+                fix="compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers",
             )
         )
     return CaptureError(
-        problem(f"the model can not be captured: {type(error).__name__}: {first}", source=source, fix="the call must run on fake (data-free) tensors")
+        problem(
+            f"the model can not be captured: {type(error).__name__}: {first}",
+            source=source,
+            fix="the call must run on fake (data-free) tensors",
+        )
     )
 
 

@@ -8,7 +8,7 @@ from shardwise.graph.schema import written_arguments
 
 
 def verify_graph(graph: Graph, *, types: bool = False) -> None:
-    """Raises AssertionError for a broken invariant. ``types`` also runs every op on fake tensors and compares the results.
+    """Raises AssertionError for a broken invariant. ``types``: also run every op on fake tensors.
 
     * names of values are unique, and so are names of ops; every value is produced once, by a source or an op
     * an op uses only values that exist before it, and changes nothing in place
@@ -49,12 +49,13 @@ def _verify_ends(graph: Graph, known: set[str]) -> None:
     if graph.loss is not None:
         assert graph.loss in known, f"the loss {graph.loss} is not defined"
         loss = graph.by_name[graph.loss]
-        assert loss.shape == () and loss.dtype.is_floating_point, f"the loss {loss.name} is {loss.dtype} of shape {loss.shape}"
+        scalar = loss.shape == () and loss.dtype.is_floating_point
+        assert scalar, f"the loss {loss.name} is {loss.dtype} of shape {loss.shape}"
     changed = [buffer for buffer, _ in graph.mutations]
     assert len(changed) == len(set(changed)), f"buffers mutated twice: {_repeated(changed)}"
     for buffer, name in graph.mutations:
-        source = graph.source_of.get(buffer)
-        assert source is not None and source.kind == "buffer", f"the mutation target {buffer} is not a buffer"
+        kinds = [source.kind for source in graph.sources if source.value == buffer]
+        assert kinds == ["buffer"], f"the mutation target {buffer} is not a buffer"
         assert name in known, f"the mutation of {buffer} writes {name}, which is not defined"
         before, after = graph.by_name[buffer], graph.by_name[name]
         same = (before.shape, before.dtype) == (after.shape, after.dtype)
@@ -67,11 +68,15 @@ def _verify_types(graph: Graph) -> None:
     inference = TypeInference()
     for op in graph.ops:
         found = inference.results(op.target, op.args, op.kwargs, graph.by_name.__getitem__)
-        assert len(found) == len(op.results), f"{op.name} has {len(op.results)} results, the operator returns {len(found)}"
+        assert len(found) == len(op.results), (
+            f"{op.name} has {len(op.results)} results, the operator returns {len(found)}"
+        )
         for name, value in zip(op.results, found, strict=True):
             stated = graph.by_name[name]
             same = (stated.shape, stated.dtype) == (value.shape, value.dtype)
-            assert same, f"{op.name}: {name} is stated as {stated.dtype} {stated.shape}, found {value.dtype} {value.shape}"
+            assert same, (
+                f"{op.name}: {name} is stated as {stated.dtype} {stated.shape}, found {value.dtype} {value.shape}"
+            )
 
 
 def _repeated(names: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Writing through a view: the new value of the viewed tensor when a view of it changes.
 
-PyTorch's views share memory with their base; a graph has only values. A write to ``x[:, 0]`` becomes a new ``x``, in which that
-column is replaced (``select_scatter``), and later uses of ``x`` and of its other views use the new value.
+PyTorch's views share memory with their base; a graph has only values. A write to ``x[:, 0]`` becomes a new ``x``, in
+which that column is replaced (``select_scatter``), and later uses of ``x`` and of its other views use the new value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten
 
-# (arguments of the view, which of its results, current base, new value of the result, emitter) -> new base, None if impossible
+# (arguments of the view, which of its results, current base, new value of the result, emitter) -> new base, None if
+# impossible
 Inverse = Callable[[dict[str, Any], int, Ref, Ref, Emitter], Ref | None]
 
 
 def write_through(view: Op, index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
-    """The base after its view (result ``index`` of ``view``) became ``new``; None if the view can not be written through."""
+    """The base after its view (result ``index`` of ``view``) became ``new``.
+
+    None if the view can not be written through.
+    """
     inverse = INVERSES.get(view.target)
     return None if inverse is None else inverse(arguments(view), index, base, new, emitter)
 

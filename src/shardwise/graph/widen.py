@@ -1,8 +1,8 @@
 """Float64 for both sides of a verification: the graph with its casts widened, and the same for the eager module.
 
-A model that computes a softmax or a norm "in float32" would leave 1e-9 of noise in a float64 comparison. ``widen`` turns every
-floating-point cast and constant type of a graph to float64; ``reference_mode`` does the same to the module that runs eagerly, and
-gives it the hashed dropout masks of the graph.
+A model that computes a softmax or a norm "in float32" would leave 1e-9 of noise in a float64 comparison. ``widen``
+turns every floating-point cast and constant type of a graph to float64; ``reference_mode`` does the same to the module
+that runs eagerly, and gives it the hashed dropout masks of the graph.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class _Reference(TorchFunctionMode):
         return torch.where(mask, x / (1 - p), torch.zeros((), dtype=x.dtype))
 
 
-def _dropout(mode: _Reference, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(
+    mode: _Reference, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     if not training or p == 0:
         return input
     return mode.drop(input, p)

@@ -126,7 +126,8 @@ def _moves(
         for i, atom in enumerate(dim):
             for start in range(len(atom.axes)):
                 run = atom.axes[start:]
-                for where in ("I", "R", "P", *positions):
+                elsewhere: tuple[str | tuple[int, int], ...] = ("I", "R", "P", *positions)
+                for where in elsewhere:
                     if where != (d, i):
                         yield _move(layout, run, where)
     by_state: dict[str, list[str]] = {}

@@ -188,18 +188,26 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
             if have[name].shape != want[name].shape:
                 faults.append(f"{kind} {name} is {list(have[name].shape)} in the model and {list(want[name].shape)} in the plan")
     inputs = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == "input"}
-    for entry in plan.inputs:
-        value = inputs.get(entry.name)
-        if value is None:
-            continue  # another call of the same model: evaluation without labels
-        if format_dtype(value.dtype) != entry.dtype and not (widened and value.dtype == torch.float64):
-            faults.append(f"input {entry.name} has dtype {format_dtype(value.dtype)}; the plan was made for {entry.dtype}")
-        elif len(value.shape) != len(entry.shape):
-            faults.append(
-                f"input {entry.name} has {len(value.shape)} dims {list(value.shape)}; the plan was made for {list(entry.shape)}"
-            )
+    faults += input_faults(plan, {n: (v.dtype, v.shape) for n, v in inputs.items()}, widened)
     if faults:
         raise PlanError("\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in sorted(faults))]))
+
+
+def input_faults(
+    plan: Plan, inputs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], widened: bool = False
+) -> list[str]:
+    """What is wrong with the inputs (name -> dtype and shape) of a call under a plan. An input that the plan has and the call has not is
+    no fault: evaluation goes without labels."""
+    faults: list[str] = []
+    for entry in plan.inputs:
+        if entry.name not in inputs:
+            continue
+        dtype, shape = inputs[entry.name]
+        if format_dtype(dtype) != entry.dtype and not (widened and dtype == torch.float64):
+            faults.append(f"input {entry.name} has dtype {format_dtype(dtype)}; the plan was made for {entry.dtype}")
+        elif len(shape) != len(entry.shape):
+            faults.append(f"input {entry.name} has {len(shape)} dims {list(shape)}; the plan was made for {list(entry.shape)}")
+    return faults
 
 
 def _storage(

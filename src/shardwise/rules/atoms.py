@@ -55,8 +55,8 @@ def factor_graph(
 ) -> Factored:
     """Divide the factors of all rules at the fixed point of the graph's cut points. ``given``: atoms that some values have from outside."""
     value_cuts = {v.name: tuple(_Cuts(size) for size in v.shape) for v in graph.values}
-    for name, dims in (given or {}).items():
-        for cuts, sizes in zip(value_cuts[name], dims, strict=True):
+    for name, known in (given or {}).items():
+        for cuts, sizes in zip(value_cuts[name], known, strict=True):
             stride = 1
             for size in reversed(sizes):
                 stride *= size

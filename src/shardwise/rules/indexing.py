@@ -207,6 +207,8 @@ def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
     names = dim_names(len(_shapes(op, graph)[0]))
 
     def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("c"):
+            return unchanged(op)
         return Call(ONE_HOT_CLASSES, (Ref(op.operands[0]), *flat_pieces(context.pieces["c"])))
 
     return build(op, graph, [single(names)], [single([*names, "c"])], localize=localize)

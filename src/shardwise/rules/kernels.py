@@ -41,15 +41,20 @@ def global_index(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence
 def local_index(
     index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Global indices -> (local indices, which of them this rank holds). Where it does not, the local index is 0."""
-    local, mine = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool)
-    stride = prod(sizes)
+    """Global indices -> (local indices, which of them this rank holds). Where it does not, the local index is 0.
+
+    An index outside the factor stays outside on every rank, so that the lookup fails as it does on one device.
+    """
+    total = prod(sizes)
+    inside = (index >= 0) & (index < total)
+    local, mine = torch.zeros_like(index), inside
+    stride = total
     for size, offset, length in zip(sizes, offsets, lengths, strict=True):
         stride //= size
         digit = (index // stride) % size - offset
         mine = mine & (digit >= 0) & (digit < length)
         local = local * length + digit
-    return torch.where(mine, local, 0), mine
+    return torch.where(mine, local, torch.where(inside, 0, total)), mine
 
 
 def _embedding_rows(

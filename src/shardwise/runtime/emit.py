@@ -54,10 +54,11 @@ class Convert(torch.nn.Module):
         return f"{self.conversion.source} -> {self.conversion.target}"
 
 
-def emit(program: Program, ranks: Communicator) -> fx.GraphModule:
+def emit(program: Program, ranks: Communicator, *, loss_only: bool = False) -> fx.GraphModule:
     """The program as a GraphModule.
 
     It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of mutations).
+    With ``loss_only`` there are no outputs, and what only they need (gathering the logits, say) is left out.
     """
     spmd = program.spmd
     graph = fx.Graph()
@@ -79,11 +80,16 @@ def emit(program: Program, ranks: Communicator) -> fx.GraphModule:
     graph.output(
         (
             nodes[spmd.loss] if spmd.loss is not None else None,
-            tuple(node(output) for output in spmd.outputs),
+            () if loss_only else tuple(node(output) for output in spmd.outputs),
             tuple(nodes[value] for _, value in spmd.mutations),
         )
     )
-    return fx.GraphModule(root, graph, "RankProgram")
+    module = fx.GraphModule(root, graph, "RankProgram")
+    if loss_only:
+        module.graph.eliminate_dead_code()
+        module.delete_all_unused_submodules()
+        module.recompile()
+    return module
 
 
 def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:

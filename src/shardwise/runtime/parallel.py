@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
-from shardwise.graph.capture import Capture, capture
+from shardwise.graph.capture import Capture, capture, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype
 from shardwise.partition.program import localize
 from shardwise.partition.spmd import Spmd, build_spmd
-from shardwise.plans.decide import bind
+from shardwise.plans.decide import bind, input_faults
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
@@ -65,7 +65,7 @@ def parallelize(
         raise LaunchError(
             problem(
                 "parallelize needs a process group, and torch.distributed is not initialised",
-                fix="call sw.init() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
+                fix="call sw.init_ranks() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
             )
         )
     if inputs not in ("global", "local"):
@@ -147,36 +147,32 @@ class Parallel(torch.nn.Module):
     def _hold(self, module: torch.nn.Module, seed: int | None, init: Callable[[str, torch.Tensor], None] | None) -> None:
         """Register this rank's shard of every parameter and buffer, one full tensor at a time."""
         _check_module(module, self.plan)
-        parameters = dict(module.named_parameters())
         held: dict[str, torch.Tensor] = {}
         for name, full in full_tensors(module, seed, init):
             layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(full.shape))
             held[name] = shard(full, layout, self._ranks.coordinates).detach().to(self.device).clone()
-        aliases: dict[int, torch.Tensor] = {}
-        for name, original in [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]:
-            if id(original) not in aliases:
-                local = held[name]
-                if isinstance(original, torch.nn.Parameter):
-                    local = torch.nn.Parameter(local, requires_grad=original.requires_grad)
-                aliases[id(original)] = local
+        shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
+        for name, parameter in module.named_parameters(remove_duplicate=False):
             owner, _, leaf = name.rpartition(".")
-            container = _container(self, owner)
-            if name in parameters or isinstance(aliases[id(original)], torch.nn.Parameter):
-                container.register_parameter(leaf, aliases[id(original)])
-            else:
-                persistent = leaf not in module.get_submodule(owner)._non_persistent_buffers_set
-                container.register_buffer(leaf, aliases[id(original)], persistent=persistent)
+            if id(parameter) not in shards:
+                shards[id(parameter)] = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
+            own = shards[id(parameter)]
+            assert isinstance(own, torch.nn.Parameter)
+            _container(self, owner).register_parameter(leaf, own)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            owner, _, leaf = name.rpartition(".")
+            own = shards.setdefault(id(buffer), held.get(name, buffer))
+            persistent = leaf not in module.get_submodule(owner)._non_persistent_buffers_set
+            _container(self, owner).register_buffer(leaf, own, persistent=persistent)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, every tensor whole on every rank; differentiable."""
-        return self._call(args, kwargs)[1]
+        compiled, _, outputs = self._call(args, kwargs, loss_only=False)
+        return pytree.tree_unflatten(list(outputs), compiled.captured.out_spec)
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached)."""
-        loss, _ = self._call(args, kwargs)
+        _, loss, _ = self._call(args, kwargs, loss_only=True)
         if loss is None:
             raise ShardwiseError(
                 problem(
@@ -184,42 +180,42 @@ class Parallel(torch.nn.Module):
                     fix="return the loss first, or give loss= to plan and parallelize",
                 )
             )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
-        """(loss, the module's output) for one batch."""
-        compiled, leaves = self._prepare(args, kwargs)
-        inputs = iter(leaves)
-        tensors = [next(inputs) if tensor is None else tensor for tensor in compiled.tensors]
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool
+    ) -> tuple[Compiled, torch.Tensor | None, tuple[Any, ...]]:
+        """(program, loss, flattened outputs) for one batch."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        signature = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else ("constant", x) for x in flat)
+        key = (self.training, loss_only, spec, signature)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(flat, spec, loss_only)
+        given = iter([x.to(self.device) for x in flat if isinstance(x, torch.Tensor)])
+        layouts = iter(compiled.inputs)
+        tensors = [self._own_part(next(given), next(layouts)) if t is None else t for t in compiled.tensors]
         loss, outputs, written = compiled.run(*tensors)
         with torch.no_grad():
             for position, value in zip(compiled.written, written, strict=True):
                 tensors[position].copy_(value)
             if self.training:
                 self._seed += 1
-        return loss, pytree.tree_unflatten(list(outputs), compiled.captured.out_spec)
+        return compiled, loss, outputs
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, list[torch.Tensor]]:
-        """The program for these inputs, and this rank's part of them."""
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        key = (
-            self.training,
-            str(spec),
-            tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else ("constant", x) for x in flat),
-        )
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(flat, spec)
-        compiled = self._compiled[key]
-        tensors = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
-        if self.inputs == "global":
-            tensors = [
-                shard(x, layout, self._ranks.coordinates) if layout.positions else x
-                for x, layout in zip(tensors, compiled.inputs, strict=True)
-            ]
-        return compiled, tensors
+    def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """This rank's part of an input."""
+        if self.inputs == "local" or not layout.positions:
+            return tensor
+        return shard(tensor, layout, self._ranks.coordinates)
 
-    def _compile(self, flat: list[Any], spec: Any) -> Compiled:
+    def _compile(self, flat: list[Any], spec: Any, loss_only: bool) -> Compiled:
+        named = pytree.tree_flatten_with_path(pytree.tree_unflatten(flat, spec))[0]
+        given = {leaf_name(path): (x.dtype, tuple(x.shape)) for path, x in named if isinstance(x, torch.Tensor)}
+        faults = input_faults(self.plan, given)
+        if faults:
+            raise PlanError("\n".join(["the inputs are not those of the plan:", *(f"  {fault}" for fault in faults)]))
         leaves = [self._example(i, x) if isinstance(x, torch.Tensor) else x for i, x in _numbered(flat)]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         model = self._model[0].train(self.training)
@@ -227,7 +223,7 @@ class Parallel(torch.nn.Module):
         factored, choice = bind(self.plan, captured.graph)
         spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, self.plan.mesh)
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
-        run = emit(localize(spmd, self._ranks.rank), self._ranks)
+        run = emit(localize(spmd, self._ranks.rank), self._ranks, loss_only=loss_only)
         tensors: list[torch.Tensor | None] = []
         layouts: list[Layout] = []
         for source in captured.graph.sources:

@@ -175,7 +175,7 @@ class _Single:
                 is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
                 values["loss" if is_loss else "output", f"[{i}]"] = leaf.detach()
                 if is_loss:
-                    leaf.backward()  # type: ignore[no-untyped-call]
+                    leaf.backward()
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 values["gradient", name] = parameter.grad.clone()
@@ -249,8 +249,9 @@ class _Ranks:
             own[buffer] = result[value].detach().clone()
         sources = [s for s in self.spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
         for source in sources:
-            if own[source.value].grad is not None:
-                values["gradient", source.names[0]] = own[source.value].grad.clone()
+            gradient = own[source.value].grad
+            if gradient is not None:
+                values["gradient", source.names[0]] = gradient.clone()
         optimizer = self.optimizers[rank]
         if optimizer is not None:
             optimizer.step()

@@ -1,0 +1,132 @@
+"""Prints what a 2 x 4 data-by-tensor plan really splits of GPT-2, Llama 3, BERT and ViT at full width.
+
+Two layers each, on the meta device: neither devices nor memory are needed. Run ``python benchmarks/split_share.py [model ...]``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import shardwise as sw
+from shardwise.graph.capture import capture
+from shardwise.report.share import SplitShare, share_of_plan, share_table
+
+MESH = sw.Mesh(dp=2, tp=4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on the meta device, the named inputs of one whole batch, and its tensor parallel strategies."""
+
+    build: Callable[[], nn.Module]
+    inputs: Mapping[str, torch.Tensor]
+    strategies: Mapping[str, str]
+
+
+def tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def images(batch: int, size: int) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": torch.zeros(batch, 3, size, size, device="meta"),
+        "labels": torch.zeros(batch, dtype=torch.int64, device="meta"),
+    }
+
+
+# Megatron's plan: the first matrix of every pair is split by columns; attention, the second matrix and its sum follow.
+GPT2_STRATEGIES = {
+    "transformer.wte": "v@tp",
+    "transformer.h.*.attn.c_attn": "n@tp",
+    "transformer.h.*.mlp.c_fc": "n@tp",
+    "lm_head": "n@tp",
+}
+LLAMA_STRATEGIES = {
+    "model.embed_tokens": "v@tp",
+    "model.layers.*.self_attn.[qkv]_proj": "n@tp",
+    "model.layers.*.mlp.gate_proj": "n@tp",
+    "model.layers.*.mlp.up_proj": "n@tp",
+    "lm_head": "n@tp",
+}
+BERT_STRATEGIES = {
+    "bert.embeddings.word_embeddings": "v@tp",
+    "bert.encoder.layer.*.attention.self.query": "n@tp",
+    "bert.encoder.layer.*.attention.self.key": "n@tp",
+    "bert.encoder.layer.*.attention.self.value": "n@tp",
+    "bert.encoder.layer.*.intermediate.dense": "n@tp",
+    "cls.predictions.transform.dense": "n@tp",
+    "cls.predictions.decoder": "n@tp",
+}
+VIT_STRATEGIES = {
+    "vit.embeddings.patch_embeddings.projection": "co@tp",
+    "vit.layers.*.attention.[qkv]_proj": "n@tp",
+    "vit.layers.*.mlp.fc1": "n@tp",
+    "classifier": "n@tp",
+}
+
+CASES = {
+    "gpt2": Case(lambda: GPT2LMHeadModel(GPT2Config(n_layer=2)), tokens(8, 1024), GPT2_STRATEGIES),
+    "llama-3-8b": Case(
+        lambda: LlamaForCausalLM(
+            LlamaConfig(
+                num_hidden_layers=2,
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=128256,
+                max_position_embeddings=8192,
+                rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            )
+        ),
+        tokens(8, 8192),
+        LLAMA_STRATEGIES,
+    ),
+    "bert-base": Case(lambda: BertForMaskedLM(BertConfig(num_hidden_layers=2)), tokens(32, 512), BERT_STRATEGIES),
+    "vit-base": Case(
+        lambda: ViTForImageClassification(ViTConfig(num_hidden_layers=2, num_labels=1000)),
+        images(64, 224),
+        VIT_STRATEGIES,
+    ),
+}
+
+
+def measure(case: Case, mesh: sw.Mesh = MESH) -> SplitShare:
+    """Plan a case in train mode, and the share that the plan splits."""
+    with torch.device("meta"):
+        model = case.build().train()
+    named: dict[str, Any] = dict(case.inputs)
+    plan = sw.plan(model, (), mesh.num_devices, kwargs=named, mesh=mesh, strategies=case.strategies)
+    return share_of_plan(plan, capture(model, (), named).graph)
+
+
+def main(names: list[str]) -> None:
+    shares = {}
+    for name in names or CASES:
+        start = time.perf_counter()
+        shares[name] = measure(CASES[name])
+        print(f"{name}: planned in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    Console(width=180).print(share_table(shares, num_worst=4))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

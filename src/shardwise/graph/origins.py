@@ -1,0 +1,49 @@
+"""Where a traced operator comes from: the path of its module and the line of the user's model.
+
+"The user's line" is the innermost one that is neither in torch nor in shardwise; it is noted while the
+model is traced (``tracing.UserLines``).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+LINE = "shardwise_line"  # the key under which a node's metadata holds its line
+NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+
+
+def module_path(node: Node, prefix: str) -> str:
+    """The path of the module that made a node, without the wrapper's ``prefix``: "layers.0.mlp", "" for the root."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
+    return "" if path == prefix else path.removeprefix(f"{prefix}.")
+
+
+def line_of(node: Node) -> str:
+    """The user's line of a node; that of the next operator for a node that is none."""
+    here: Node = node
+    while here.op != "output":
+        line = (here.meta.get("custom") or {}).get(LINE)
+        if line is not None:
+            return str(line)
+        if isinstance(here.target, OpOverload):
+            break
+        here = here.next
+    return _line_of_trace(node.meta.get("stack_trace") or "")
+
+
+def _line_of_trace(trace: str) -> str:
+    """The innermost user line of a stack trace as text."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    users = [(name, line) for name, line in found if not name.startswith(NOT_USER_CODE)]
+    return f"{Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
+
+
+def first_line(body: GraphModule) -> str:
+    """The user's line of the first operator of a sub-graph."""
+    return next((line for node in body.graph.nodes if node.op == "call_function" and (line := line_of(node))), "")

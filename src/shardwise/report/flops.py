@@ -1,0 +1,107 @@
+"""Floating-point operations of the operators that do the arithmetic of a model: contractions, convolutions, attention.
+
+Counted are the multiplications and additions of one forward call, from the shapes of its operands and results, so that the
+same formula serves the whole operator and the part of one device. A causal mask is not credited. Element-wise operators,
+reductions and copies are not counted: they are bound by memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from shardwise.graph.ir import Op
+from shardwise.graph.schema import arguments
+
+aten = torch.ops.aten
+
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+Flops = Callable[[Op, Shapes, Shapes], int]
+
+
+def flops_of(op: Op, operands: Shapes, results: Shapes) -> int:
+    """The operations of ``op`` on operands and results of these shapes; 0 for operators that are not counted."""
+    count = FLOPS.get(op.target)
+    return 0 if count is None else count(op, operands, results)
+
+
+def _contraction(left: int) -> Flops:
+    """Every element of the result sums over the last dim of operand ``left``."""
+
+    def count(op: Op, operands: Shapes, results: Shapes) -> int:
+        return 2 * prod(results[0]) * operands[left][-1]
+
+    return count
+
+
+def _outer(op: Op, operands: Shapes, results: Shapes) -> int:
+    return prod(results[0])
+
+
+def _addbmm(op: Op, operands: Shapes, results: Shapes) -> int:
+    """The products of a batch, added up."""
+    return 2 * prod(operands[1]) * operands[2][-1]
+
+
+def _einsum(op: Op, operands: Shapes, results: Shapes) -> int:
+    """The product of the sizes of all indices: one multiplication and one addition each."""
+    terms = str(arguments(op)["equation"]).replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str | int, int] = {}
+    for term, shape in zip(terms, operands, strict=True):
+        before, _, after = term.partition("...")
+        dots = range(len(before) - len(shape) + len(after), 0)  # dims of the ellipsis align at its end
+        for index, size in zip((*before, *dots, *after), shape, strict=True):
+            sizes[index] = max(sizes.get(index, 1), size)
+    return 2 * prod(sizes.values())
+
+
+def _convolution(op: Op, operands: Shapes, results: Shapes) -> int:
+    """Every window meets every kernel: windows are places of the result, of the input where it is transposed.
+
+    The weight is ``(g co) ci k...``, transposed ``(g ci) co k...``: either way a place has all channels of one group against
+    the second dim of the weight.
+    """
+    transposed = "transpose" in str(op.target) or bool(arguments(op).get("transposed", False))
+    places = operands[0] if transposed else results[0]
+    return 2 * prod(places) * prod(operands[1][1:])
+
+
+def _attention(op: Op, operands: Shapes, results: Shapes) -> int:
+    """``b h t d, b h s d, b h s e -> b h t e``: scores, and the mean of the values."""
+    query, key = operands[0], operands[1]
+    return 2 * (prod(query) + prod(results[0])) * key[-2]
+
+
+FLOPS: dict[torch._ops.OpOverload, Flops] = {
+    aten.linear.default: _contraction(0),
+    aten.matmul.default: _contraction(0),
+    aten.mm.default: _contraction(0),
+    aten.bmm.default: _contraction(0),
+    aten.mv.default: _contraction(0),
+    aten.dot.default: _contraction(0),
+    aten.outer.default: _outer,
+    aten.addmm.default: _contraction(1),
+    aten.baddbmm.default: _contraction(1),
+    aten.addmv.default: _contraction(1),
+    aten.addbmm.default: _addbmm,
+    aten.einsum.default: _einsum,
+    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys(
+        (
+            aten.convolution.default,
+            aten.conv1d.default,
+            aten.conv1d.padding,
+            aten.conv2d.default,
+            aten.conv2d.padding,
+            aten.conv3d.default,
+            aten.conv3d.padding,
+            aten.conv_transpose1d.default,
+            aten.conv_transpose2d.input,
+            aten.conv_transpose3d.input,
+        ),
+        _convolution,
+    ),
+}

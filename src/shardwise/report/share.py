@@ -1,0 +1,244 @@
+"""How much of a model a plan really splits: of its arithmetic, and of its parameters.
+
+An operator that passes every comparison because it runs whole on every device costs what it costs on one device. Over N devices,
+with ``whole`` operations in the model and ``busiest`` on the device that does most, the share is
+
+    (1 - busiest / whole) / (1 - 1 / N)
+
+1 when every operator is divided by N, 0 when every device does everything. The parameters are measured by the same formula over the axes that
+do not split the inputs: data parallelism keeps them whole on purpose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from rich.table import Table
+
+from shardwise.graph.ir import Graph
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.partition.spmd import Spmd, Step, build_spmd
+from shardwise.plans.decide import bind
+from shardwise.plans.plan import Plan, format_bytes
+from shardwise.report.flops import FLOPS, Shapes, flops_of
+from shardwise.rules.atoms import base_name
+from shardwise.rules.tables import rule_of
+
+MIN_PRINTED = 1e-4  # a remainder of a size that does not divide is not worth a line
+
+
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """An operator or a parameter that is not divided over all devices.
+
+    ``of_total``: what it makes of the FLOPs (of the bytes) of the model. ``lost``: what it takes from the share. ``reason``: the axes that leave it
+    whole, or the sizes that do not divide.
+    """
+
+    name: str
+    of_total: float
+    lost: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class SplitShare:
+    """What a plan splits. ``flops`` and ``parameters`` are shares from 0 to 1, or None where there is nothing to split over (one
+    device; only data axes). ``bytes_sent``: what the busiest device sends in the forward and in the backward pass of a step.
+    ``without_rule``: the operators that run unsplit because nothing is known about them. Worst items first."""
+
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    num_operators: int
+    without_rule: tuple[str, ...]
+    flops: float | None
+    parameters: float | None
+    operators_unsplit: tuple[Unsplit, ...]
+    parameters_unsplit: tuple[Unsplit, ...]
+    bytes_sent: tuple[float, float]
+
+
+def share_of_plan(plan: Plan, graph: Graph) -> SplitShare:
+    """The share that a plan splits of the model it was made for. ``graph``: the captured model; meta tensors will do.
+
+    Raises PlanError when the plan is for another model.
+    """
+    factored, choice = bind(plan, graph)
+    return split_share(build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh))
+
+
+def split_share(spmd: Spmd, *, data_axes: tuple[str, ...] | None = None) -> SplitShare:
+    """The share that a program splits. ``data_axes``: the sub-axes that need not split parameters; by default those that split the inputs."""
+    mesh, graph = spmd.mesh, spmd.graph
+    if data_axes is None:
+        inputs = [spmd.layouts[source.value] for source in graph.sources if source.kind == "input"]
+        data_axes = tuple(axis for axis in mesh.sub_axes if any(axis in layout.positions for layout in inputs))
+    flops, operators_unsplit = _flops(spmd)
+    parameters, parameters_unsplit = _parameters(spmd, data_axes)
+    return SplitShare(
+        mesh=mesh,
+        data_axes=data_axes,
+        num_operators=len(graph.ops),
+        without_rule=tuple(op.name for op in graph.ops if rule_of(op, graph) is None),
+        flops=flops,
+        parameters=parameters,
+        operators_unsplit=operators_unsplit,
+        parameters_unsplit=parameters_unsplit,
+        bytes_sent=_bytes_sent(spmd),
+    )
+
+
+def _flops(spmd: Spmd) -> tuple[float | None, tuple[Unsplit, ...]]:
+    """The share of the operations, and the operators that are not fully split. Equal operators are worked out once."""
+    mesh = spmd.mesh
+    steps = [step for step in spmd.steps if isinstance(step, Step) and step.placed.op.target in FLOPS]
+    kinds = {_kind(step): step for step in steps}
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    whole: dict[object, int] = {}
+    local: dict[object, list[int]] = {}
+    for kind, step in kinds.items():
+        op = step.placed.op
+        whole[kind] = flops_of(op, _shapes(step.operand_layouts), _shapes(step.result_layouts))
+        local[kind] = [
+            flops_of(op, _local_shapes(step.operand_layouts, at), _local_shapes(step.result_layouts, at))
+            for at in coordinates
+        ]
+    count = Counter(map(_kind, steps))
+    total = sum(whole[kind] * times for kind, times in count.items())
+    busiest = max(sum(local[kind][rank] * times for kind, times in count.items()) for rank in range(mesh.num_devices))
+    scale = _scale(total, mesh.num_devices)
+    unsplit = [
+        Unsplit(step.placed.op.name, whole[kind] / total, lost, _reason_of_step(step, mesh))
+        for step in steps
+        if (lost := scale * (max(local[kind := _kind(step)]) - whole[kind] / mesh.num_devices)) > 0
+    ]
+    return _share(total, busiest, mesh.num_devices), tuple(sorted(unsplit, key=lambda item: -item.lost))
+
+
+def _parameters(spmd: Spmd, data_axes: tuple[str, ...]) -> tuple[float | None, tuple[Unsplit, ...]]:
+    """The share of the parameter bytes, and the parameters that are not fully split, over the axes that are not data axes."""
+    mesh = spmd.mesh
+    axes = tuple(axis for axis in mesh.sub_axes if axis not in data_axes)
+    devices = mesh.size_of(axes)
+    coordinates = {tuple(at.items()): at for at in map(mesh.coordinates, range(mesh.num_devices))}
+    sources = [source for source in spmd.graph.sources if source.kind == "parameter"]
+    values = [spmd.graph.by_name[source.value] for source in sources]
+    layouts = [_without(spmd.layouts[source.value], data_axes) for source in sources]
+    held = {
+        layout: [prod(layout.local_shape(at)) for at in coordinates.values()] for layout in dict.fromkeys(layouts)
+    }
+    itemsizes = [value.dtype.itemsize for value in values]
+    total = sum(value.num_bytes for value in values)
+    busiest = max(
+        sum(held[layout][rank] * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True))
+        for rank in range(mesh.num_devices)
+    )
+    scale = _scale(total, devices)
+    unsplit = [
+        Unsplit(source.names[0], value.num_bytes / total, lost, _reason_of_layout(layout, axes))
+        for source, value, layout in zip(sources, values, layouts, strict=True)
+        if (lost := scale * (max(held[layout]) * value.dtype.itemsize - value.num_bytes / devices)) > 0
+    ]
+    return _share(total, busiest, devices), tuple(sorted(unsplit, key=lambda item: -item.lost))
+
+
+def _share(total: int, busiest: int, devices: int) -> float | None:
+    return (1 - busiest / total) / (1 - 1 / devices) if total and devices > 1 else None
+
+
+def _scale(total: int, devices: int) -> float:
+    """What an operation or byte too many on the busiest device takes from the share."""
+    return 1 / (total * (1 - 1 / devices)) if total and devices > 1 else 0.0
+
+
+def _kind(step: Step) -> tuple[object, ...]:
+    """What the operations of a step depend on."""
+    op = step.placed.op
+    constants = tuple(arg for arg in op.args if isinstance(arg, str))  # the equation of an einsum
+    return op.target, constants, step.operand_layouts, step.result_layouts
+
+
+def _shapes(layouts: tuple[Layout, ...]) -> Shapes:
+    return tuple(layout.shape for layout in layouts)
+
+
+def _local_shapes(layouts: tuple[Layout, ...], coordinates: Mapping[str, int]) -> Shapes:
+    return tuple(layout.local_shape(coordinates) for layout in layouts)
+
+
+def _without(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    """The layout as if the devices along some axes were one."""
+    dims = tuple(
+        tuple(Atom(atom.size, tuple(axis for axis in atom.axes if axis not in axes)) for atom in dim) for dim in layout.dims
+    )
+    return replace(layout, dims=dims)
+
+
+def _reason_of_step(step: Step, mesh: Mesh) -> str:
+    """``whole over tp``, or ``h: 8 over 3`` for a factor whose size does not divide."""
+    strategy = step.placed.strategy
+    idle = tuple(axis for axis in mesh.sub_axes if not any(axis in axes for _, axes in strategy.factors))
+    uneven = [
+        f"{base_name(factor)}: {size} over {mesh.size_of(axes)}"
+        for factor, axes in strategy.factors
+        if (size := step.placed.rule.factor(factor).size) % mesh.size_of(axes)
+    ]
+    return _reason(idle, uneven, mesh)
+
+
+def _reason_of_layout(layout: Layout, axes: tuple[str, ...]) -> str:
+    uneven = [
+        f"dim {d}: {atom.size} over {layout.mesh.size_of(atom.axes)}"
+        for d, dim in enumerate(layout.dims)
+        for atom in dim
+        if atom.size % layout.mesh.size_of(atom.axes)
+    ]
+    return _reason(tuple(axis for axis in axes if axis not in layout.positions), uneven, layout.mesh)
+
+
+def _reason(idle: tuple[str, ...], uneven: list[str], mesh: Mesh) -> str:
+    return ", ".join([f"whole over {mesh.format_axes(idle)}"] * bool(idle) + uneven)
+
+
+def _bytes_sent(spmd: Spmd) -> tuple[float, float]:
+    """Bytes that the busiest device sends, by the bandwidth-optimal algorithm of every collective: forward, backward."""
+    forward = backward = 0.0
+    for conversion in spmd.conversions:
+        forward += conversion.itemsize * sum(move.num_sent() for move in conversion.moves)
+        if spmd.receives_gradient(conversion):
+            backward += conversion.itemsize * sum(move.num_sent(backward=True) for move in conversion.moves)
+    return forward, backward
+
+
+def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Table:
+    """One row per model, with the operators and parameters that cost it most."""
+    table = Table(show_lines=True, title="What the plan really splits")
+    for header in ("model", "mesh", "ops", "no rule", "FLOPs", "parameter bytes", "sent per device", "worst items"):
+        table.add_column(header, justify="left" if header in ("model", "mesh", "worst items") else "right")
+    for model, share in shares.items():
+        forward, backward = share.bytes_sent
+        table.add_row(
+            model,
+            str(share.mesh),
+            str(share.num_operators),
+            str(len(share.without_rule)),
+            _percent(share.flops),
+            _percent(share.parameters),
+            f"{format_bytes(forward)} forward\n{format_bytes(backward)} backward",
+            "\n".join(_worst(share.operators_unsplit, num_worst) + _worst(share.parameters_unsplit, num_worst)) or "-",
+        )
+    return table
+
+
+def _worst(items: tuple[Unsplit, ...], number: int) -> list[str]:
+    printed = [item for item in items if item.lost >= MIN_PRINTED]
+    more = [f"... {len(printed) - number} more"] if len(printed) > number else []
+    return [f"{item.name}: {item.of_total:.2%} of all, {item.reason}" for item in printed[:number]] + more
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"

@@ -1,0 +1,69 @@
+"""The verifier finds every broken invariant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.graph.capture import capture
+from shardwise.graph.ir import Ref, Value
+from shardwise.graph.verify import verify_graph
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def graph():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return self.fc(x).sum()
+
+    found = capture(Counts(), (torch.ones(2, 3),)).graph
+    verify_graph(found, types=True)
+    return found
+
+
+def with_op(graph, index, **changes):
+    ops = list(graph.ops)
+    ops[index] = replace(ops[index], **changes)
+    return replace(graph, ops=tuple(ops))
+
+
+BROKEN = {
+    "duplicate values": lambda g: replace(g, values=(*g.values, g.values[0])),
+    "duplicate ops": lambda g: with_op(g, 1, name=g.ops[0].name),
+    "before it is defined": lambda g: replace(g, ops=tuple(reversed(g.ops))),
+    "not registered": lambda g: with_op(g, -1, results=("other",)),
+    "produced twice": lambda g: with_op(g, -1, results=g.ops[0].results),
+    "nothing produces": lambda g: replace(g, values=(*g.values, Value("extra", (), torch.float32))),
+    "writes into self": lambda g: with_op(g, -1, target=aten.relu_.default),
+    "output nowhere": lambda g: replace(g, outputs=(Ref("nowhere"),)),
+    "the loss linear": lambda g: replace(g, loss="linear"),
+    "loss nowhere": lambda g: replace(g, loss="nowhere"),
+    "not a buffer": lambda g: replace(g, mutations=(("fc.bias", "fc.bias"),)),
+    "mutation of count writes": lambda g: replace(g, mutations=(("count", "linear"),)),
+    "mutated twice": lambda g: replace(g, mutations=g.mutations * 2),
+    "constraint on nowhere": lambda g: replace(g, constraints=(("nowhere", "[2]"),)),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_broken_graph_is_refused(graph, message):
+    with pytest.raises(AssertionError, match=message):
+        verify_graph(BROKEN[message](graph))
+
+
+def test_stated_types_are_compared_with_the_operators(graph):
+    wrong = replace(graph, values=tuple(replace(v, shape=(9,)) if v.name == "linear" else v for v in graph.values))
+    verify_graph(wrong)
+    with pytest.raises(AssertionError, match="linear is stated as"):
+        verify_graph(wrong, types=True)
