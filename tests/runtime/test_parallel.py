@@ -89,6 +89,30 @@ def test_four_ranks_train_as_one_process(name: str, run_ranks: RunRanks) -> None
     assert held == total if name == "auto" else held < 0.6 * total
 
 
+def collectives_of_a_step() -> tuple[list[tuple[str, str, int]], list[tuple[str, str, int]], str]:
+    """On a rank: what it takes part in during a forward and a backward pass, and the plan."""
+    model = make_gpt()
+    par = sw.parallelize(model, make_plan("tp"))
+    ids, labels = batch(8, 0)
+    par(ids, labels)
+    passes = []
+    par._ranks.record = []
+    loss = par(ids, labels)
+    passes.append([(c.kind, par.plan.mesh.format_axes(c.axes), c.num_bytes) for c in par._ranks.record])
+    par._ranks.record.clear()
+    loss.backward()
+    passes.append([(c.kind, par.plan.mesh.format_axes(c.axes), c.num_bytes) for c in par._ranks.record])
+    return passes[0], passes[1], par.plan.to_json()
+
+
+def test_ranks_perform_exactly_the_collectives_that_the_plan_lists(run_ranks: RunRanks) -> None:
+    for forward, backward, text in run_ranks(collectives_of_a_step, 4, time_limit_seconds=240):
+        plan = sw.Plan.from_json(text)
+        assert forward == [(c.kind, c.axes, c.num_bytes) for c in plan.collectives()]
+        assert backward == [(c.kind, c.axes, c.num_bytes) for c in plan.collectives(backward=True)]
+        assert {"tp", "dp"} <= {axes for _, axes, _ in backward}
+
+
 def train_on_local_inputs() -> list[float]:
     """On a rank: every rank passes its own part of the batch."""
     with sw.deferred(seed=0):

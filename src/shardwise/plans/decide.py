@@ -133,7 +133,7 @@ def bind(plan: Plan, graph: Graph, *, widened: bool = False) -> tuple[Factored, 
     _check_sources(plan, graph, widened)
     rules = rules_of(graph)
     factored = factor_graph(graph, rules)
-    exact = _same_inputs(plan, graph) and {op.name for op in graph.ops} == set(plan.strategies)
+    exact = same_inputs(plan, graph) and {op.name for op in graph.ops} == set(plan.strategies)
     if not exact and not {op.name for op in graph.ops} & set(plan.strategies):
         raise PlanError("the plan is for another model: no operator has the same name")
     fixed: Choices = {}
@@ -166,7 +166,8 @@ def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, str]:
     return {**choices, **{axis: "I" for axis in mesh.sub_axes if axis not in choices}}
 
 
-def _same_inputs(plan: Plan, graph: Graph) -> bool:
+def same_inputs(plan: Plan, graph: Graph) -> bool:
+    """Whether the graph is for the inputs that the plan was made for."""
     have = tuple(
         (source.names[0], graph.by_name[source.value].shape) for source in graph.sources if source.kind == "input"
     )

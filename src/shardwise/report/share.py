@@ -45,11 +45,21 @@ class Unsplit:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BytesSent:
+    """What the busiest device sends in a step, by the bandwidth-optimal algorithm of every collective. ``delivered``: in order to hand the
+    outputs (the logits, say) and the buffers whole to the user; the rest of the forward pass is ``forward``."""
+
+    forward: float
+    backward: float
+    delivered: float
+
+
 @dataclass(frozen=True)
 class SplitShare:
     """What a plan splits. ``flops`` and ``parameters`` are shares from 0 to 1, or None where there is nothing to split over (one
-    device; only data axes). ``bytes_sent``: what the busiest device sends in the forward and in the backward pass of a step.
-    ``without_rule``: the operators that run unsplit because nothing is known about them. Worst items first."""
+    device; only data axes). ``without_rule``: the operators that run unsplit because nothing is known about them. Worst items first.
+    """
 
     mesh: Mesh
     data_axes: tuple[str, ...]
@@ -59,7 +69,7 @@ class SplitShare:
     parameters: float | None
     operators_unsplit: tuple[Unsplit, ...]
     parameters_unsplit: tuple[Unsplit, ...]
-    bytes_sent: tuple[float, float]
+    bytes_sent: BytesSent
 
 
 def share_of_plan(plan: Plan, graph: Graph) -> SplitShare:
@@ -204,14 +214,17 @@ def _reason(idle: tuple[str, ...], uneven: list[str], mesh: Mesh) -> str:
     return ", ".join([f"whole over {mesh.format_axes(idle)}"] * bool(idle) + uneven)
 
 
-def _bytes_sent(spmd: Spmd) -> tuple[float, float]:
-    """Bytes that the busiest device sends, by the bandwidth-optimal algorithm of every collective: forward, backward."""
-    forward = backward = 0.0
+def _bytes_sent(spmd: Spmd) -> BytesSent:
+    forward = backward = delivered = 0.0
     for conversion in spmd.conversions:
-        forward += conversion.itemsize * sum(move.num_sent() for move in conversion.moves)
+        sent = conversion.itemsize * sum(move.num_sent() for move in conversion.moves)
+        if conversion.op:
+            forward += sent
+        else:
+            delivered += sent
         if spmd.receives_gradient(conversion):
             backward += conversion.itemsize * sum(move.num_sent(backward=True) for move in conversion.moves)
-    return forward, backward
+    return BytesSent(forward, backward, delivered)
 
 
 def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Table:
@@ -220,7 +233,7 @@ def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Tabl
     for header in ("model", "mesh", "ops", "no rule", "FLOPs", "parameter bytes", "sent per device", "worst items"):
         table.add_column(header, justify="left" if header in ("model", "mesh", "worst items") else "right")
     for model, share in shares.items():
-        forward, backward = share.bytes_sent
+        sent = share.bytes_sent
         table.add_row(
             model,
             str(share.mesh),
@@ -228,7 +241,7 @@ def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Tabl
             str(len(share.without_rule)),
             _percent(share.flops),
             _percent(share.parameters),
-            f"{format_bytes(forward)} forward\n{format_bytes(backward)} backward",
+            f"{format_bytes(sent.forward)} forward\n{format_bytes(sent.backward)} backward\n{format_bytes(sent.delivered)} outputs",
             "\n".join(_worst(share.operators_unsplit, num_worst) + _worst(share.parameters_unsplit, num_worst)) or "-",
         )
     return table

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.layouts.conversions import Collective
 from shardwise.layouts.mesh import Mesh
 from shardwise.runtime.moves import Exchange, Steps
 
@@ -30,6 +31,7 @@ class Communicator:
         self.mesh = mesh
         self.rank = dist.get_rank()
         self.coordinates = mesh.coordinates(self.rank)
+        self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
         self._members: dict[tuple[str, ...], tuple[int, ...]] = {}
 
@@ -62,6 +64,8 @@ class Communicator:
 
     def exchange(self, request: Exchange) -> list[torch.Tensor]:
         """Answer a request. Members are in the order of ``request.axes``, not of their ranks."""
+        if self.record is not None:
+            self.record.append(Collective(request.kind, request.axes, request.num_bytes))
         group = self._groups[frozenset(request.axes)]
         if request.axes not in self._members:
             self._members[request.axes] = self.mesh.group(request.axes, self.rank)

@@ -33,6 +33,16 @@ class Exchange:
     reduction: str = "sum"
 
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole message on this rank: the gathered tensor of an all_gather, the input of the others."""
+        if self.kind == "all_gather":
+            count = sum(prod(shape) for shape in self.shapes)
+        else:
+            count = sum(tensor.numel() for tensor in self.tensors)
+        return count * self.tensors[0].element_size()
+
+
 Steps = Generator[Exchange, list[torch.Tensor], torch.Tensor]
 
 

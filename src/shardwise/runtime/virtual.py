@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
-from shardwise.layouts.conversions import COLLECTIVES, Move, Primitive
+from shardwise.layouts.conversions import COLLECTIVES, Collective, Move, Primitive
 from shardwise.layouts.mesh import Mesh
 from shardwise.runtime.moves import Exchange, Steps, run_primitive
-
-
-class Record(list[tuple[str, tuple[str, ...], int]]):
-    """The collectives performed, in order: (kind, sub-axes, bytes of the whole message on the busiest rank)."""
 
 
 class VirtualCluster:
@@ -26,7 +22,7 @@ class VirtualCluster:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
-        self.record = Record()
+        self.record: list[Collective] = []  # what was performed, in order; bytes on the busiest rank
 
     def convert(self, tensors: Sequence[torch.Tensor], moves: Sequence[Move]) -> list[torch.Tensor]:
         """Convert every rank's tensor through the moves, differentiably."""
@@ -50,12 +46,8 @@ class VirtualCluster:
         return [_finish(step, answer) for step, answer in zip(steps, answers, strict=True)]
 
     def _log(self, requests: list[Exchange]) -> None:
-        first = requests[0]
-        if first.kind == "all_gather":
-            sizes = [sum(_numel(shape) for shape in request.shapes) for request in requests]
-        else:
-            sizes = [sum(tensor.numel() for tensor in request.tensors) for request in requests]
-        self.record.append((first.kind, first.axes, max(sizes) * first.tensors[0].element_size()))
+        largest = max(request.num_bytes for request in requests)
+        self.record.append(Collective(requests[0].kind, requests[0].axes, largest))
 
 
 def _finish(step: Steps, answer: list[torch.Tensor] | None) -> torch.Tensor:
@@ -103,13 +95,6 @@ def _reduce(tensors: list[torch.Tensor], reduction: str) -> torch.Tensor:
         else:
             total = torch.logical_or(total, tensor).to(total.dtype)
     return total
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 class _VirtualMove(torch.autograd.Function):

@@ -1,0 +1,64 @@
+"""Real models in train mode, with dropout: under a plan they are the models of one device, and the plan splits them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from models.tiny_models import MODELS, TinyModel, gpt2, llama
+from shardwise.graph.capture import capture
+from shardwise.report.share import SplitShare, share_of_plan
+
+
+def build(tiny: TinyModel, batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return tiny.build().train(), tiny.inputs(batch)
+
+
+def verified_share(tiny: TinyModel, mesh: sw.Mesh, *, batch: int = 8, **choices: Any) -> SplitShare:
+    """Plan and verify; what the plan splits."""
+    model, inputs = build(tiny, batch)
+    plan = sw.plan(model, (), mesh.num_devices, kwargs=inputs, mesh=mesh, **choices)
+    report = sw.verify(model, (), plan, kwargs=inputs)
+    assert report.ok, str(report)
+    kinds = {difference.kind for difference in report.differences}
+    assert {"loss", "output", "gradient", "parameter"} <= kinds, kinds
+    return share_of_plan(plan, capture(model, (), inputs).graph)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_automatic_plan_on_eight_devices_equals_one_device_and_splits_all_of_the_arithmetic(name):
+    share = verified_share(MODELS[name], sw.Mesh(dp=8))
+    assert share.without_rule == ()
+    assert share.flops == pytest.approx(1.0)
+    assert share.parameters is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_data_by_tensor_plan_equals_one_device_and_splits_arithmetic_and_parameters(name):
+    share = verified_share(MODELS[name], sw.Mesh(dp=2, tp=4), strategies=MODELS[name].strategies)
+    assert share.without_rule == ()
+    assert share.flops is not None
+    assert share.flops >= 0.95
+    assert share.parameters is not None
+    assert share.parameters >= 0.85  # norms and positions are no longer small against matrices 32 wide
+
+
+def test_the_batch_of_gpt2_is_divided_over_six_devices():
+    share = verified_share(gpt2(), sw.Mesh(x=6), batch=6)
+    assert share.flops == pytest.approx(1.0)
+
+
+def test_heads_that_do_not_divide_are_shared_out_unevenly():
+    share = verified_share(gpt2(heads=4), sw.Mesh(dp=2, tp=3), batch=4, strategies=gpt2().strategies)
+    assert share.flops is not None
+    assert 0.7 < share.flops < 0.95  # one of three devices has two heads of four
+
+
+def test_llama_runs_with_more_tensor_ranks_than_key_heads():
+    share = verified_share(llama(heads=6, key_heads=2), sw.Mesh(dp=2, tp=3), batch=4, strategies=llama().strategies)
+    assert share.without_rule == ()
