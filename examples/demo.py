@@ -32,7 +32,13 @@ HERE = Path(__file__).parent
 
 def run(console: Console, title: str, command: list[str], out: Path) -> dict[str, object]:
     """Run one training with a progress bar fed by its output; returns its losses and text."""
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("loss {task.fields[loss]}"))
+    columns = (
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+    )
     process = subprocess.Popen([*command, "--steps", str(STEPS), "--out", str(out)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with Progress(*columns, console=console) as progress:
@@ -79,9 +85,13 @@ def main() -> None:
     for step in sorted({0, *range(4, STEPS, 5), STEPS - 1}):
         table.add_row(str(step + 1), *(f"{losses[name][step]:.6f}" for name in titles))
     console.print(table)
-    worst = {name: max(abs(a - b) for a, b in zip(losses[name], losses["none"], strict=True)) for name in ("auto", "2x4")}
+    worst = {
+        name: max(abs(a - b) for a, b in zip(losses[name], losses["none"], strict=True)) for name in ("auto", "2x4")
+    }
     for name, difference in worst.items():
-        console.print(f"largest difference of {titles[name]} from one process: {difference:.2g} (tolerance {TOLERANCE:g})")
+        console.print(
+            f"largest difference of {titles[name]} from one process: {difference:.2g} (tolerance {TOLERANCE:g})"
+        )
     console.rule("text written by the model of the 2 x 4 plan")
     console.print(str(results["2x4"]["text"]), markup=False, highlight=False)
     same = results["2x4"]["text"] == results["none"]["text"]

@@ -1,8 +1,8 @@
 """Trains the byte-level GPT on real text: on one device, or on all ranks under a plan.
 
-    python examples/train_gpt.py                                      one device, plain PyTorch
-    shardwise run -n 8 examples/train_gpt.py --plan auto              eight ranks, everything chosen
-    shardwise run -n 8 examples/train_gpt.py --plan 2x4               two-way data by four-way tensor parallelism
+python examples/train_gpt.py                                      one device, plain PyTorch
+shardwise run -n 8 examples/train_gpt.py --plan auto              eight ranks, everything chosen
+shardwise run -n 8 examples/train_gpt.py --plan 2x4               two-way data by four-way tensor parallelism
 """
 
 from __future__ import annotations

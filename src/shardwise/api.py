@@ -82,7 +82,9 @@ def _plan_of(
         parameters=tensors("parameter"),
         buffers=tensors("buffer"),
         operators=tuple(
-            OperatorEntry(op.name, str(op.target), str(rules[op.name]), choice.strategies[op.name].format(mesh), op.source)
+            OperatorEntry(
+                op.name, str(op.target), str(rules[op.name]), choice.strategies[op.name].format(mesh), op.source
+            )
             for op in graph.ops
         ),
         conversions=tuple(_conversion_entry(c, spmd) for c in spmd.conversions),

@@ -98,9 +98,22 @@ def write_parameter(self, x):
     return x
 
 
-def write_out(self, x):
-    y = torch.empty(4, 4)
-    return torch.add(y, 1, out=y)
+def inference(self, x):
+    with torch.inference_mode():
+        return x * 2
+
+
+def inner_gradient(self, x):
+    return torch.autograd.grad(x.sin().sum(), self.weight)[0]
+
+
+def statistics(self, x):
+    return torch.nn.functional.instance_norm(x[None], self.table.clone(), self.table.clone(), use_input_stats=True)
+
+
+def several_outputs(self, x):
+    y, z = torch.empty(4), torch.empty(4, dtype=torch.long)
+    return torch.max(self.table[None], 0, out=(y, z))
 
 
 def write_under_no_grad(self, x):
@@ -142,7 +155,10 @@ CASES = [
     (reentrant, 1, "re-entrant", "use_reentrant=False"),
     (autocast, 2, "autocast", "precision="),
     (write_parameter, 1, r"\.data", "optimizer"),
-    (write_out, 2, "add", "out="),
+    (inference, 2, "inference_mode", "no_grad"),
+    (inner_gradient, 1, r"autograd\.grad", "create_graph=True"),
+    (statistics, 1, "running statistics", "track_running_stats=False"),
+    (several_outputs, 2, "max writes into max, max_values", "returns its result"),
     (write_under_no_grad, 2, "no_grad", "new tensor"),
     (reshape_in_place, 2, r"t_\(\)", r"x\.t\("),
     (random, 1, "randn_like", "nn.Dropout"),

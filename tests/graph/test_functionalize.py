@@ -102,9 +102,16 @@ def narrow_and_expand(self, x):
     return y
 
 
+def out_argument(self, x):
+    y, z = torch.empty_like(x), torch.zeros(2, 4, 3, dtype=x.dtype)
+    torch.add(x, 1, out=y)
+    torch.div(x, 2, out=z[1])
+    return y * self.w, z
+
+
 PROGRAMS = [
     assign_column, assign_row_slice, write_after_view, write_into_parts, masked, fresh, integers, index_put, diagonal,
-    narrow_and_expand,
+    narrow_and_expand, out_argument,
 ]  # fmt: skip
 
 
@@ -181,6 +188,13 @@ def test_a_batch_norm_called_twice_updates_its_statistics_twice():
             return self.norm(self.norm(x) * 2 + 1)
 
     check_against_eager(Twice(), torch.randn(5, 3, dtype=torch.float64))
+
+
+def test_spectral_norm_updates_its_vectors():
+    torch.manual_seed(0)
+    layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)).double()
+    captured = check_against_eager(layer, torch.randn(2, 3, dtype=torch.float64), calls=2)
+    assert len(captured.graph.mutations) == 2
 
 
 def test_batch_norm_in_evaluation_stays():

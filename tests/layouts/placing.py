@@ -51,7 +51,8 @@ def scatter(full: Tensor, layout: Layout, generator: torch.Generator) -> list[Te
         drawn = [torch.randn(full.shape, generator=generator, dtype=full.dtype) for _ in distinct[1:]]
         summands = dict(zip(distinct, [full - sum(drawn), *drawn], strict=True))
     return [
-        shard(summands[keys[rank]], bare, layout.mesh.coordinates(rank)).clone() for rank in range(layout.mesh.num_devices)
+        shard(summands[keys[rank]], bare, layout.mesh.coordinates(rank)).clone()
+        for rank in range(layout.mesh.num_devices)
     ]
 
 

@@ -99,7 +99,9 @@ def test_uneven_shards_are_the_same_whether_axes_are_merged_or_not() -> None:
         by_two = Layout(nested, ((Atom(size, ("x", "y")),),))
         by_one = Layout(merged, ((Atom(size, ("z.0", "z.1")),),))
         for rank in range(6):
-            assert by_two.atom_pieces(0, 0, nested.coordinates(rank)) == by_one.atom_pieces(0, 0, merged.coordinates(rank))
+            assert by_two.atom_pieces(0, 0, nested.coordinates(rank)) == by_one.atom_pieces(
+                0, 0, merged.coordinates(rank)
+            )
         outer = Layout(nested, ((Atom(size, ("x",)),),))
         for rank in range(6):
             start, length = outer.atom_pieces(0, 0, nested.coordinates(rank))

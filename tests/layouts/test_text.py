@@ -22,7 +22,9 @@ from layouts.placing import MESHES, random_layout
 def test_a_layout_parses_back_to_the_same_placement(seed: int) -> None:
     rng = random.Random(seed)
     mesh = rng.choice(MESHES)
-    atoms = tuple(tuple(rng.choice((1, 2, 3, 4, 5, 8)) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(0, 3)))
+    atoms = tuple(
+        tuple(rng.choice((1, 2, 3, 4, 5, 8)) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(0, 3))
+    )
     layout = random_layout(rng, mesh, atoms)
     assert parse_layout(format_layout(layout, torch.bfloat16), mesh) == layout.canonical()
 

@@ -28,6 +28,7 @@ from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
 from shardwise.graph.origins import first_line, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
+from shardwise.graph.tracing import AUTOCAST_FIX
 from shardwise.graph.views import write_through
 
 aten = torch.ops.aten
@@ -143,7 +144,7 @@ class Functionalizer:
                     problem(
                         "a torch.autocast region inside the model can not be captured",
                         source=first_line(body) or origin.source,
-                        fix="cast explicitly with .to(dtype), or leave autocast out and plan with precision=",
+                        fix=AUTOCAST_FIX,
                     )
                 )
             return self._inline(body, operands, self._grad)
@@ -156,6 +157,8 @@ class Functionalizer:
             return self._write(node, op, written)
         if target is aten.batch_norm.default and arguments(op)["training"]:
             return self._batch_norm(node, op)
+        if target is aten.instance_norm.default and _updates_statistics(arguments(op)):
+            raise _write_error("instance norm updates running statistics", op, "track_running_stats=False")
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
@@ -291,14 +294,13 @@ class Functionalizer:
         tensor.version = version
 
     def _write(self, node: Node, op: Op, written: tuple[str, ...]) -> Tensor:
-        """An in-place operator: its functional form, and the result stored."""
-        first = op.target._schema.arguments[0].name
+        """An in-place operator, or one with ``out=``: its functional form, and the result stored."""
         name = operator_name(op.target)
-        if written != (first,) or not name.endswith("_") or not isinstance(node.args[0], Node):
-            raise _write_error(
-                f"{name} writes into {', '.join(written)}", op, "use the form that returns its result, without out="
-            )
-        tensor = self._tensor(node.args[0])
+        outside = written == ("out",) and returns_one_tensor(op.target)
+        written_node = node.kwargs.get("out") if outside else node.args[0]
+        if not isinstance(written_node, Node) or not (outside or (name.endswith("_") and len(written) == 1)):
+            raise _write_error(f"{name} writes into {', '.join(written)}", op, "use the form that returns its result")
+        tensor = self._tensor(written_node)
         before = self.emitter.value(self.read(tensor))
         if name == "detach_":
             if before.requires_grad:
@@ -314,14 +316,16 @@ class Functionalizer:
         name = operator_name(op.target)
         given = arguments(op)
         if name in ("fill_", "zero_") and not isinstance(given.get("value"), Ref):
-            args, kwargs = (before.shape, given.get("value", 0)), (("dtype", before.dtype),)
-            return self._apply(replace(op, target=aten.full.default, args=args, kwargs=kwargs))[0]
+            dtype = (("dtype", before.dtype),)
+            full = replace(op, target=aten.full.default, args=(before.shape, given.get("value", 0)), kwargs=dtype)
+            return self._apply(full)[0]
         if name in ("copy_", "fill_"):
             new: Ref = given["src"] if name == "copy_" else given["value"]
             if not self._grad:
                 new = self._detach(new.name)
         else:
-            new = self._apply(replace(op, target=_functional_form(op)))[0]
+            kwargs = tuple((key, value) for key, value in op.kwargs if key != "out")
+            new = self._apply(replace(op, target=_functional_form(op), kwargs=kwargs))[0]
         if self.emitter.value(new).dtype != before.dtype:
             new = self.emitter.emit(aten.to.dtype, new, before.dtype)
         if self.emitter.value(new).shape != before.shape:
@@ -344,6 +348,10 @@ class Functionalizer:
 def region_mark(number: int) -> str:
     """The provisional scope of an operator of a region."""
     return f"#{number}"
+
+
+def _updates_statistics(given: dict[str, Any]) -> bool:
+    return bool(given["use_input_stats"]) and given["running_mean"] is not None
 
 
 def _on_base(view: Op | None, base: Ref) -> Op:
@@ -374,16 +382,16 @@ def _explicit(op: Op, val: Any) -> Op:
 
 
 def _functional_form(op: Op) -> OpOverload:
-    """The operator that computes what an in-place one writes."""
-    name = operator_name(op.target)[:-1]
+    """What an in-place operator, or one with ``out=``, writes is computed by the one with the same other arguments."""
+    schema = op.target._schema
+    name = operator_name(op.target).removesuffix("_")
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if a.name != "out"]
     packet = getattr(aten, name, None)
-    overload = {"bernoulli.float": "p", "bernoulli.Tensor": "default"}.get(
-        f"{name}.{op.target._overloadname}", op.target._overloadname
-    )
-    if packet is None or overload not in packet.overloads():
-        raise _write_error(f"{name}_() has no form without mutation", op, "make a new tensor")
-    functional: OpOverload = getattr(packet, overload)
-    return functional
+    for overload in () if packet is None else packet.overloads():
+        functional: OpOverload = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in functional._schema.arguments] == wanted and returns_one_tensor(functional):
+            return functional
+    raise _write_error(f"{operator_name(op.target)} has no form without mutation", op, "make a new tensor")
 
 
 def _write_error(what: str, op: Op, fix: str) -> CaptureError:

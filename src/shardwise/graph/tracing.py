@@ -34,6 +34,8 @@ from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
 from shardwise.graph.origins import LINE, NOT_USER_CODE
 
+_TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
+AUTOCAST_FIX = "cast explicitly with .to(dtype), or leave autocast out and plan with precision="
 _CUSTOM_FUNCTION = str(Path(torch.__file__).parent / "autograd" / "function.py")
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
@@ -78,7 +80,12 @@ class TracedCall(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = _buffers_by_owner(self.module)
-        output, loss = self._call(self.module, tensors)
+        try:
+            output, loss = self._call(self.module, tensors)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # whatever the model raises becomes an error with the model's line
+            raise _explained(error) from error
         leaves, spec = pytree.tree_flatten(output)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = None
@@ -162,6 +169,16 @@ class UserLines(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = user_line(sys._getframe(1))
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(problem("torch.inference_mode hides its region", source=line, fix="use torch.no_grad"))
+        if func is torch.autograd.grad and not (kwargs or {}).get("create_graph"):
+            raise CaptureError(
+                problem(
+                    "torch.autograd.grad inside the model gives a result that its own gradient must not pass",
+                    source=line,
+                    fix="pass create_graph=True, or take the gradient outside the model",
+                )
+            )
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 raise CaptureError(
@@ -240,6 +257,7 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
             warnings.filterwarnings("ignore", message=r".*(attribute|assigned) .*export.*")
+            warnings.filterwarnings("error", message=r".*Disabling autocast.*")  # CUDA's, where there is no CUDA
             yield
     finally:
         for logger, was in zip(loggers, disabled, strict=True):
@@ -268,24 +286,27 @@ def _explained(error: Exception) -> CaptureError:
                 fix="compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers",
             )
         )
+    fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"
+    if "autocast" in first:
+        fix = AUTOCAST_FIX
     return CaptureError(
-        problem(
-            f"the model can not be captured: {type(error).__name__}: {first}",
-            source=source,
-            fix="the call must run on fake (data-free) tensors",
-        )
+        problem(f"the model can not be captured: {type(error).__name__}: {first}", source=source, fix=fix)
     )
 
 
 def _line_of(error: BaseException) -> str:
-    line = ""
+    """The innermost user line of a traceback; that of a torch module if the user called it from outside the model."""
+    line = module_line = ""
     inside = False
     step = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
+        here = f"{Path(code.co_filename).name}:{step.tb_lineno}"
         if code is TracedCall.forward.__code__:
             inside = True
         elif inside and not code.co_filename.startswith(NOT_USER_CODE):
-            line = f"{Path(code.co_filename).name}:{step.tb_lineno}"
+            line = here
+        elif inside and code.co_filename.startswith(_TORCH_MODULES):
+            module_line = here
         step = step.tb_next
-    return line
+    return line or module_line

@@ -13,7 +13,8 @@ from shardwise.layouts.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class ClassicalView:
-    """``tensor_map``: per tensor dim a device dim counted from the right, -1 for none, or a tuple of several (major first)."""
+    """``tensor_map``: per tensor dim a device dim counted from the right, -1 for none, or a tuple of several (major
+    first)."""
 
     device_matrix: tuple[int, ...]
     tensor_map: tuple[int | tuple[int, ...], ...]
@@ -23,8 +24,8 @@ class ClassicalView:
 
 
 def classical_view(layout: Layout) -> ClassicalView:
-    """Neighbouring sub-axes that do the same merge into one device dim. Atoms within a dim and partial states are not shown: the
-    view is defined for placements that split whole dims."""
+    """Neighbouring sub-axes that do the same merge into one device dim. Atoms within a dim and partial states are not
+    shown: the view is defined for placements that split whole dims."""
     mesh = layout.mesh
     runs: list[tuple[object, list[str]]] = []
     for axis in mesh.sub_axes:

@@ -1,9 +1,9 @@
 """The sixteen conversions between states: which collective in forward, which in backward.
 
-This table and the rules are all there is to parallelism: data, tensor, sequence, context and expert parallelism and ZeRO
-are choices of layouts. The backward of a conversion L -> T is the forward of dual(T) -> dual(L), where the dual layout is
-that of the cotangent (S and I stay, R becomes P, P becomes whole everywhere); ``tests/layouts`` checks the table
-against that identity.
+This table and the rules are all there is to parallelism: data, tensor, sequence, context and expert parallelism and
+ZeRO are choices of layouts. The backward of a conversion L -> T is the forward of dual(T) -> dual(L), where the dual
+layout is that of the cotangent (S and I stay, R becomes P, P becomes whole everywhere); ``tests/layouts`` checks the
+table against that identity.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ CELLS: dict[tuple[str, str], Cell] = {
 
 @dataclass(frozen=True)
 class Move:
-    """One step of a redistribution: sub-axes ``axes`` (major first, one collective over their product) go from one state
-    to another; all of them leave the same atom, or arrive at the same atom.
+    """One step of a redistribution: sub-axes ``axes`` (major first, one collective over their product) go from one
+    state to another; all of them leave the same atom, or arrive at the same atom.
 
     ``source`` and ``target`` are the layouts before and after, over the same atoms.
     """
@@ -103,8 +103,8 @@ class Move:
 class Collective:
     """A collective as the plan lists it and the virtual cluster records it: what one rank takes part in.
 
-    ``num_bytes``: bytes of the whole message on the busiest rank (the gathered tensor of an all_gather, the input of the
-    others).
+    ``num_bytes``: bytes of the whole message on the busiest rank (the gathered tensor of an all_gather, the input of
+    the others).
     """
 
     kind: str

@@ -7,8 +7,8 @@ On every (sub-)axis of the mesh a value is in one of four states:
 ``R`` replicated   each device holds the whole, consumers do different work; the cotangent is a summand on each device
 ``P`` partial      each device holds a summand; the cotangent is whole everywhere
 
-A tensor dim is a product of *atoms*, major first, and an axis shards one atom of one dim: the 2,304 columns of GPT-2's fused
-projection are ``(3 12@tp 64)``, whose shards are not contiguous. An atom may be sharded over several axes, major
+A tensor dim is a product of *atoms*, major first, and an axis shards one atom of one dim: the 2,304 columns of GPT-2's
+fused projection are ``(3 12@tp 64)``, whose shards are not contiguous. An atom may be sharded over several axes, major
 first. Sizes need not divide: with N devices along its axes, device i of an atom of size n holds its rows
 ``floor(i n / N)`` to ``floor((i+1) n / N)``, which is the same whether the axes are seen one by one or merged.
 """
@@ -36,8 +36,8 @@ class Atom:
 
 @dataclass(frozen=True)
 class Layout:
-    """One state per sub-axis. ``dims``: the atoms of every tensor dim (at least one each). ``states``: the sub-axes that are
-    neither sharding an atom nor invariant, with ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, in device order.
+    """One state per sub-axis. ``dims``: the atoms of every tensor dim (at least one each). ``states``: the sub-axes
+    that are neither sharding an atom nor invariant, with ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, in device order.
 
     Layouts compare by value; ``canonical()`` gives equal results for layouts that place every element equally.
     """
@@ -115,7 +115,8 @@ class Layout:
         return all(atom.size % self.mesh.size_of(atom.axes) == 0 for dim in self.dims for atom in dim)
 
     def moved(self, axis_states: Mapping[str, str | tuple[int, int]]) -> Layout:
-        """The layout with some sub-axes put elsewhere: a state, or a position (dim, atom) where it is appended as the minor-most."""
+        """The layout with some sub-axes put elsewhere: a state, or a position (dim, atom) where it is appended as the
+        minor-most."""
         dims = [[list(atom.axes) for atom in dim] for dim in self.dims]
         for dim in dims:
             for axes in dim:
@@ -142,7 +143,8 @@ class Layout:
         return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
 
     def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
-        """The same placement written over finer atoms (their sizes, per dim). Raises LayoutError where there is none."""
+        """The same placement written over finer atoms (their sizes, per dim). Raises LayoutError where there is
+        none."""
         if tuple(map(prod, atoms)) != self.shape:
             raise LayoutError(f"a layout of shape {list(self.shape)} does not describe {[list(a) for a in atoms]}")
         dims = tuple(_refine(dim, sizes, self.mesh) for dim, sizes in zip(self.dims, atoms, strict=True))
@@ -207,7 +209,9 @@ def _spread(atom: Atom, sizes: tuple[int, ...], mesh: Mesh) -> list[Atom]:
             left //= mesh.sizes[axes[0]] if not last else 1
             own.append(axes.pop(0))
         if axes and left != 1:
-            raise LayoutError(f"{atom.size} over {mesh.format_axes(atom.axes)} is not a sharding of ({' '.join(map(str, sizes))})")
+            raise LayoutError(
+                f"{atom.size} over {mesh.format_axes(atom.axes)} is not a sharding of ({' '.join(map(str, sizes))})"
+            )
         result.append(Atom(size, tuple(own)))
     return result
 

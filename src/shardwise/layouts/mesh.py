@@ -1,8 +1,8 @@
 """The mesh: named axes of devices, and the prime sub-axes into which they divide.
 
 A mesh has no devices in it: it is shape and names. Ranks are numbered row-major over the axes, the last axis fastest
-(and, by convention, closest). Axes of composite size divide into *sub-axes* of prime size, major first, so that two operators
-which see the same eight devices as ``(2, 4)`` and as ``(8, 1)`` speak about the same three binary sub-axes.
+(and, by convention, closest). Axes of composite size divide into *sub-axes* of prime size, major first, so that two
+operators which see the same eight devices as ``(2, 4)`` and as ``(8, 1)`` speak about the same three binary sub-axes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def prime_factors(number: int) -> tuple[int, ...]:
 class Mesh:
     """Named mesh axes with their sizes: ``Mesh(dp=2, tp=4)`` is eight devices.
 
-    ``sub_axes`` are the prime parts: an axis of prime size is its own sub-axis (``dp``), the others number theirs, major
-    first (``tp.0``, ``tp.1``); axes of size 1 have none. Layouts and strategies name sub-axes; texts may name whole axes.
+    ``sub_axes`` are the prime parts: an axis of prime size is its own sub-axis (``dp``), the others number theirs,
+    major first (``tp.0``, ``tp.1``); axes of size 1 have none. Layouts and strategies name sub-axes; texts may name
+    whole axes.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -1,8 +1,8 @@
 """Redistribution: the cheapest list of moves from one layout of a tensor to another.
 
 Layouts are the nodes of a graph whose edges are single moves; the list is a shortest path under a price function that
-is passed in (by default the bytes that the busiest rank sends in forward and backward, then the number of messages). Only layouts
-over positions that the two ends use are visited.
+is passed in (by default the bytes that the busiest rank sends in forward and backward, then the number of messages).
+Only layouts over positions that the two ends use are visited.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Price = Callable[[Move, bool], tuple[float, ...]]
 
 
 def bytes_then_messages(move: Move, differentiable: bool) -> tuple[float, ...]:
-    """Elements sent by the busiest rank in forward and backward, the number of messages, then the elements held afterwards (which
-    prefers slicing early), then the number of moves."""
+    """Elements sent by the busiest rank in forward and backward, the number of messages, then the elements held
+    afterwards (which prefers slicing early), then the number of moves."""
     sent = move.num_sent() + (move.num_sent(backward=True) if differentiable else 0.0)
     messages = (move.entry.forward in COLLECTIVES) + (differentiable and move.entry.backward in COLLECTIVES)
     return sent, float(messages), float(move.target.max_local_numel), 1.0
@@ -118,9 +118,7 @@ def _shortest(source: Layout, target: Layout, differentiable: bool, price: Price
     return _fuse(path[::-1])
 
 
-def _moves(
-    layout: Layout, target: Layout, positions: tuple[tuple[int, int], ...], has_kinds: bool
-) -> Iterator[Move]:
+def _moves(layout: Layout, target: Layout, positions: tuple[tuple[int, int], ...], has_kinds: bool) -> Iterator[Move]:
     """All single moves from a layout; runs of axes that leave one atom together move as one."""
     for d, dim in enumerate(layout.dims):
         for i, atom in enumerate(dim):
@@ -136,13 +134,17 @@ def _moves(
         if state != "S":
             by_state.setdefault(state, []).append(axis)
     for state, axes in by_state.items():
-        wheres: tuple[str | tuple[int, int], ...] = ("I",) if state in PARTIAL_KINDS and state != "P" else ("I", "R", "P", *positions)
+        wheres: tuple[str | tuple[int, int], ...] = (
+            ("I",) if state in PARTIAL_KINDS and state != "P" else ("I", "R", "P", *positions)
+        )
         for where in wheres:
             if where == state:
                 continue
-            wanted = [a for a in axes if target.positions.get(a) == where] if isinstance(where, tuple) else [
-                a for a in axes if target.state_of[a] == where
-            ]
+            wanted = (
+                [a for a in axes if target.positions.get(a) == where]
+                if isinstance(where, tuple)
+                else [a for a in axes if target.state_of[a] == where]
+            )
             for axis in axes:
                 yield _move(layout, (axis,), where)
             if len(wanted) > 1:

@@ -1,8 +1,9 @@
 """Strategies: which mesh axes split which factors of an operator, and the layouts that follow.
 
 ``"m@dp n@tp"`` splits factor m over axis dp and n over tp. An axis that is assigned to no factor makes every device
-along it repeat the work (``I``, the default), or repeat it for consumers that do different work (``R@tp``), or passes a partial sum
-through an operator that is linear in it (``P@tp``; ``P1@tp`` for the second group of operands it is linear in).
+along it repeat the work (``I``, the default), or repeat it for consumers that do different work (``R@tp``), or passes a
+partial sum through an operator that is linear in it (``P@tp``; ``P1@tp`` for the second group of operands it is linear
+in).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ REDUCTION_STATES = {"sum": "P", "max": "Pmax", "min": "Pmin", "any": "Pany"}
 
 @dataclass(frozen=True)
 class Strategy:
-    """``factors``: factor -> the sub-axes that split it, major first. ``rest``: sub-axis -> ``R`` or ``P0``, ``P1``, ...
+    """``factors``: factor -> the sub-axes that split it, major first. ``rest``: sub-axis -> ``R`` or ``P0``, ``P1``,
+    ...
 
     Sub-axes in neither are invariant (the work is repeated).
     """
@@ -32,7 +34,8 @@ class Strategy:
 
     @staticmethod
     def of(choices: Mapping[str, str]) -> Strategy:
-        """From sub-axis -> factor, ``I``, ``R`` or ``P<group>``; axes of one factor are major first in the mapping's order."""
+        """From sub-axis -> factor, ``I``, ``R`` or ``P<group>``; axes of one factor are major first in the mapping's
+        order."""
         factors: dict[str, tuple[str, ...]] = {}
         rest: list[tuple[str, str]] = []
         for axis, choice in choices.items():
@@ -115,7 +118,8 @@ class Applied:
 
 
 def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
-    """Rule + strategy -> layouts. A lowered factor gives the layouts around the lowering: results that lack it are invariant."""
+    """Rule + strategy -> layouts. A lowered factor gives the layouts around the lowering: results that lack it are
+    invariant."""
     kinds = {factor.name: factor for factor in rule.factors}
 
     def layout(dims: Dims, states: dict[str, str]) -> Layout:

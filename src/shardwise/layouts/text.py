@@ -31,9 +31,7 @@ def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
     def atom_text(atom: Atom) -> str:
         return f"{atom.size}@{mesh.format_axes(atom.axes)}" if atom.axes else str(atom.size)
 
-    dims = [
-        atom_text(dim[0]) if len(dim) == 1 else "(" + " ".join(map(atom_text, dim)) + ")" for dim in layout.dims
-    ]
+    dims = [atom_text(dim[0]) if len(dim) == 1 else "(" + " ".join(map(atom_text, dim)) + ")" for dim in layout.dims]
     text = (format_dtype(dtype) if dtype else "") + "[" + ", ".join(dims) + "]"
     for state in ("R", *PARTIAL_KINDS):
         axes = tuple(axis for axis, own in layout.states if own == state)
@@ -44,7 +42,8 @@ def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
-    """The inverse of ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or LayoutError."""
+    """The inverse of ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or
+    LayoutError."""
     match = re.match(r"\s*\w*\s*\[", text)
     if match is None:
         raise NotationError(caret(text, 0, "a layout reads [32@dp, 512, 4096@tp]"))

@@ -1,7 +1,9 @@
-"""Lowering: an operator whose strategy splits a ``lowered`` factor becomes a small graph of operators that can be split.
+"""Lowering: an operator whose strategy splits a ``lowered`` factor becomes a small graph of operators that can be
+split.
 
-The rule names the program as an ordinary function over tensors. It is captured like a model, and its operators get their strategies
-by following the layouts of the operands, so that a lowering is priced, printed and verified like everything else.
+The rule names the program as an ordinary function over tensors. It is captured like a model, and its operators get
+their strategies by following the layouts of the operands, so that a lowering is priced, printed and verified like
+everything else.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
 
     collect((args, tuple(value for _, value in kwargs)))
     examples = tuple(
-        torch.empty(s.shape, dtype=s.dtype, device="meta", requires_grad=s.requires_grad) for _, s in sorted(slots.items())
+        torch.empty(s.shape, dtype=s.dtype, device="meta", requires_grad=s.requires_grad)
+        for _, s in sorted(slots.items())
     )
 
     def call(*tensors: torch.Tensor) -> Any:
@@ -138,7 +141,8 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
 def lower_all(
     graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
 ) -> tuple[tuple[PlacedOp, ...], Graph]:
-    """Every operator with its rule and strategy, lowered where its strategy asks for it; and the graph of what results."""
+    """Every operator with its rule and strategy, lowered where its strategy asks for it; and the graph of what
+    results."""
     placed: list[PlacedOp] = []
     values = list(graph.values)
     for op in graph.ops:

@@ -82,8 +82,8 @@ def factor_pieces(
 
 
 def _with_operands(op: Op, call: Call, operands: tuple[str, ...]) -> Call:
-    """The call with every operand under the name of its conversion. An operand that occurs twice may be in two layouts: the
-    references are replaced in order of occurrence where the call keeps them all, by name otherwise."""
+    """The call with every operand under the name of its conversion. An operand that occurs twice may be in two layouts:
+    the references are replaced in order of occurrence where the call keeps them all, by name otherwise."""
     occurrences = list(op.operands)
     names = list(operands)
 

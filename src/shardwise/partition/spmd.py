@@ -1,7 +1,7 @@
 """From strategies to the one program that all ranks run: operators in their layouts, and the conversions between them.
 
-Two uses of a value in the same layout share one conversion, made where it is first needed (so that in backward the collectives
-interleave with the computation). Every tensor the model returns is delivered invariant.
+Two uses of a value in the same layout share one conversion, made where it is first needed (so that in backward the
+collectives interleave with the computation). Every tensor the model returns is delivered invariant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from shardwise.rules.rule import OpRule
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``. ``op``: the consumer it was first made for."""
+    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``. ``op``: the consumer
+    it was first made for."""
 
     value: str
     result: str
@@ -55,7 +56,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Spmd:
-    """The program of all ranks. ``layouts``: every value (and every conversion's result) -> its layout. ``graph`` is the lowered graph.
+    """The program of all ranks. ``layouts``: every value (and every conversion's result) -> its layout. ``graph`` is
+    the lowered graph.
 
     ``outputs``: per flattened output the name of a value that is whole on every rank, or a constant; ``loss`` likewise;
     ``mutations``: (buffer value, name of the value in the buffer's layout).
@@ -78,8 +80,8 @@ class Spmd:
         return tuple(c for conversion in self.conversions for c in conversion.collectives())
 
     def backward_collectives(self) -> tuple[Collective, ...]:
-        """Every collective of one backward pass, in the order in which autograd runs them: newest conversion first, and only those
-        through which a gradient of the loss flows."""
+        """Every collective of one backward pass, in the order in which autograd runs them: newest conversion first, and
+        only those through which a gradient of the loss flows."""
         return tuple(
             c
             for conversion in reversed(self.conversions)
@@ -116,7 +118,8 @@ def build_spmd(
     sources: Mapping[str, Layout],
     mesh: Mesh,
 ) -> Spmd:
-    """Insert the conversions. ``rules``: the divided rules; ``sources``: source value -> the layout it is stored or delivered in.
+    """Insert the conversions. ``rules``: the divided rules; ``sources``: source value -> the layout it is stored or
+    delivered in.
 
     Raises LayoutError naming the operator when a strategy is not one of its own.
     """
@@ -163,7 +166,8 @@ class _Builder:
         return self.convert(value, Layout.whole(self.mesh, self.graph.by_name[value].shape), "")
 
     def convert(self, value: str, target: Layout, op: str) -> str:
-        """The name under which ``value`` is available in ``target``; without gradient, replicated and invariant are the same."""
+        """The name under which ``value`` is available in ``target``; without gradient, replicated and invariant are the
+        same."""
         info, source = self.graph.by_name[value], self.layouts[value]
         if not info.requires_grad:
             source, target = _gradient_free(source), _gradient_free(target)

@@ -2,9 +2,9 @@
 
 ``view(64, 2304) -> (64, 3, 12, 64)`` says that the 2,304 columns are a product of three parts, and whatever produces
 them (a linear layer, its weight, its bias) can be split along the part that the consumer keeps apart. So the cut points
-of every dim travel along the rules, forwards and backwards, until nothing changes; then each factor of each rule is divided at
-its cut points. A cut that does not nest with those already known stays where it arose: the redistribution between the two
-views is then a real one.
+of every dim travel along the rules, forwards and backwards, until nothing changes; then each factor of each rule is
+divided at its cut points. A cut that does not nest with those already known stays where it arose: the redistribution
+between the two views is then a real one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.rules.rule import Dims, Factor, OpRule
 
 @dataclass(frozen=True)
 class Factored:
-    """``rules``: op name -> its rule with the factors divided (``n`` -> ``n.0``, ``n.1``). ``atoms``: value -> per dim the sizes
-    of its atoms, major first."""
+    """``rules``: op name -> its rule with the factors divided (``n`` -> ``n.0``, ``n.1``). ``atoms``: value -> per dim
+    the sizes of its atoms, major first."""
 
     rules: Mapping[str, OpRule]
     atoms: Mapping[str, tuple[tuple[int, ...], ...]]
@@ -53,7 +53,8 @@ class _Cuts:
 def factor_graph(
     graph: Graph, rules: Mapping[str, OpRule], given: Mapping[str, tuple[tuple[int, ...], ...]] | None = None
 ) -> Factored:
-    """Divide the factors of all rules at the fixed point of the graph's cut points. ``given``: atoms that some values have from outside."""
+    """Divide the factors of all rules at the fixed point of the graph's cut points. ``given``: atoms that some values
+    have from outside."""
     value_cuts = {v.name: tuple(_Cuts(size) for size in v.shape) for v in graph.values}
     for name, known in (given or {}).items():
         for cuts, sizes in zip(value_cuts[name], known, strict=True):

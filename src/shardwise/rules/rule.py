@@ -68,7 +68,8 @@ class LocalContext:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A local operator call: what a rank executes in place of the op. ``target`` is an OpOverload (ATen or ``shardwise::``)."""
+    """A local operator call: what a rank executes in place of the op. ``target`` is an OpOverload (ATen or
+    ``shardwise::``)."""
 
     target: OpOverload
     args: tuple[Arg, ...]
@@ -76,8 +77,9 @@ class Call:
 
 
 Localize = Callable[[Op, LocalContext], Call]
-# A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the same result with operators
-# that all have rules. It is traced with fake tensors; its operators are then split like any others.
+# A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the
+# same result with operators that all have rules. It is traced with fake tensors; its operators are then split like any
+# others.
 Lowering = Callable[..., Any]
 
 
@@ -85,11 +87,11 @@ Lowering = Callable[..., Any]
 class OpRule:
     """The rule of one op of a graph.
 
-    ``factors`` in the order in which split counts are mapped to mesh axes (order of first appearance in operands, then results).
-    ``operands`` follow ``op.operands``; ``results`` follow ``op.results``.
-    ``linear``: groups of operand positions; the operator is jointly linear in each group while the others are held fixed
-    (add: ``((0, 1),)``; mul and matmul: ``((0,), (1,))``; cast, view: ``((0,),)``), so partial sums may pass through.
-    ``localize``: the call with the sizes that a rank needs (None: the same arguments work on shards).
+    ``factors`` in the order in which split counts are mapped to mesh axes (order of first appearance in operands, then
+    results). ``operands`` follow ``op.operands``; ``results`` follow ``op.results``.
+    ``linear``: groups of operand positions; the operator is jointly linear in each group while the others are held
+    fixed (add: ``((0, 1),)``; mul and matmul: ``((0,), (1,))``; cast, view: ``((0,),)``), so partial sums may pass
+    through. ``localize``: the call with the sizes that a rank needs (None: the same arguments work on shards).
     ``lowering``: the program that replaces the operator when a ``lowered`` factor is split.
     """
 

@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 
 def from_rank_zero(compute: Callable[[], T]) -> T:
-    """``compute()`` of rank 0 on every rank. Every rank must call this; an error that a user can mend is raised on all of them."""
+    """``compute()`` of rank 0 on every rank. Every rank must call this; an error that a user can mend is raised on all
+    of them."""
     outcome: T | ShardwiseError | None = None
     if dist.get_rank() == 0:
         try:

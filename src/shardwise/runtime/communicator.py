@@ -1,7 +1,7 @@
 """Collectives on real ranks: the exchanges of ``runtime.moves`` over ``torch.distributed`` process groups.
 
-Only the groups that a program uses are created, in the same order on every rank. Gloo has no uneven all-gather and no booleans: uneven
-pieces are padded to the largest (their sizes are known from the layouts), booleans travel as bytes.
+Only the groups that a program uses are created, in the same order on every rank. Gloo has no uneven all-gather and no
+booleans: uneven pieces are padded to the largest (their sizes are known from the layouts), booleans travel as bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A rank's program as an ``nn.Module`` around a ``torch.fx.GraphModule``: ordinary operators on local tensors and, between them,
-conversions whose backward is the other column of the table."""
+"""A rank's program as an ``nn.Module`` around a ``torch.fx.GraphModule``: ordinary operators on local tensors and,
+between them, conversions whose backward is the other column of the table."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class _Convert(torch.autograd.Function):
         ctx.moves, ctx.ranks = moves, ranks
         result = tensor
         for move in moves:
-            result = ranks.perform(
-                run_primitive(move.entry.forward, move, result, ranks.coordinates, backward=False)
-            )
+            result = ranks.perform(run_primitive(move.entry.forward, move, result, ranks.coordinates, backward=False))
         return result.view_as(result) if result is tensor else result
 
     @staticmethod
@@ -57,8 +55,9 @@ class Convert(torch.nn.Module):
 def emit(program: Program, ranks: Communicator, *, loss_only: bool = False) -> fx.GraphModule:
     """The program as a GraphModule.
 
-    It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of mutations).
-    With ``loss_only`` there are no outputs, and what only they need (gathering the logits, say) is left out.
+    It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of
+    mutations). With ``loss_only`` there are no outputs, and what only they need (gathering the logits, say) is left
+    out.
     """
     spmd = program.spmd
     graph = fx.Graph()
@@ -99,7 +98,9 @@ def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node]) -> No
         return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
 
     call = graph.call_function(
-        local.call.target, tuple(fill(arg) for arg in local.call.args), {key: fill(arg) for key, arg in local.call.kwargs}
+        local.call.target,
+        tuple(fill(arg) for arg in local.call.args),
+        {key: fill(arg) for key, arg in local.call.kwargs},
     )
     call.meta["op"], call.meta["source"] = local.op, local.source
     schema = local.call.target._schema.returns

@@ -1,7 +1,7 @@
 """Moves as local tensor arithmetic around one exchange with the other ranks.
 
-Each primitive is a generator: it yields the one ``Exchange`` it needs (or none) and receives the tensors of the group, so
-that real ranks and the virtual cluster run the same code and differ only in who performs the exchange.
+Each primitive is a generator: it yields the one ``Exchange`` it needs (or none) and receives the tensors of the group,
+so that real ranks and the virtual cluster run the same code and differ only in who performs the exchange.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from shardwise.layouts.layout import Layout
 class Exchange:
     """A request to the communicator on behalf of one rank.
 
-    ``kind``: ``all_gather`` (every member receives the list of all members' ``tensors[0]``), ``reduce_scatter`` (member i receives the sum
-    of everybody's ``tensors[i]``), ``all_reduce`` (the ``reduction`` of everybody's ``tensors[0]``), ``all_to_all`` (member i receives everybody's
-    ``tensors[i]``). ``shapes``: the shapes that arrive, one per received tensor. Members are ordered along ``axes``, major first.
+    ``kind``: ``all_gather`` (every member receives the list of all members' ``tensors[0]``), ``reduce_scatter`` (member
+    i receives the sum of everybody's ``tensors[i]``), ``all_reduce`` (the ``reduction`` of everybody's ``tensors[0]``),
+    ``all_to_all`` (member i receives everybody's ``tensors[i]``). ``shapes``: the shapes that arrive, one per received
+    tensor. Members are ordered along ``axes``, major first.
     """
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -31,7 +32,6 @@ class Exchange:
     tensors: tuple[torch.Tensor, ...]
     shapes: tuple[tuple[int, ...], ...]
     reduction: str = "sum"
-
 
     @property
     def num_bytes(self) -> int:
@@ -51,8 +51,8 @@ def run_primitive(
 ) -> Steps:
     """Apply one primitive of a move to the local tensor of the rank at ``coordinates``.
 
-    In forward the tensor goes from ``move.source`` to ``move.target``; in backward the cotangent goes from the layout of the target to
-    that of the source.
+    In forward the tensor goes from ``move.source`` to ``move.target``; in backward the cotangent goes from the layout
+    of the target to that of the source.
     """
     before, after = (move.target, move.source) if backward else (move.source, move.target)
     if primitive == "none":
@@ -106,8 +106,8 @@ def _slice(
     member: Mapping[str, int],
     holder: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
-    """What ``member`` holds in ``after``, cut out of the tensor that ``holder`` (by default the member itself) has in ``before``;
-    ``after`` shards one more atom over ``axes``."""
+    """What ``member`` holds in ``after``, cut out of the tensor that ``holder`` (by default the member itself) has in
+    ``before``; ``after`` shards one more atom over ``axes``."""
     dim, atom = after.positions[axes[0]]
     base, _ = before.atom_pieces(dim, atom, holder or member)
     start, length = after.atom_pieces(dim, atom, member)
@@ -129,9 +129,7 @@ def _zero_pad(
     return _close(whole, dim, len(atoms[dim]))
 
 
-def _join(
-    pieces: list[torch.Tensor], held: list[tuple[tuple[int, ...], ...]], dim: int, atom: int
-) -> torch.Tensor:
+def _join(pieces: list[torch.Tensor], held: list[tuple[tuple[int, ...], ...]], dim: int, atom: int) -> torch.Tensor:
     """Concatenate pieces along one atom of one dim; ``held``: the local atom sizes of each piece."""
     opened = [_open(piece, atoms, dim) for piece, atoms in zip(pieces, held, strict=True)]
     return _close(torch.cat(opened, dim + atom), dim, len(held[0][dim]))

@@ -54,12 +54,14 @@ def parallelize(
 ) -> Parallel:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
-    ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where several ranks
-    give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether calls pass the whole batch
-    on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module on the meta device get their values
-    (``runtime.materialize``; by default the seed given to ``sw.deferred``); a module with values keeps them. ``seed`` also starts dropout.
+    ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
+    several ranks give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
+    calls pass the whole batch on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module
+    on the meta device get their values (``runtime.materialize``; by default the seed given to ``sw.deferred``); a
+    module with values keeps them. ``seed`` also starts dropout.
 
-    Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or the ranks.
+    Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
+    the ranks.
     """
     if not dist.is_initialized():
         raise LaunchError(
@@ -69,7 +71,9 @@ def parallelize(
             )
         )
     if inputs not in ("global", "local"):
-        raise ShardwiseError(f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}')
+        raise ShardwiseError(
+            f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}'
+        )
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if size != agreed.mesh.num_devices:
@@ -101,7 +105,9 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
     if broken:
         raise LaunchError(f"rank {', '.join(map(str, broken))} could not load its plan")
     if states[0] is None:
-        raise LaunchError(problem("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None"))
+        raise LaunchError(
+            problem("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
+        )
     others = [i for i, state in enumerate(states) if state not in (None, states[0])]
     if others:
         shown = ", ".join(f"rank {i} has {states[i][:12]}" for i in others[:4])
@@ -121,8 +127,8 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
 
 
 class Parallel(torch.nn.Module):
-    """This rank's shards of a module. ``named_parameters()`` gives them under the original names, so any element-wise ``torch.optim``
-    optimizer updates them as one device would."""
+    """This rank's shards of a module. ``named_parameters()`` gives them under the original names, so any element-wise
+    ``torch.optim`` optimizer updates them as one device would."""
 
     def __init__(
         self,
@@ -144,7 +150,9 @@ class Parallel(torch.nn.Module):
         self._hold(module, seed, init)
         self.train(module.training)
 
-    def _hold(self, module: torch.nn.Module, seed: int | None, init: Callable[[str, torch.Tensor], None] | None) -> None:
+    def _hold(
+        self, module: torch.nn.Module, seed: int | None, init: Callable[[str, torch.Tensor], None] | None
+    ) -> None:
         """Register this rank's shard of every parameter and buffer, one full tensor at a time."""
         _check_module(module, self.plan)
         held: dict[str, torch.Tensor] = {}

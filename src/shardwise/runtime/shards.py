@@ -10,7 +10,8 @@ from shardwise.layouts.layout import Layout
 
 
 def shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """What the rank at ``coordinates`` holds of a global tensor in a layout without partial states: a view where possible."""
+    """What the rank at ``coordinates`` holds of a global tensor in a layout without partial states: a view where
+    possible."""
     assert not layout.partial_axes, f"a partial value has no shards: {layout}"
     opened = full.reshape(tuple(atom.size for dim in layout.dims for atom in dim))
     position = 0

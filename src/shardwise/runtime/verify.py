@@ -1,9 +1,10 @@
 """``verify``: a plan on the virtual cluster against the module on one device, in float64.
 
-Compared are the loss, every output, every gradient, the buffers, and parameters and buffers after optimizer steps. The error of a tensor is its
-largest difference over the largest magnitude of the reference tensor, but not over less than 1e-6 (gradients) or 1e-3 (others) of the largest
-magnitude among all tensors of its kind: a gradient that is zero by mathematics (a key's bias) has no meaningful relative error of its
-own, and an optimizer that divides by its size makes a parameter of the noise.
+Compared are the loss, every output, every gradient, the buffers, and parameters and buffers after optimizer steps. The
+error of a tensor is its largest difference over the largest magnitude of the reference tensor, but not over less than
+1e-6 (gradients) or 1e-3 (others) of the largest magnitude among all tensors of its kind: a gradient that is zero by
+mathematics (a key's bias) has no meaningful relative error of its own, and an optimizer that divides by its size makes
+a parameter of the noise.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Difference:
 class Report:
     """The outcome of a verification.
 
-    ``differences``: worst first. ``forward``, ``backward``: the collectives that were performed in the first step; ``planned_forward`` and
-    ``planned_backward`` those that the program lists.
+    ``differences``: worst first. ``forward``, ``backward``: the collectives that were performed in the first step;
+    ``planned_forward`` and ``planned_backward`` those that the program lists.
     """
 
     differences: tuple[Difference, ...]
@@ -103,11 +104,13 @@ def verify(
     tolerance: float = TOLERANCE,
     seed: int | None = None,
 ) -> Report:
-    """Run ``steps`` optimizer steps of ``module`` under ``plan`` on the virtual cluster and on one device, both in float64.
+    """Run ``steps`` optimizer steps of ``module`` under ``plan`` on the virtual cluster and on one device, both in
+    float64.
 
-    ``example_inputs``: a tuple of positional inputs (or one tensor), whole, with values. Floating-point inputs, parameters, buffers and casts
-    to lower precision inside the model are widened in both programs; dropout draws the same hashed masks in both.
-    ``seed``: of the initial values of parameters on the meta device. Raises PlanError when the plan does not fit.
+    ``example_inputs``: a tuple of positional inputs (or one tensor), whole, with values. Floating-point inputs,
+    parameters, buffers and casts to lower precision inside the model are widened in both programs; dropout draws the
+    same hashed masks in both. ``seed``: of the initial values of parameters on the meta device. Raises PlanError when
+    the plan does not fit.
     """
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     _need_values((args, kwargs))
@@ -140,12 +143,13 @@ def verify(
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:
-    """Whether the plan lists what was recorded, kind by kind and axis by axis (bytes differ: here everything is float64). A plan that was
-    edited lists nothing, and one for other inputs nothing that could be compared."""
+    """Whether the plan lists what was recorded, kind by kind and axis by axis (bytes differ: here everything is
+    float64). A plan that was edited lists nothing, and one for other inputs nothing that could be compared."""
     if not plan.conversions or not same_inputs(plan, graph):
         return True
     return all(
-        [(c.kind, plan.mesh.format_axes(c.axes)) for c in record] == [(c.kind, c.axes) for c in plan.collectives(backward=backward)]
+        [(c.kind, plan.mesh.format_axes(c.axes)) for c in record]
+        == [(c.kind, c.axes) for c in plan.collectives(backward=backward)]
         for record, backward in zip(records, (False, True), strict=True)
     )
 
@@ -153,7 +157,10 @@ def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> 
 def _need_values(inputs: Any) -> None:
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves(inputs)):
         raise ShardwiseError(
-            problem("verify needs inputs with values, not meta tensors", fix="pass a real batch; planning takes meta tensors")
+            problem(
+                "verify needs inputs with values, not meta tensors",
+                fix="pass a real batch; planning takes meta tensors",
+            )
         )
 
 
@@ -180,7 +187,9 @@ Values = dict[tuple[str, str], torch.Tensor]  # (kind, name) -> tensor
 class _Single:
     """The module on one device."""
 
-    def __init__(self, module: torch.nn.Module, captured: Capture, loss: Callable[..., Any] | None, optimizer: str) -> None:
+    def __init__(
+        self, module: torch.nn.Module, captured: Capture, loss: Callable[..., Any] | None, optimizer: str
+    ) -> None:
         self.module, self.captured, self.loss = copy.deepcopy(module), captured, loss
         self.optimizer = _optimizer(optimizer, [p for p in self.module.parameters() if p.requires_grad])
 

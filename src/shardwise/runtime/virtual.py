@@ -1,7 +1,7 @@
 """The virtual cluster: all ranks' programs in lockstep in one process, every collective done as arithmetic.
 
-It is the oracle of the tests and what ``shardwise.verify`` shows. It keeps a record of the collectives it performs, which must be
-exactly those the plan lists.
+It is the oracle of the tests and what ``shardwise.verify`` shows. It keeps a record of the collectives it performs,
+which must be exactly those the plan lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class VirtualCluster:
             tensors = _VirtualMove.apply(self, move, *tensors)
         return list(tensors)
 
-    def perform(self, primitive: Primitive, move: Move, tensors: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
+    def perform(
+        self, primitive: Primitive, move: Move, tensors: Sequence[torch.Tensor], backward: bool
+    ) -> list[torch.Tensor]:
         """One primitive on all ranks, in lockstep."""
         steps: list[Steps] = [
             run_primitive(primitive, move, tensor, coordinates, backward=backward)
@@ -78,7 +80,9 @@ def exchange_all(mesh: Mesh, requests: Sequence[Exchange]) -> list[list[torch.Te
             position = index if request.kind == "reduce_scatter" else 0
             answer = [_reduce([requests[member].tensors[position] for member in group], request.reduction)]
         for tensor, shape in zip(answer, request.shapes, strict=True):
-            assert tuple(tensor.shape) == shape, f"{request.kind} over {request.axes}: {tuple(tensor.shape)}, not {shape}"
+            assert tuple(tensor.shape) == shape, (
+                f"{request.kind} over {request.axes}: {tuple(tensor.shape)}, not {shape}"
+            )
         answers.append(answer)
     return answers
 

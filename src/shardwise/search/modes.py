@@ -2,8 +2,9 @@
 
 ``stand_alone``    every device does everything
 ``data_parallel``  the batch is split over the whole mesh, parameters are whole everywhere
-``semi_auto``      operators without a strategy default to data parallelism; views, casts and the operators of one annotated call follow
-``auto``           (``sharding_propagation``) everything follows what is fixed; where nothing is fixed, data parallelism
+``semi_auto``      operators without a strategy default to data parallelism; views, casts and the operators of one
+annotated call follow ``auto``           (``sharding_propagation``) everything follows what is fixed; where nothing is
+fixed, data parallelism
 """
 
 from __future__ import annotations
@@ -35,9 +36,16 @@ class Choice:
 
 
 def choose(
-    graph: Graph, factored: Factored, mesh: Mesh, mode: str, fixed: Choices, *, storage: Mapping[str, dict[str, Where]] | None = None
+    graph: Graph,
+    factored: Factored,
+    mesh: Mesh,
+    mode: str,
+    fixed: Choices,
+    *,
+    storage: Mapping[str, dict[str, Where]] | None = None,
 ) -> Choice:
-    """Complete ``fixed`` (op -> sub-axis -> choice) in the given mode. ``storage``: where some sources are kept, if that is fixed too."""
+    """Complete ``fixed`` (op -> sub-axis -> choice) in the given mode. ``storage``: where some sources are kept, if
+    that is fixed too."""
     if mode not in MODES:
         raise ShardwiseError(f"unknown mode {mode!r}: it is one of {', '.join(MODES)}")
     if mode in ("stand_alone", "data_parallel") and fixed:
@@ -68,8 +76,8 @@ def choose(
 
 
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
-    """The sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those that no strategy
-    mentions."""
+    """The sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those that no
+    strategy mentions."""
     mentioned = {axis for choices in fixed.values() for axis, choice in choices.items() if choice != "I"}
     named = [name for name, _ in mesh.axes if name in DATA_AXES]
     return tuple(
@@ -147,7 +155,8 @@ def _batch_where(
 
 
 def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str], mesh: Mesh) -> dict[str, Where]:
-    """Axes over the atoms of a dim, major first; what does not divide is split unevenly while every device gets a share."""
+    """Axes over the atoms of a dim, major first; what does not divide is split unevenly while every device gets a
+    share."""
     sizes = atoms[dim]
     left = list(sizes)
     found: dict[str, Where] = {}

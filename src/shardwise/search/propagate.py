@@ -2,13 +2,14 @@
 
 Every sub-axis is decided by itself, major first. Two passes over the graph:
 
-* *up*: an operator that is fixed and wants an operand sharded asks the operator (or the parameter) that makes it to produce it so,
-  and that one its own operands, as long as the factor can be split there;
-* *down*: in execution order, every operator that is still open takes the choice that converts the fewest bytes of its operands. It splits
-  a factor only where an operand already is split on it, so nothing is split that nobody asked for.
+* *up*: an operator that is fixed and wants an operand sharded asks the operator (or the parameter) that makes it to
+  produce it so, and that one its own operands, as long as the factor can be split there;
+* *down*: in execution order, every operator that is still open takes the choice that converts the fewest bytes of its
+  operands. It splits a factor only where an operand already is split on it, so nothing is split that nobody asked for.
 
 The result is greedy and local: no backtracking, no memory, one state per value. It is the specification's
-``sharding_propagation`` (``semantics.md``, section 4), made independent of the order in which operators were configured.
+``sharding_propagation`` (``semantics.md``, section 4), made independent of the order in which operators were
+configured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import REDUCTION_STATES, Strategy, is_rest
 from shardwise.rules.rule import Dims, OpRule
 
-# Where a value is on one axis: "I", "R", "P" (or another partial kind), or a place: (dim, stride of the atom in the dim, its size).
+# Where a value is on one axis: "I", "R", "P" (or another partial kind), or a place: (dim, stride of the atom in the
+# dim, its size).
 Place = tuple[int, int, int]
 Where = str | Place
 
@@ -32,8 +34,8 @@ PRIMITIVE_SHARE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
 
 def axis_cost(source: Where, target: Where, size: int, differentiable: bool) -> float:
-    """What converting one axis moves, as a share of the tensor that is whole along it: each device sends (n-1)/n of it in an
-    all-gather or reduce-scatter, twice that in an all-reduce, 1/n of that in an all-to-all."""
+    """What converting one axis moves, as a share of the tensor that is whole along it: each device sends (n-1)/n of it
+    in an all-gather or reduce-scatter, twice that in an all-reduce, 1/n of that in an all-to-all."""
     if source == target:
         return 0.0
     states = [w if isinstance(w, str) else "S" for w in (source, target)]
@@ -76,8 +78,9 @@ def where_of(layout: Layout) -> dict[str, Where]:
 
 @dataclass
 class Propagation:
-    """The state of one propagation over a graph. ``choices``: op -> sub-axis -> factor, ``I``, ``R`` or ``P<group>``; ``sources``: source
-    value -> sub-axis -> where it is stored. Both are filled in by ``run``; what they hold before is fixed.
+    """The state of one propagation over a graph. ``choices``: op -> sub-axis -> factor, ``I``, ``R`` or ``P<group>``;
+    ``sources``: source value -> sub-axis -> where it is stored. Both are filled in by ``run``; what they hold before is
+    fixed.
 
     ``movable``: sources whose storage follows their consumers (parameters). ``closed``: (op, axis) pairs that repeat
     the work on an axis rather than follow their operands.
@@ -205,7 +208,8 @@ class Propagation:
         return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
 
     def _passes_on(self, op: Op) -> bool:
-        """A partial sum is carried through an operator only while a single consumer waits for it: otherwise each would reduce it."""
+        """A partial sum is carried through an operator only while a single consumer waits for it: otherwise each would
+        reduce it."""
         return len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
 
     def _cost(self, op: Op, axis: str, choice: str, known: list[Where | None]) -> float:

@@ -125,8 +125,8 @@ def _divide_choices(
 ) -> dict[str, str]:
     """Choices of the undivided rule -> choices of its divided factors.
 
-    Each axis goes to the first part it divides, parts that some other operator must keep whole last; a size that does not divide is split
-    unevenly.
+    Each axis goes to a part that no other operator must keep whole (or the fewest), there to the first that it divides; a size that
+    does not divide is split unevenly: four heads over three devices, rather than query, key and value apart.
     """
     parts: dict[str, list[str]] = {}
     for factor in divided.factors:
@@ -145,8 +145,10 @@ def _divide_choices(
             raise LayoutError(f"factor {choice} can not be split")
         candidates = [choice] if choice in left else sorted(parts[choice], key=lambda name: burden.get(name, 0))
         size = mesh.sizes[axis]
-        part = next((name for name in candidates if left[name] % size == 0), None) or next(
-            (name for name in candidates if left[name] > size), candidates[0]
+        part = min(
+            (name for name in candidates if left[name] % size == 0 or left[name] > size),
+            key=lambda name: (burden.get(name, 0), left[name] % size != 0),
+            default=candidates[0],
         )
         left[part] = left[part] // size if left[part] % size == 0 else 1
         choices[axis] = part
