@@ -1,6 +1,7 @@
 """Prints what a 2 x 4 data-by-tensor plan really splits of GPT-2, Llama 3, BERT and ViT at full width.
 
-Two layers each, on the meta device: neither devices nor memory are needed. Run ``python benchmarks/split_share.py [model ...]``.
+Two layers each, on the meta device: neither devices nor memory are needed.
+Run ``python benchmarks/split_share.py [model ...]``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ def images(batch: int, size: int) -> dict[str, torch.Tensor]:
     }
 
 
+def vit() -> nn.Module:
+    config = ViTConfig(num_hidden_layers=2)
+    config.num_labels = 1000
+    return ViTForImageClassification(config)
+
+
 # Megatron's plan: the first matrix of every pair is split by columns; attention, the second matrix and its sum follow.
 GPT2_STRATEGIES = {
     "transformer.wte": "v@tp",
@@ -103,7 +110,7 @@ CASES = {
     ),
     "bert-base": Case(lambda: BertForMaskedLM(BertConfig(num_hidden_layers=2)), tokens(32, 512), BERT_STRATEGIES),
     "vit-base": Case(
-        lambda: ViTForImageClassification(ViTConfig(num_hidden_layers=2, num_labels=1000)),
+        vit,
         images(64, 224),
         VIT_STRATEGIES,
     ),

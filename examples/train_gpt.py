@@ -46,15 +46,15 @@ def write_text(model: nn.Module, prompt: str, length: int, context: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=("none", "auto", "2x4"), default="none")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--length", type=int, default=160, help="bytes to write at the end")
     parser.add_argument("--out", type=Path, help="where to keep losses and text, as JSON; the plan goes beside it")
     options = parser.parse_args()
 
-    config = GPTConfig(layers=options.layers, width=options.width)
+    config = GPTConfig(layers=options.layers, width=options.width, context=64)
     steps = batches(load_bytes(), options.batch, config.context, seed=1)
     sw.init_ranks()
     if options.plan == "none":
@@ -70,7 +70,7 @@ def main() -> None:
             if options.out:
                 plan.save(options.out.with_suffix(".plan.json"))
         model = sw.parallelize(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), eps=1e-6)
 
     losses: list[float] = []
     for step, (ids, labels) in zip(range(options.steps), steps, strict=False):

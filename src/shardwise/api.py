@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.costs.cluster import Cluster
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.layouts.conversions import Collective
@@ -18,7 +18,9 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.partition.spmd import Conversion, Spmd, build_spmd
 from shardwise.plans.decide import decide
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, TensorEntry
-from shardwise.search.modes import Choice
+from shardwise.search.modes import MODES, Choice
+
+SEARCHES = ("sharding_propagation",)
 
 
 def plan(
@@ -36,30 +38,46 @@ def plan(
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
 
-    ``example_inputs``: the positional inputs of one whole batch, as a tuple (or one tensor); ``kwargs``: the named ones. ``loss``: a callable
-    ``loss(output, *targets)`` when the module does not return its loss; the targets are then the last inputs. ``mode``:
-    ``"auto"``, ``"semi_auto"``, ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``mesh``: by default one axis ``dp``
-    over all devices. ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules.
+    ``example_inputs``: the positional inputs of one whole batch, as a tuple (or one tensor); ``kwargs``: the named ones.
+    ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
+    last inputs. ``optimizer``: the one that ``sw.verify`` steps with. ``mode``: ``"auto"``, ``"semi_auto"``,
+    ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``mesh``: by default one axis ``dp`` over all devices.
+    ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend.
     """
-    if search != "sharding_propagation":
-        raise ShardwiseError(f"unknown search {search!r}: sharding_propagation is the one there is so far")
-    devices = cluster if isinstance(cluster, int) else cluster.num_devices
+    if search not in SEARCHES:
+        raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
+    if mode not in MODES:
+        raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
+    devices = (Cluster.local(cluster) if isinstance(cluster, int) else cluster).num_devices
     mesh = mesh or Mesh(dp=devices)
     if mesh.num_devices != devices:
-        raise PlanError(f"{mesh} has {mesh.num_devices} devices, the cluster has {devices}")
+        product = " x ".join(str(size) for _, size in mesh.axes)
+        raise PlanError(
+            problem(
+                f"{mesh} needs {product} = {mesh.num_devices} devices, the cluster has {devices}",
+                fix=f"choose axes whose sizes multiply to {devices}",
+            )
+        )
+    if isinstance(example_inputs, Mapping):
+        raise ShardwiseError(
+            problem(
+                "example_inputs are the positional inputs, not a mapping", fix="plan(module, (), cluster, kwargs=...)"
+            )
+        )
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     captured = capture(module, args, dict(kwargs or {}), loss=loss, strategies=strategies)
     factored, choice = decide(captured.graph, captured.annotations, mesh, mode)
     spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, mesh)
-    return _plan_of(captured.graph, factored.rules, choice, spmd, mode, search, optimizer)
+    return _plan_of(captured.graph, factored.rules, choice, spmd, (mode, search, optimizer, module.training))
 
 
 def _plan_of(
-    graph: Graph, rules: Mapping[str, Any], choice: Choice, spmd: Spmd, mode: str, search: str, optimizer: str
+    graph: Graph, rules: Mapping[str, Any], choice: Choice, spmd: Spmd, settings: tuple[str, str, str, bool]
 ) -> Plan:
     mesh = spmd.mesh
+    mode, search, optimizer, training = settings
 
     def tensors(kind: str) -> tuple[TensorEntry, ...]:
         found = []
@@ -78,6 +96,7 @@ def _plan_of(
         mode=mode,
         search=search,
         optimizer=optimizer,
+        training=training,
         inputs=tensors("input"),
         parameters=tensors("parameter"),
         buffers=tensors("buffer"),
@@ -102,10 +121,18 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd) -> ConversionEntry:
 
     backward = conversion.collectives(backward=True) if spmd.receives_gradient(conversion) else ()
     return ConversionEntry(
-        conversion.value,
+        _value_name(conversion.value, spmd.graph),
         conversion.op,
         text(conversion.source),
         text(conversion.target),
         entries(conversion.collectives()),
         entries(backward),
     )
+
+
+def _value_name(value: str, graph: Graph) -> str:
+    """A value as a reader knows it: the parameter or input, or the operator that computes it (which result, if several)."""
+    producer = graph.producer.get(value)
+    if producer is None:
+        return graph.source_of[value].names[0]
+    return producer.name if len(producer.results) == 1 else f"{producer.name}[{producer.results.index(value)}]"

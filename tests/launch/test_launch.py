@@ -70,8 +70,11 @@ def job(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> Job:
     """``job(body, num_ranks, ...)``: launch a script in this process and see what comes out."""
 
     def run(body: str, num_ranks: int = 2, *args: str, **options: Any) -> Outcome:
+        path = script(body)
+        for mark in Path(path).parent.glob("*-[0-9]"):  # of an earlier job of the same test
+            mark.unlink()
         began = time.monotonic()
-        code = launch([script(body), *args], num_ranks, **options)
+        code = launch([path, *args], num_ranks, **options)
         seconds = time.monotonic() - began
         captured = capfd.readouterr()
         return Outcome(code, captured.out, captured.err, seconds)

@@ -26,7 +26,8 @@ WIDTH = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 
 @dataclass(frozen=True)
 class TinyModel:
-    """``build``: the module; ``inputs``: from a batch size, its named inputs with values; ``strategies``: its tensor parallel plan."""
+    """``build``: the module; ``inputs``: from a batch size, its named inputs with values; ``strategies``: its tensor
+    parallel plan."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Any]]

@@ -2,7 +2,8 @@
 
 Layouts are the nodes of a graph whose edges are single moves; the list is a shortest path under a price function that
 is passed in (by default the bytes that the busiest rank sends in forward and backward, then the number of messages).
-Only layouts over positions that the two ends use are visited.
+Only layouts over positions that the two ends use are visited, and sub-axes that make the same way together move
+together: the search grows with the number of different ways, not with the number of devices.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _unsplit(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 def _shortest(source: Layout, target: Layout, differentiable: bool, price: Price) -> tuple[Move, ...]:
     """Dijkstra over layouts."""
     positions = tuple(sorted(set(source.positions.values()) | set(target.positions.values())))
-    kinds = {source.state_of[axis] for axis in source.partial_axes} - {"P"}
+    units = _units(source, target)
     ticket = count()
     best: dict[Layout, tuple[float, ...]] = {source: (0.0,)}
     parent: dict[Layout, tuple[Layout, Move]] = {}
@@ -101,7 +102,7 @@ def _shortest(source: Layout, target: Layout, differentiable: bool, price: Price
         done.add(layout)
         if layout == target:
             break
-        for move in _moves(layout, target, positions, bool(kinds)):
+        for move in _moves(layout, target, positions, units):
             step = price(move, differentiable)
             total = tuple(a + b for a, b in zip(cost + (0.0,) * (len(step) - len(cost)), step, strict=True))
             if move.target not in best or total < best[move.target]:
@@ -118,16 +119,45 @@ def _shortest(source: Layout, target: Layout, differentiable: bool, price: Price
     return _fuse(path[::-1])
 
 
-def _moves(layout: Layout, target: Layout, positions: tuple[tuple[int, int], ...], has_kinds: bool) -> Iterator[Move]:
-    """All single moves from a layout; runs of axes that leave one atom together move as one."""
+def _units(source: Layout, target: Layout) -> dict[str, tuple[str, ...]]:
+    """Sub-axis -> the sub-axes that come from the same place and go to the same place, side by side in both: one axis
+    to the search. In the order in which they shard an atom at one of the ends."""
+
+    def neighbours(first: str, second: str) -> bool:
+        for layout in (source, target):
+            place = layout.positions.get(first)
+            if place != layout.positions.get(second) or layout.state_of[first] != layout.state_of[second]:
+                return False
+            if place is not None:
+                axes = layout.dims[place[0]][place[1]].axes
+                if axes.index(second) != axes.index(first) + 1:
+                    return False
+        return True
+
+    ordered = [a for layout in (source, target) for dim in layout.dims for atom in dim for a in atom.axes]
+    runs: list[list[str]] = []
+    for axis in dict.fromkeys((*ordered, *source.mesh.sub_axes)):
+        joined = next((run for run in runs if neighbours(run[-1], axis)), None)
+        if joined is None:
+            runs.append([axis])
+        else:
+            joined.append(axis)
+    return {axis: tuple(run) for run in runs for axis in run}
+
+
+def _moves(
+    layout: Layout, target: Layout, positions: tuple[tuple[int, int], ...], units: dict[str, tuple[str, ...]]
+) -> Iterator[Move]:
+    """All single moves from a layout; runs of units that leave one atom together move as one."""
     for d, dim in enumerate(layout.dims):
         for i, atom in enumerate(dim):
-            for start in range(len(atom.axes)):
-                run = atom.axes[start:]
+            for start, axis in enumerate(atom.axes):
+                if units[axis][0] != axis:
+                    continue
                 elsewhere: tuple[str | tuple[int, int], ...] = ("I", "R", "P", *positions)
                 for where in elsewhere:
                     if where != (d, i):
-                        yield _move(layout, run, where)
+                        yield _move(layout, atom.axes[start:], where)
     by_state: dict[str, list[str]] = {}
     for axis in layout.mesh.sub_axes:
         state = layout.state_of[axis]
@@ -145,14 +175,15 @@ def _moves(layout: Layout, target: Layout, positions: tuple[tuple[int, int], ...
                 if isinstance(where, tuple)
                 else [a for a in axes if target.state_of[a] == where]
             )
-            for axis in axes:
-                yield _move(layout, (axis,), where)
+            own_units = dict.fromkeys(units[axis] for axis in axes)
+            for unit in own_units:
+                yield _move(layout, unit, where)
             if len(wanted) > 1:
                 if isinstance(where, tuple):
                     order = target.dims[where[0]][where[1]].axes
                     wanted.sort(key=order.index)
                 yield _move(layout, tuple(wanted), where)
-            if len(axes) > 1 and len(wanted) != len(axes) and not isinstance(where, tuple):
+            if len(own_units) > 1 and len(wanted) != len(axes) and not isinstance(where, tuple):
                 yield _move(layout, tuple(axes), where)
 
 

@@ -57,7 +57,8 @@ class Strategy:
         return dict(self.factors)
 
     def format(self, mesh: Mesh) -> str:
-        words = [f"{factor}@{mesh.format_axes(axes)}" for factor, axes in self.factors]
+        ordered = sorted(self.factors, key=lambda item: min(map(mesh.order.__getitem__, item[1])))
+        words = [f"{factor}@{mesh.format_axes(axes)}" for factor, axes in ordered]
         for state in sorted({state for _, state in self.rest}):
             axes = tuple(sorted((a for a, own in self.rest if own == state), key=mesh.order.__getitem__))
             words.append(f"{'P' if state == 'P0' else state}@{mesh.format_axes(axes)}")

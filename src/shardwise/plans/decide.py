@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 
 import torch
@@ -21,26 +21,28 @@ from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.modes import Choice, Choices, choose, follows, spread_axes
 from shardwise.search.propagate import Where, factor_places, where_of
-from shardwise.search.wishes import burdens, choices_for
+from shardwise.search.wishes import burdens, choices_for, splittable
 
 
 class UnsplitWarning(UserWarning):
     """An operator has no rule: it runs unsplit on gathered operands, slower but right."""
 
 
-def rules_of(graph: Graph) -> dict[str, OpRule]:
-    """The rule of every op; operators without one are kept whole, with one warning that names them all."""
+def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
+    """The rule of every op; operators without one are kept whole, with one warning that names them all, once per kind.
+    ``known``: ops that a plan has decided already; nothing is said about them."""
     rules: dict[str, OpRule] = {}
     missing: dict[str, Op] = {}
     for op in graph.ops:
         rule = rule_of(op, graph)
         if rule is None:
-            missing.setdefault(str(op.target), op)
             rule = whole_rule(op, graph)
+            if op.name not in known:
+                missing.setdefault(str(op.target), op)
         rules[op.name] = rule
     if missing:
         named = ", ".join(f"{target} ({op.name}, {op.source})" for target, op in missing.items())
-        warnings.warn(f"no rule for {named}: they run unsplit on gathered operands", UnsplitWarning, stacklevel=2)
+        warnings.warn(f"no rule for {named}: they run unsplit on gathered operands", UnsplitWarning, stacklevel=4)
     return rules
 
 
@@ -56,25 +58,47 @@ def _fixed(
     graph: Graph, rules: Mapping[str, OpRule], factored: Factored, annotations: Iterable[Annotation], mesh: Mesh
 ) -> Choices:
     """The user's strategies and constraints, per operator."""
-    weight = burdens(graph, factored.rules)
+    annotations = tuple(annotations)
+    weight = burdens(graph, factored.rules) if annotations else {}
     fixed: Choices = {}
+    idle = {annotation.source: annotation for annotation in annotations}
     for annotation in annotations:
         op = _subject(graph, factored, annotation)
         if op is None:
             continue
+        idle.pop(annotation.source, None)
         own = {f.name: weight[op.name, f.name] for f in factored.rules[op.name].factors}
         fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], annotation.strategy, mesh, graph, own)
         if annotation.out_strategy is not None:
-            raise NotImplementedError(f"{op.name} ({op.source}): out_strategy is not supported yet; use sw.constrain on the result")
+            raise NotImplementedError(
+                f"{op.name} ({op.source}): out_strategy is not supported yet; use sw.constrain on the result"
+            )
+    for annotation in idle.values():
+        raise LayoutError(
+            problem(
+                f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules",
+                op=annotation.scope,
+                source=annotation.source,
+                fix="annotate the submodule or the call that computes, or remove the strategy",
+            )
+        )
     for value, text in graph.constraints:
         op = graph.producer[value]
+        shape = graph.by_name[value].shape
         try:
             layout = parse_layout(text, mesh)
-            if layout.shape != graph.by_name[value].shape:
-                raise LayoutError(f"{text} is not a layout of shape {list(graph.by_name[value].shape)}")
+            if layout.shape != shape:
+                raise LayoutError(f"{text} is not a layout of shape {list(shape)}: it has shape {list(layout.shape)}")
             fixed[op.name] = _alias_choices(factored.rules[op.name], layout, factored.atoms[value])
         except ShardwiseError as error:
-            raise type(error)(problem(str(error), op=op.name, source=op.source)) from error
+            raise type(error)(
+                problem(
+                    f"sw.constrain: {error}",
+                    op=op.name,
+                    source=op.source,
+                    fix=f"a layout of shape {list(shape)} over the axes of {mesh}",
+                )
+            ) from error
     return fixed
 
 
@@ -102,7 +126,9 @@ def _subject(graph: Graph, factored: Factored, annotation: Annotation) -> Op | N
     working = [op for op in inside if not follows(op, factored) and not _is_split_off(op, inside, graph)] or inside
     if isinstance(annotation.strategy, str) and len(working) > 1:
         names = {word.partition("@")[0] for word in annotation.strategy.split()}
-        working = [op for op in working if names <= {f.name.partition(".")[0] for f in factored.rules[op.name].factors}] or working
+        working = [
+            op for op in working if names <= {f.name.partition(".")[0] for f in factored.rules[op.name].factors}
+        ] or working
     if len(working) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
         raise LayoutError(
@@ -123,19 +149,21 @@ def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
     return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)
 
 
-def bind(plan: Plan, graph: Graph, *, widened: bool = False) -> tuple[Factored, Choice]:
+def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: bool = False) -> tuple[Factored, Choice]:
     """The choice that a plan makes for a graph of its model.
 
-    For the inputs of the plan every strategy must fit. For inputs of other sizes (and for evaluation) the strategies of operators that still
-    exist are kept where they still apply, and the rest follows them. ``widened``: the graph computes in float64, whatever the plan says.
-    Raises PlanError listing what does not fit.
+    For the inputs and the mode of the plan (``training``, if the caller knows it) the graph must have the plan's
+    operators, and every strategy must fit. For inputs of other sizes, and for evaluation, the strategies of operators
+    that still exist are kept where they still apply, and the rest follows them. ``widened``: the graph computes in
+    float64, whatever the plan says. Raises PlanError listing what does not fit.
     """
     _check_sources(plan, graph, widened)
-    rules = rules_of(graph)
+    same = same_inputs(plan, graph)
+    if same and training == plan.training:
+        _check_operators(plan, graph)
+    rules = rules_of(graph, known=plan.strategies)
     factored = factor_graph(graph, rules)
-    exact = same_inputs(plan, graph) and {op.name for op in graph.ops} == set(plan.strategies)
-    if not exact and not {op.name for op in graph.ops} & set(plan.strategies):
-        raise PlanError("the plan is for another model: no operator has the same name")
+    exact = same and {op.name for op in graph.ops} == set(plan.strategies)
     fixed: Choices = {}
     faults: list[str] = []
     for op in graph.ops:
@@ -145,7 +173,9 @@ def bind(plan: Plan, graph: Graph, *, widened: bool = False) -> tuple[Factored, 
             fixed[op.name] = _parse(plan.strategies[op.name], factored.rules[op.name], plan.mesh)
         except ShardwiseError as error:
             if exact:
-                faults.append(problem(f"strategy {plan.strategies[op.name]!r}: {error}", op=op.name, source=op.source))
+                rule = factored.rules[op.name]
+                text = f"strategy {plan.strategies[op.name]!r}: {error}"
+                faults.append(problem(text, op=op.name, source=op.source, fix=splittable(rule)))
     if faults:
         raise PlanError("\n".join(["the plan does not fit its model:", *faults]))
     storage = {
@@ -181,24 +211,60 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
         have = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == kind}
         want = {entry.name: entry for entry in entries}
         for name in want.keys() - have.keys() if kind == "parameter" else ():
-            near = get_close_matches(name, have, 1)
-            faults.append(f"{kind} {name} is missing in the model" + (f"; it has {near[0]}" if near else ""))
+            faults.append(f"{kind} {name} of the plan is missing in the model{_near(name, have.keys() - want.keys())}")
         for name in have.keys() - want.keys() if kind == "parameter" else ():
             faults.append(f"{kind} {name} of the model is not in the plan")
         for name in have.keys() & want.keys():
-            if have[name].shape != want[name].shape:
-                faults.append(f"{kind} {name} is {list(have[name].shape)} in the model and {list(want[name].shape)} in the plan")
+            own, planned = have[name], want[name]
+            same = format_dtype(own.dtype) == planned.dtype or (widened and own.dtype == torch.float64)
+            if own.shape != planned.shape or not same:
+                text = f"{format_dtype(own.dtype)}{list(own.shape)}"
+                faults.append(
+                    f"{kind} {name} is {text} in the model and {planned.dtype}{list(planned.shape)} in the plan"
+                )
     inputs = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == "input"}
-    faults += input_faults(plan, {n: (v.dtype, v.shape) for n, v in inputs.items()}, widened)
+    _raise_faults(faults + input_faults(plan, {n: (v.dtype, v.shape) for n, v in inputs.items()}, widened))
+
+
+def _check_operators(plan: Plan, graph: Graph) -> None:
+    """The operators must be those of the plan."""
+    have = {op.name: op for op in graph.ops}
+    want = {entry.name: entry for entry in plan.operators}
+    faults = [
+        f"operator {name} ({want[name].source}) of the plan is missing in the model{near}"
+        for name in want.keys() - have.keys()
+        for near in (_near(name, have.keys() - want.keys()),)
+    ]
+    for name, op in have.items():
+        if name not in want:
+            faults.append(f"operator {name} ({op.source}) of the model is not in the plan")
+        elif str(op.target) != want[name].target:
+            faults.append(
+                f"operator {name} ({op.source}) is {op.target} in the model and {want[name].target} in the plan"
+            )
+    _raise_faults(faults)
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    found = get_close_matches(name, list(names), 1)
+    return f"; the model has {found[0]}" if found else ""
+
+
+def _raise_faults(faults: list[str]) -> None:
     if faults:
-        raise PlanError("\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in sorted(faults))]))
+        shown = sorted(faults)[:8]
+        more = [f"  and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
+        fix = "  fix:    make a plan for this model and these inputs with sw.plan"
+        raise PlanError(
+            "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more, fix])
+        )
 
 
 def input_faults(
     plan: Plan, inputs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], widened: bool = False
 ) -> list[str]:
-    """What is wrong with the inputs (name -> dtype and shape) of a call under a plan. An input that the plan has and the call has not is
-    no fault: evaluation goes without labels."""
+    """What is wrong with the inputs (name -> dtype and shape) of a call under a plan. An input that the plan has and the
+    call has not is no fault: evaluation goes without labels."""
     faults: list[str] = []
     for entry in plan.inputs:
         if entry.name not in inputs:
@@ -207,14 +273,17 @@ def input_faults(
         if format_dtype(dtype) != entry.dtype and not (widened and dtype == torch.float64):
             faults.append(f"input {entry.name} has dtype {format_dtype(dtype)}; the plan was made for {entry.dtype}")
         elif len(shape) != len(entry.shape):
-            faults.append(f"input {entry.name} has {len(shape)} dims {list(shape)}; the plan was made for {list(entry.shape)}")
+            faults.append(
+                f"input {entry.name} has {len(shape)} dims {list(shape)}; the plan was made for {list(entry.shape)}"
+            )
     return faults
 
 
 def _storage(
     plan: Plan, names: tuple[str, ...], atoms: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> dict[str, Where]:
-    """Where the plan keeps a source, over the graph's atoms; an input of another size is split over the same axes of the same dims."""
+    """Where the plan keeps a source, over the graph's atoms; an input of another size is split over the same axes of the
+    same dims."""
     layout = plan.layouts.get(names[0])
     if layout is None:
         return dict.fromkeys(plan.mesh.sub_axes, "I")

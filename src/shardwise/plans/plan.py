@@ -1,8 +1,9 @@
 """The plan: what every rank will do, as data that a person can read, compare, edit and commit.
 
-What decides is the mesh, the layout in which every parameter, buffer and input is kept, and the strategy of every operator, keyed by
-module path. The conversions follow from these; they are listed with their collectives so that they can be read and counted, and
-are derived again whenever the plan is used.
+What decides is the mesh, the layout in which every parameter, buffer and input is kept, and the strategy of every
+operator, keyed by module path. The conversions follow from these; they are listed with their collectives so that they
+can be read and counted, and are derived again whenever the plan is used. To edit a plan, change strategies or layouts
+in its file and load it with ``Plan.load(path, edited=True)``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import parse_choices
 from shardwise.layouts.text import parse_layout
+from shardwise.plans.printing import format_bytes, format_plan
 
 FORMAT = "shardwise-plan"
 VERSION = 1
@@ -37,7 +39,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """An operator: its target, its rule (for reading), its strategy, and the line of the model it stands on (for reading)."""
+    """An operator: its target, its strategy, and for reading its rule and the line of the model it stands on."""
 
     name: str
     target: str
@@ -48,7 +50,8 @@ class OperatorEntry:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEntry:
-    """``num_bytes``: the whole message on the busiest rank (the gathered tensor of an all_gather, the input of the others)."""
+    """``num_bytes``: the whole message on the busiest rank (the gathered tensor of an all_gather, the input of the
+    others)."""
 
     kind: str
     axes: str
@@ -60,8 +63,11 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class ConversionEntry:
-    """A value on its way from one layout to another, first needed by ``op`` (empty: delivered to the user). ``backward`` is in the
-    order of execution."""
+    """A value on its way from one layout to another, first needed by ``op`` (empty: delivered to the user).
+
+    ``value``: the parameter, buffer or input, or the operator that computes it. ``backward`` is in the order of
+    execution.
+    """
 
     value: str
     op: str
@@ -73,12 +79,16 @@ class ConversionEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """A complete plan. Two plans are equal when all their entries are."""
+    """A complete plan. Two plans are equal when all their entries are, and then their digests are equal too.
+
+    ``training``: whether the module was in training mode. ``operators`` are in execution order.
+    """
 
     mesh: Mesh
     mode: str
     search: str
     optimizer: str
+    training: bool
     inputs: tuple[TensorEntry, ...]
     parameters: tuple[TensorEntry, ...]
     buffers: tuple[TensorEntry, ...]
@@ -89,6 +99,13 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 over everything in the plan."""
         return _digest(self._body())
+
+    @cached_property
+    def model(self) -> str:
+        """A fingerprint of the model that the plan is for: its parameters, buffers and operators, however they are
+        split."""
+        tensors = [(e.name, e.dtype, e.shape) for e in (*self.parameters, *self.buffers)]
+        return _digest({"tensors": tensors, "operators": [(e.name, e.target) for e in self.operators]})[:12]
 
     @cached_property
     def strategies(self) -> dict[str, str]:
@@ -107,18 +124,16 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        body = self._body()
-        text = json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(body), **body}, indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self._file(), indent=1) + "\n", encoding="utf-8")
 
     def to_json(self) -> str:
-        body = self._body()
-        return json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(body), **body})
+        """The content of the file that ``save`` writes, on one line."""
+        return json.dumps(self._file())
 
     @staticmethod
     def load(path: str | Path, *, edited: bool = False) -> Plan:
-        """Read a plan. ``edited``: accept that the file was changed by hand since it was saved (strategies and layouts are
-        then checked when the plan meets its model; the listed conversions are dropped and derived anew).
+        """Read a plan. ``edited``: accept that the file was changed by hand since it was saved (strategies and layouts
+        are then checked when the plan meets its model; the listed conversions are dropped and derived anew).
 
         Raises PlanError for what is not a plan of this version, is damaged, or does not fit together.
         """
@@ -130,38 +145,12 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, *, name: str = "plan", edited: bool = False) -> Plan:
-        """The inverse of ``to_json``; see ``load``."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                problem(
-                    f"{name} is not JSON: {error.msg} at line {error.lineno} column {error.colno} of {len(text)} characters",
-                    fix="the file may be truncated: save the plan again",
-                )
-            ) from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError(f'{name} is not a shardwise plan: "format" is not "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise PlanError(
-                problem(
-                    f"{name} has plan version {data.get('version')!r}; this shardwise reads version {VERSION}",
-                    fix="make the plan again with sw.plan",
-                )
-            )
-        body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
-        if not edited and data.get("digest") != _digest(body):
-            raise PlanError(
-                problem(
-                    f"{name} was changed after it was saved: its content has digest {_digest(body)[:12]}, it says "
-                    f"{str(data.get('digest'))[:12]}",
-                    fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
-                )
-            )
+        """The inverse of ``to_json``; see ``load``. ``name``: what messages call it."""
+        body = _checked_body(text, name, edited)
         try:
             plan = _from_body(body)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{name}: an entry is missing or has the wrong form ({type(error).__name__}: {error})") from error
+        except ShardwiseError as error:
+            raise PlanError(f"{name}: {error}") from error
         plan.check(name)
         return replace(plan, conversions=()) if edited else plan
 
@@ -170,21 +159,22 @@ class Plan:
         faults: list[str] = []
         for kind, entries in (("input", self.inputs), ("parameter", self.parameters), ("buffer", self.buffers)):
             for entry in entries:
-                try:
-                    layout = parse_layout(entry.layout, self.mesh)
-                    if layout.shape != entry.shape:
-                        faults.append(f"{kind} {entry.name}: layout {entry.layout} is not of shape {list(entry.shape)}")
-                    if kind != "input" and any(state != "I" for _, state in layout.states):
-                        faults.append(f"{kind} {entry.name}: {entry.layout} is neither sharded nor invariant")
-                except ShardwiseError as error:
-                    faults.append(f"{kind} {entry.name}: {error}")
+                fault = _layout_fault(entry, kind, self.mesh)
+                if fault:
+                    faults.append(problem(fault, op=f"{kind} {entry.name}"))
         for operator in self.operators:
             try:
                 parse_choices(operator.strategy, self.mesh)
             except ShardwiseError as error:
-                faults.append(f"operator {operator.name}: {error}")
+                faults.append(
+                    problem(str(error), op=operator.name, source=operator.source, fix=f"the rule is {operator.rule}")
+                )
         if faults:
-            raise PlanError("\n".join([f"{name} does not fit together:", *(f"  {fault}" for fault in faults)]))
+            raise PlanError("\n".join([f"{name} does not fit together:", *faults]))
+
+    def _file(self) -> dict[str, Any]:
+        body = self._body()
+        return {"format": FORMAT, "version": VERSION, "digest": _digest(body), **body}
 
     def _body(self) -> dict[str, Any]:
         return {
@@ -192,6 +182,7 @@ class Plan:
             "mode": self.mode,
             "search": self.search,
             "optimizer": self.optimizer,
+            "training": self.training,
             "inputs": _table(self.inputs),
             "parameters": _table(self.parameters),
             "buffers": _table(self.buffers),
@@ -200,8 +191,6 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        from shardwise.plans.printing import format_plan
-
         return format_plan(self)
 
 
@@ -210,42 +199,120 @@ def _table(entries: tuple[Any, ...]) -> dict[str, Any]:
     return {entry.name: {key: value for key, value in asdict(entry).items() if key != "name"} for entry in entries}
 
 
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
+    """What is wrong with the layout of a source, or nothing."""
+    try:
+        layout = parse_layout(entry.layout, mesh)
+    except ShardwiseError as error:
+        return f"layout {entry.layout!r}: {error}"
+    if layout.shape != entry.shape:
+        return f"layout {entry.layout} has shape {list(layout.shape)}, the tensor {list(entry.shape)}"
+    if any(state != "I" for _, state in layout.states):
+        return f"{entry.layout}: {kind}s are sharded or whole (invariant), never replicated or partial"
+    return ""
+
+
+def _digest(body: Any) -> str:
+    """Over the entries in their order: that of mesh axes and of operators matters."""
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+
+
+def _checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
+    """The content of a plan file without its head. Raises PlanError unless it is a plan of this version, unchanged
+    since it was saved (``edited``: or changed on purpose)."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        where = f"{error}; the file has {len(text)} characters"
+        raise PlanError(
+            problem(f"{name} is not JSON: {where}", fix="the file may be truncated: save the plan again")
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise PlanError(
+            problem(
+                f"{name} has plan version {data.get('version')!r}; this shardwise reads version {VERSION}",
+                fix="make the plan again with sw.plan",
+            )
+        )
+    body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
+    if not edited and data.get("digest") != _digest(body):
+        raise PlanError(
+            problem(
+                f"{name} was changed after it was saved: its content has digest {_digest(body)[:12]}, it says "
+                f"{str(data.get('digest'))[:12]}",
+                fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
+            )
+        )
+    return body
 
 
 def _from_body(body: dict[str, Any]) -> Plan:
-    def tensors(key: str) -> tuple[TensorEntry, ...]:
-        return tuple(
-            TensorEntry(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), str(entry["layout"]))
-            for name, entry in body[key].items()
+    """Raises PlanError naming the entry that is missing or has the wrong form."""
+
+    def collectives(entries: list[Any], where: str) -> tuple[CollectiveEntry, ...]:
+        return tuple(_entry(CollectiveEntry, item, f"{where}[{i}]") for i, item in enumerate(entries))
+
+    def conversion(entry: Any, where: str) -> ConversionEntry:
+        found = _entry(ConversionEntry, entry, where)
+        return replace(
+            found,
+            forward=collectives(list(found.forward), f"{where}.forward"),
+            backward=collectives(list(found.backward), f"{where}.backward"),
         )
 
-    def collectives(entries: list[dict[str, Any]]) -> tuple[CollectiveEntry, ...]:
-        return tuple(CollectiveEntry(**entry) for entry in entries)
+    def table(kind: Any, key: str) -> tuple[Any, ...]:
+        entries = _field(body, key, dict, key)
+        return tuple(_entry(kind, entry, f"{key}[{name!r}]", name=name) for name, entry in entries.items())
 
+    unknown = body.keys() - {field.name for field in fields(Plan)}
+    if unknown:
+        raise PlanError(f"unknown entry {', '.join(sorted(unknown))}")
+    listed = _field(body, "conversions", list, "conversions")
     return Plan(
-        mesh=Mesh(body["mesh"]),
-        mode=str(body["mode"]),
-        search=str(body["search"]),
-        optimizer=str(body["optimizer"]),
-        inputs=tensors("inputs"),
-        parameters=tensors("parameters"),
-        buffers=tensors("buffers"),
-        operators=tuple(OperatorEntry(name=name, **entry) for name, entry in body["operators"].items()),
-        conversions=tuple(
-            ConversionEntry(
-                **{**entry, "forward": collectives(entry["forward"]), "backward": collectives(entry["backward"])}
-            )
-            for entry in body["conversions"]
-        ),
+        mesh=Mesh(_field(body, "mesh", dict, "mesh")),
+        mode=_field(body, "mode", str, "mode"),
+        search=_field(body, "search", str, "search"),
+        optimizer=_field(body, "optimizer", str, "optimizer"),
+        training=_field(body, "training", bool, "training"),
+        inputs=table(TensorEntry, "inputs"),
+        parameters=table(TensorEntry, "parameters"),
+        buffers=table(TensorEntry, "buffers"),
+        operators=table(OperatorEntry, "operators"),
+        conversions=tuple(conversion(entry, f"conversions[{i}]") for i, entry in enumerate(listed)),
     )
 
 
-def format_bytes(count: float) -> str:
-    """``65536`` -> ``64 KiB``; three significant digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if count % 1 else f"{int(count)} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
+def _entry(kind: Any, data: Any, where: str, **given: str) -> Any:
+    """An entry of ``kind`` from the object at ``where``: every field there, and of its type."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} is {_shown(data)}, not an object")
+    forms = {"str": str, "int": int}  # other annotations are tuples, lists in JSON
+    own = [field for field in fields(kind) if field.name not in given]
+    unknown = data.keys() - {field.name for field in own}
+    if unknown:
+        raise PlanError(f"{where} has an unknown entry {', '.join(sorted(unknown))}")
+    values = {f.name: _field(data, f.name, forms.get(str(f.type), list), f"{where}.{f.name}") for f in own}
+    shape = values.get("shape")
+    if shape is not None:
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+            raise PlanError(f"{where}.shape is {_shown(shape)}, not a list of sizes")
+        values["shape"] = tuple(shape)
+    return kind(**given, **values)
+
+
+def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
+    """``data[key]``, which must be there and of type ``form``."""
+    if key not in data:
+        raise PlanError(f"{where} is missing")
+    value = data[key]
+    if not isinstance(value, form) or (isinstance(value, bool) and form is not bool):
+        named = {str: "a text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}[form]
+        raise PlanError(f"{where} is {_shown(value)}, not {named}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

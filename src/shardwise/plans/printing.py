@@ -1,87 +1,169 @@
-"""A plan as one would explain it: operators with their strategies, conversions with their collectives; equal layers once."""
+"""A plan as one would explain it: operators with their strategies, conversions with their collectives; equal layers once.
+
+    blocks.0-1.mlp.down/linear    b@dp k@tp       b m k, n k -> b m n  k:sum
+      weight: f32[32, 128@tp] -> f32[32, 128@tp] replicated(dp)    none / all_reduce(dp, 4 KiB)
+
+An operator's line names it, its strategy and its rule; beneath it are the conversions that are first needed there: the value, its
+layouts, and what is communicated forward / backward. Names that differ only in their numbers, and are otherwise
+equal, share a line.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
+from shardwise.layouts.text import DTYPE_NAMES
+
 if TYPE_CHECKING:
-    from shardwise.plans.plan import CollectiveEntry, ConversionEntry, Plan
+    from shardwise.plans.plan import CollectiveEntry, ConversionEntry, Plan, TensorEntry
+
+_NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
+_WIDEST_NAME = 56
 
 
 def format_plan(plan: Plan) -> str:
-    """The printed form. Operators of layers that differ in their number only are shown for the first of them, with the count."""
+    """The printed form."""
     lines = [
-        f"plan for {plan.mesh}, {plan.mesh.num_devices} devices; mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}",
-        f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; per step and device:",
+        f"plan for {plan.mesh}, {plan.mesh.num_devices} devices",
+        f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; model {plan.model}, plan {plan.digest[:12]}",
+        f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_held(plan)}",
+        "  communication per step and device:",
         f"    forward   {_totals(tuple(plan.collectives()))}",
         f"    backward  {_totals(tuple(plan.collectives(backward=True)))}",
     ]
     for title, entries in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
         if entries:
-            lines.append(f"{title}:")
-            lines += _grouped([(entry.name, entry.layout) for entry in entries])
-    lines.append("operators:")
-    by_op: dict[str, list[ConversionEntry]] = {}
-    for conversion in plan.conversions:
-        by_op.setdefault(conversion.op, []).append(conversion)
+            lines += [f"{title}:", *_columns(_merged((e.name, e.layout) for e in entries))]
+    return "\n".join([*lines, "operators:", *_operators(plan)])
+
+
+def _operators(plan: Plan) -> list[str]:
     names = {operator.name for operator in plan.operators}
+    under: dict[str, list[ConversionEntry]] = {}
+    for conversion in plan.conversions:
+        under.setdefault(_owner(conversion.op, names), []).append(conversion)
     blocks = []
     for operator in plan.operators:
-        inner = [c for op, found in by_op.items() for c in found if op == operator.name or _owner(op, names) == operator.name]
-        text = "\n".join([f"{operator.rule}   {operator.strategy or 'whole'}", *map(_conversion, inner)])
-        blocks.append((operator.name, text))
-    lines += _grouped(blocks)
-    if by_op.get(""):
-        lines.append("delivered:")
-        lines += [f"  {_conversion(conversion).strip()}" for conversion in by_op[""]]
-    return "\n".join(lines)
+        strategy, module = operator.strategy or "whole", operator.name.rpartition("/")[0]
+        lines = [_conversion(conversion, module) for conversion in under.get(operator.name, ())]
+        blocks.append((operator.name, "\n".join([strategy, operator.rule, *lines])))
+    delivered = [_conversion(conversion) for conversion in under.get("", ())]
+    merged = [(name, *text.split("\n")) for name, text in _merged(blocks)]
+    heads = _columns([(name, strategy, rule) for name, strategy, rule, *_ in merged])
+    lines = [line for head, (_, _, _, *rest) in zip(heads, merged, strict=True) for line in (head, *rest)]
+    return lines + (["delivered:", *delivered] if delivered else [])
 
 
 def _owner(op: str, names: set[str]) -> str:
-    """The operator of the plan that a lowered operator belongs to: ``loss/cross_entropy.sum`` -> ``loss/cross_entropy``."""
+    """The operator of the plan that an operator inside a lowering belongs to: ``/cross_entropy_loss.sum`` ->
+    ``/cross_entropy_loss``."""
     while op and op not in names:
         op = op.rpartition(".")[0]
     return op
 
 
-def _conversion(entry: ConversionEntry) -> str:
+def _conversion(entry: ConversionEntry, module: str = "") -> str:
+    """One line. Values of the operator's own module are named without its path."""
+
     def side(found: Sequence[CollectiveEntry]) -> str:
         return " ".join(map(str, found)) or "none"
 
-    if not entry.forward and not entry.backward:
-        return f"    {entry.source} -> {entry.target}    no communication"
-    return f"    {entry.source} -> {entry.target}    {side(entry.forward)} / {side(entry.backward)}"
+    both = f"{side(entry.forward)} / {side(entry.backward)}" if entry.forward or entry.backward else "no communication"
+    name = (
+        entry.value[len(module) + 1 :]
+        if module and entry.value.startswith((f"{module}.", f"{module}/"))
+        else entry.value
+    )
+    return f"      {name}: {entry.source} -> {entry.target}    {both}"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows with their columns aligned, save for a few that are much wider than the rest."""
+    widths = [
+        max((len(row[i]) for row in rows if len(row[i]) <= _WIDEST_NAME), default=0) for i in range(len(rows[0]) - 1)
+    ]
+    return ["  " + "   ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
 def _totals(collectives: Sequence[CollectiveEntry]) -> str:
-    from shardwise.plans.plan import format_bytes
-
     if not collectives:
-        return "no communication"
+        return "none"
     count: Counter[tuple[str, str]] = Counter()
     size: Counter[tuple[str, str]] = Counter()
     for entry in collectives:
         count[entry.kind, entry.axes] += 1
         size[entry.kind, entry.axes] += entry.num_bytes
-    return ", ".join(f"{n} {kind}({axes.strip('()')}) {format_bytes(size[kind, axes])}" for (kind, axes), n in count.items())
+    return ", ".join(
+        f"{n} {kind}({axes.strip('()')}) {format_bytes(size[kind, axes])}" for (kind, axes), n in count.items()
+    )
 
 
-def _grouped(entries: list[tuple[str, str]]) -> list[str]:
-    """One block per (name without numbers, text), with the number of repetitions."""
-    first: dict[tuple[str, str], str] = {}
-    count: Counter[tuple[str, str]] = Counter()
+def _held(plan: Plan) -> str:
+    """The bytes of all parameters, and of those that the fullest device holds."""
+    itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+
+    def num_bytes(entry: TensorEntry, numel: int) -> int:
+        return numel * itemsize.get(entry.dtype, 4)
+
+    whole = sum(num_bytes(entry, prod(entry.shape)) for entry in plan.parameters)
+    own = sum(num_bytes(entry, plan.layouts[entry.name].max_local_numel) for entry in plan.parameters)
+    return f"{format_bytes(whole)}, of which a device holds {format_bytes(own)}"
+
+
+def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Entries whose names and texts differ only in the numbers of names as one, in the order of the first: ``blocks.0``
+    and ``blocks.1`` -> ``blocks.0-1``. Names in a text are what stands before ": " on a line."""
+    groups: dict[str, list[str]] = {}
     for name, text in entries:
-        key = (re.sub(r"\d+", "*", name), re.sub(r"\b(\w*[A-Za-z_./]\w*\.)\d+", r"\1*", text))
-        first.setdefault(key, name)
-        count[key] += 1
-    texts = {key: text for name, text in entries for key in first if first[key] == name}
-    lines = []
-    for key, name in first.items():
-        head, *rest = texts[key].split("\n")
-        times = f"  ({count[key]} x)" if count[key] > 1 else ""
-        lines.append(f"  {name}{times}   {head}")
-        lines += rest
-    return lines
+        lines = [name, *text.split("\n")]
+        key = "\n".join(_NUMBER.sub("*", head) + mark + rest for head, mark, rest in map(_named, lines))
+        groups.setdefault(key, []).append("\n".join(lines))
+    found = []
+    for members in groups.values():
+        rows = [[_named(line) for line in member.split("\n")] for member in members]
+        names = [[head for head, _, _ in column] for column in zip(*rows, strict=True)]
+        numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names[0]]
+        spans = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        if sorted(numbers) == list(product(*spans)):
+            lines = [_ranged(own) + mark + rest for own, (_, mark, rest) in zip(names, rows[0], strict=True)]
+            members = ["\n".join(lines)]
+        found += [(name, text) for name, _, text in (member.partition("\n") for member in members)]
+    return found
+
+
+def _named(line: str) -> tuple[str, str, str]:
+    """(name, mark, rest) of a line; a line without ": " names something only if it stands alone: the first."""
+    name, mark, rest = line.partition(": ")
+    return (name, mark, rest) if mark or " " not in line.strip() else ("", "", line)
+
+
+def _ranged(names: Sequence[str]) -> str:
+    """Names that differ in numbers only as one, with ranges."""
+    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
+    ranges = iter([_span(sorted(set(column))) for column in columns])
+    return _NUMBER.sub(lambda _: next(ranges), names[0])
+
+
+def _span(numbers: list[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``0-2,5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def format_bytes(count: float) -> str:
+    """``65536`` -> ``64 KiB``; three significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

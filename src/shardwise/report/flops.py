@@ -1,8 +1,8 @@
 """Floating-point operations of the operators that do the arithmetic of a model: contractions, convolutions, attention.
 
-Counted are the multiplications and additions of one forward call, from the shapes of its operands and results, so that the
-same formula serves the whole operator and the part of one device. A causal mask is not credited. Element-wise operators,
-reductions and copies are not counted: they are bound by memory.
+Counted are the multiplications and additions of one forward call, from the shapes of its operands and results, so that
+the same formula serves the whole operator and the part of one device. A causal mask is not credited. Element-wise
+operators, reductions and copies are not counted: they are bound by memory.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _einsum(op: Op, operands: Shapes, results: Shapes) -> int:
 def _convolution(op: Op, operands: Shapes, results: Shapes) -> int:
     """Every window meets every kernel: windows are places of the result, of the input where it is transposed.
 
-    The weight is ``(g co) ci k...``, transposed ``(g ci) co k...``: either way a place has all channels of one group against
-    the second dim of the weight.
+    The weight is ``(g co) ci k...``, transposed ``(g ci) co k...``: either way every channel of a place meets the
+    second dim of the weight.
     """
     transposed = "transpose" in str(op.target) or bool(arguments(op).get("transposed", False))
     places = operands[0] if transposed else results[0]

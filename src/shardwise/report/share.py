@@ -1,12 +1,12 @@
 """How much of a model a plan really splits: of its arithmetic, and of its parameters.
 
-An operator that passes every comparison because it runs whole on every device costs what it costs on one device. Over N devices,
-with ``whole`` operations in the model and ``busiest`` on the device that does most, the share is
+An operator that passes every comparison because it runs whole on every device costs what it costs on one device. Over
+N devices, with ``whole`` operations in the model and ``busiest`` on the device that does most, the share is
 
     (1 - busiest / whole) / (1 - 1 / N)
 
-1 when every operator is divided by N, 0 when every device does everything. The parameters are measured by the same formula over the axes that
-do not split the inputs: data parallelism keeps them whole on purpose.
+1 when every operator is divided by N, 0 when every device does everything. The parameters are measured by the same
+formula over the axes that do not split the inputs: data parallelism keeps them whole on purpose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.partition.spmd import Spmd, Step, build_spmd
 from shardwise.plans.decide import bind
-from shardwise.plans.plan import Plan, format_bytes
+from shardwise.plans.plan import Plan
+from shardwise.plans.printing import format_bytes
 from shardwise.report.flops import FLOPS, Shapes, flops_of
 from shardwise.rules.atoms import base_name
 from shardwise.rules.tables import rule_of
@@ -35,8 +36,8 @@ MIN_PRINTED = 1e-4  # a remainder of a size that does not divide is not worth a 
 class Unsplit:
     """An operator or a parameter that is not divided over all devices.
 
-    ``of_total``: what it makes of the FLOPs (of the bytes) of the model. ``lost``: what it takes from the share. ``reason``: the axes that leave it
-    whole, or the sizes that do not divide.
+    ``of_total``: what it makes of the FLOPs (of the bytes) of the model. ``lost``: what it takes from the share.
+    ``reason``: the axes that leave it whole, or the sizes that do not divide.
     """
 
     name: str
@@ -47,8 +48,11 @@ class Unsplit:
 
 @dataclass(frozen=True, slots=True)
 class BytesSent:
-    """What the busiest device sends in a step, by the bandwidth-optimal algorithm of every collective. ``delivered``: in order to hand the
-    outputs (the logits, say) and the buffers whole to the user; the rest of the forward pass is ``forward``."""
+    """What the busiest device sends in a step, by the bandwidth-optimal algorithm of every collective.
+
+    ``delivered``: in order to hand the outputs (the logits, say) whole to the user, and to store buffers; the rest of
+    the forward pass is ``forward``.
+    """
 
     forward: float
     backward: float
@@ -57,8 +61,9 @@ class BytesSent:
 
 @dataclass(frozen=True)
 class SplitShare:
-    """What a plan splits. ``flops`` and ``parameters`` are shares from 0 to 1, or None where there is nothing to split over (one
-    device; only data axes). ``without_rule``: the operators that run unsplit because nothing is known about them. Worst items first.
+    """What a plan splits. ``flops`` and ``parameters`` are shares from 0 to 1, or None where there is nothing to split
+    over (one device; only data axes). ``without_rule``: the operators that run unsplit because nothing is known about
+    them (they may be missing among the FLOPs). Worst items first.
     """
 
     mesh: Mesh
@@ -82,7 +87,8 @@ def share_of_plan(plan: Plan, graph: Graph) -> SplitShare:
 
 
 def split_share(spmd: Spmd, *, data_axes: tuple[str, ...] | None = None) -> SplitShare:
-    """The share that a program splits. ``data_axes``: the sub-axes that need not split parameters; by default those that split the inputs."""
+    """The share that a program splits. ``data_axes``: the sub-axes that need not split parameters; by default those
+    that split the inputs."""
     mesh, graph = spmd.mesh, spmd.graph
     if data_axes is None:
         inputs = [spmd.layouts[source.value] for source in graph.sources if source.kind == "input"]
@@ -130,7 +136,7 @@ def _flops(spmd: Spmd) -> tuple[float | None, tuple[Unsplit, ...]]:
 
 
 def _parameters(spmd: Spmd, data_axes: tuple[str, ...]) -> tuple[float | None, tuple[Unsplit, ...]]:
-    """The share of the parameter bytes, and the parameters that are not fully split, over the axes that are not data axes."""
+    """The share of the parameter bytes, and the parameters that are not fully split, over the other axes."""
     mesh = spmd.mesh
     axes = tuple(axis for axis in mesh.sub_axes if axis not in data_axes)
     devices = mesh.size_of(axes)
@@ -138,9 +144,7 @@ def _parameters(spmd: Spmd, data_axes: tuple[str, ...]) -> tuple[float | None, t
     sources = [source for source in spmd.graph.sources if source.kind == "parameter"]
     values = [spmd.graph.by_name[source.value] for source in sources]
     layouts = [_without(spmd.layouts[source.value], data_axes) for source in sources]
-    held = {
-        layout: [prod(layout.local_shape(at)) for at in coordinates.values()] for layout in dict.fromkeys(layouts)
-    }
+    held = {layout: [prod(layout.local_shape(at)) for at in coordinates.values()] for layout in dict.fromkeys(layouts)}
     itemsizes = [value.dtype.itemsize for value in values]
     total = sum(value.num_bytes for value in values)
     busiest = max(
@@ -183,7 +187,8 @@ def _local_shapes(layouts: tuple[Layout, ...], coordinates: Mapping[str, int]) -
 def _without(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """The layout as if the devices along some axes were one."""
     dims = tuple(
-        tuple(Atom(atom.size, tuple(axis for axis in atom.axes if axis not in axes)) for atom in dim) for dim in layout.dims
+        tuple(Atom(atom.size, tuple(axis for axis in atom.axes if axis not in axes)) for atom in dim)
+        for dim in layout.dims
     )
     return replace(layout, dims=dims)
 
@@ -241,16 +246,22 @@ def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Tabl
             str(len(share.without_rule)),
             _percent(share.flops),
             _percent(share.parameters),
-            f"{format_bytes(sent.forward)} forward\n{format_bytes(sent.backward)} backward\n{format_bytes(sent.delivered)} outputs",
-            "\n".join(_worst(share.operators_unsplit, num_worst) + _worst(share.parameters_unsplit, num_worst)) or "-",
+            f"{format_bytes(sent.forward)} forward\n{format_bytes(sent.backward)} backward\n"
+            f"{format_bytes(sent.delivered)} outputs",
+            "\n".join(_worst(share, num_worst)) or "-",
         )
     return table
 
 
-def _worst(items: tuple[Unsplit, ...], number: int) -> list[str]:
-    printed = [item for item in items if item.lost >= MIN_PRINTED]
-    more = [f"... {len(printed) - number} more"] if len(printed) > number else []
-    return [f"{item.name}: {item.of_total:.2%} of all, {item.reason}" for item in printed[:number]] + more
+def _worst(share: SplitShare, number: int) -> list[str]:
+    """The worst ``number`` of the operators without a rule, of the operators, and of the parameters."""
+    lines = [[f"{name}: no rule" for name in share.without_rule]]
+    for items in (share.operators_unsplit, share.parameters_unsplit):
+        printed = [item for item in items if item.lost >= MIN_PRINTED]
+        lines.append([f"{item.name}: {item.of_total:.2%} of all, {item.reason}" for item in printed])
+    return [
+        line for found in lines for line in found[:number] + [f"... {len(found) - number} more"] * (len(found) > number)
+    ]
 
 
 def _percent(share: float | None) -> str:

@@ -67,6 +67,7 @@ class Rank:
     failure_file: str
     open_pipes: int = 2
     failure: Failure | None = None
+    seen_alive: float = field(default_factory=time.time)  # when its process was last known to run
 
     def signal(self, signum: int, whole_group: bool = True) -> None:
         """Send a signal, unless the rank has ended."""
@@ -76,9 +77,12 @@ class Rank:
 
     def ended(self) -> bool:
         """Whether the process has ended. What it leaves behind in its process group is killed then."""
+        now = time.time()
         if self.process.returncode is None and self.process.poll() is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:
+            self.seen_alive = now
         return self.process.returncode is not None
 
     def look_for_failure(self) -> Failure | None:
@@ -90,7 +94,10 @@ class Rank:
         if self.failure is None and code is not None and code != 0:
             killed_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             exit_code, killed_by = (code, "") if code > 0 else (128 - code, killed_by)
-            self.failure = Failure(self.number, time.time(), exit_code, killed_by=killed_by)
+            # It left no record. Whatever its peers suffered from its end is younger than the moment it was last seen
+            # alive. An abort is mostly native code (NCCL's watchdog) that gave up on a peer.
+            aborted = killed_by == "SIGABRT"
+            self.failure = Failure(self.number, self.seen_alive, exit_code, follow_up=aborted, killed_by=killed_by)
         return self.failure
 
 
@@ -228,6 +235,8 @@ class Job:
             if self.cause is not None and not self.shown:
                 self._show_cause_when_complete(self.cause)
             return
+        for rank in self.ranks:
+            rank.ended()  # a killed rank leaves only its exit code
         failures = [failure for rank in self.ranks if (failure := rank.look_for_failure()) is not None]
         if not failures:
             return

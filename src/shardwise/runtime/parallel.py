@@ -228,7 +228,7 @@ class Parallel(torch.nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         model = self._model[0].train(self.training)
         captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=self._loss))
-        factored, choice = bind(self.plan, captured.graph)
+        factored, choice = bind(self.plan, captured.graph, training=self.training)
         spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, self.plan.mesh)
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         run = emit(localize(spmd, self._ranks.rank), self._ranks, loss_only=loss_only)

@@ -114,11 +114,11 @@ def verify(
     """
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     _need_values((args, kwargs))
+    captured = capture(module, args, dict(kwargs or {}), loss=loss)  # as planned: in float64 other casts are no-ops
+    graph = widen(captured.graph)
     args, named = pytree.tree_map_only(torch.Tensor, _widened, (args, dict(kwargs or {})))
     reference = _float64_module(module, seed)
-    captured = capture(reference, args, named, loss=loss)
-    graph = widen(captured.graph)
-    factored, choice = bind(plan, graph, widened=True)
+    factored, choice = bind(plan, graph, training=module.training, widened=True)
     spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh)
     single = _Single(reference, captured, loss, plan.optimizer)
     ranks = _Ranks(spmd, captured, reference, choice.sources, plan.optimizer)
@@ -170,8 +170,9 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def _float64_module(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """A float64 copy on the CPU with the module's (initial) values."""
-    if any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
-        twin = copy.deepcopy(module).to_empty(device="cpu")
+    held = [*module.parameters(), *module.buffers()]
+    if any(t.is_meta for t in held):
+        twin = copy.deepcopy(module, {id(t): _empty(t) for t in held})  # not to_empty, which unties shared weights
         tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
         with torch.no_grad():
             for name, full in full_tensors(module, seed):
@@ -179,6 +180,11 @@ def _float64_module(module: torch.nn.Module, seed: int | None) -> torch.nn.Modul
     else:
         twin = copy.deepcopy(module).cpu()
     return twin.double()
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="cpu")
+    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
 
 
 Values = dict[tuple[str, str], torch.Tensor]  # (kind, name) -> tensor

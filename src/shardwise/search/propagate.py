@@ -5,7 +5,8 @@ Every sub-axis is decided by itself, major first. Two passes over the graph:
 * *up*: an operator that is fixed and wants an operand sharded asks the operator (or the parameter) that makes it to
   produce it so, and that one its own operands, as long as the factor can be split there;
 * *down*: in execution order, every operator that is still open takes the choice that converts the fewest bytes of its
-  operands. It splits a factor only where an operand already is split on it, so nothing is split that nobody asked for.
+  operands. It splits a factor only where an operand already is split on it, or comes as a partial sum: reducing and
+  scattering it costs no more than reducing it for everyone, and divides the work.
 
 The result is greedy and local: no backtracking, no memory, one state per value. It is the specification's
 ``sharding_propagation`` (``semantics.md``, section 4), made independent of the order in which operators were
@@ -201,11 +202,34 @@ class Propagation:
             asked = any(where is not None and where == places[i].get(factor.name) for i, where in enumerate(known))
             if asked and self._fits(op, factor.name, axis):
                 candidates.append(factor.name)
+        scattered = self._scattered(op, axis, known)
+        if scattered is not None and scattered not in candidates:
+            candidates.append(scattered)
         for group, members in enumerate(rule.linear):
             if any(known[i] == "P" for i in members) and self._passes_on(op):
                 candidates.append(f"P{group}")
         candidates.append("I")
         return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
+
+    def _scattered(self, op: Op, axis: str, known: list[Where | None]) -> str | None:
+        """The factor over which a partial sum among the operands is scattered: the one that other axes of that sum are
+        scattered over, else the first that is not split yet; only where it divides."""
+        rule = self.rules[op.name]
+        position = next((i for i, where in enumerate(known) if where == "P"), None)
+        if position is None:
+            return None
+        value, own = op.operands[position], self.choices[op.name]
+        summed = {own[other] for other in own if self._value_where(value, other) == "P" and not is_rest(own[other])}
+        found: str | None = None
+        for name in self._places[op.name][0][position]:
+            factor, split = rule.factor(name), self._split.get((op.name, name), 1)
+            if factor.kind not in ("parallel", "sum") or factor.size % (split * self.mesh.sizes[axis]):
+                continue
+            if name in summed:
+                return name
+            if split == 1 and found is None:
+                found = name
+        return found
 
     def _passes_on(self, op: Op) -> bool:
         """A partial sum is carried through an operator only while a single consumer waits for it: otherwise each would

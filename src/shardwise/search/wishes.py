@@ -1,8 +1,9 @@
-"""What the user fixed: strategies as texts (``"m@dp n@tp"``) or split counts (``((2, 4), (4, 1))``), mapped to sub-axes and atoms.
+"""What the user fixed: strategies as texts (``"m@dp n@tp"``) or split counts (``((2, 4), (4, 1))``), mapped to
+sub-axes and atoms.
 
-Split counts, one per dim of every tensor operand, are mapped in the order of the operator's factors (first appearance in the operands):
-each factor takes, major first, the earliest free sub-axes of the mesh whose sizes multiply to its count. What is left of the mesh
-repeats the work. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix product are ``m@dp k@tp``.
+Split counts, one per dim of every tensor operand, are mapped in the order of the operator's factors (first appearance
+in the operands): each factor takes, major first, the earliest free sub-axes of the mesh whose sizes multiply to its
+count. What is left of the mesh repeats the work. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix product are ``m@dp k@tp``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import combinations
 from math import gcd, prod
 from typing import Any
 
-from shardwise.errors import LayoutError, problem
+from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import is_rest, parse_choices
@@ -25,9 +26,16 @@ SplitCounts = tuple[tuple[int, ...], ...]
 
 
 def choices_for(
-    op: Op, rule: OpRule, divided: OpRule, strategy: str | SplitCounts, mesh: Mesh, graph: Graph, burden: Mapping[str, int]
+    op: Op,
+    rule: OpRule,
+    divided: OpRule,
+    strategy: str | SplitCounts,
+    mesh: Mesh,
+    graph: Graph,
+    burden: Mapping[str, int],
 ) -> dict[str, str]:
-    """Sub-axis -> choice of the divided rule, for one operator. ``burden``: divided factor -> how often it can not be split elsewhere.
+    """Sub-axis -> choice of the divided rule, for one operator. ``burden``: divided factor -> how often it can not be
+    split elsewhere.
 
     A text fixes the axes it names, split counts fix them all. Raises LayoutError naming the operator.
     """
@@ -38,33 +46,38 @@ def choices_for(
             shapes = [graph.by_name[name].shape for name in op.operands]
             wanted = _axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
         return _divide_choices(rule, divided, wanted, mesh, burden)
-    except LayoutError as error:
-        raise type(error)(problem(str(error), op=op.name, source=op.source, fix=_fix(rule))) from error
+    except ShardwiseError as error:
+        raise type(error)(problem(str(error), op=op.name, source=op.source, fix=splittable(rule))) from error
 
 
-def _fix(rule: OpRule) -> str:
+def splittable(rule: OpRule) -> str:
+    """What a strategy of the rule may name, for messages."""
     can = [f.name for f in rule.factors if f.kind != "whole"]
     return f"the rule is {rule}; factors that can be split: {', '.join(can) or 'none'}"
 
 
-def _factor_counts(
-    rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int, ...]], mesh: Mesh
-) -> dict[str, int]:
+def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int, ...]], mesh: Mesh) -> dict[str, int]:
     """Split counts per operand dim -> count per factor. The checks are those of the specification, in its order."""
     if len(counts) != len(shapes):
         hint = ""
         if len(shapes) == 1 and all(isinstance(c, int) for c in counts):
             hint = f"; write ({counts!r},)"
-        raise LayoutError(f"{len(counts)} strategies for {len(shapes)} tensor operands of shapes {_shapes(shapes)}{hint}")
+        raise LayoutError(
+            f"{len(counts)} strategies for {len(shapes)} tensor operands of shapes {_shapes(shapes)}{hint}"
+        )
     for i, (own, shape) in enumerate(zip(counts, shapes, strict=True)):
         if not isinstance(own, tuple):
-            raise LayoutError(f"the strategy of operand {i} is {own!r}: it needs one split count per dim of {list(shape)}")
+            raise LayoutError(
+                f"the strategy of operand {i} is {own!r}: it needs one split count per dim of {list(shape)}"
+            )
         if len(own) != len(shape):
             raise LayoutError(f"{len(own)} split counts {own} for operand {i} of {len(shape)} dims {list(shape)}")
     for i, (own, shape) in enumerate(zip(counts, shapes, strict=True)):
         for d, count in enumerate(own):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise LayoutError(f"split count {count!r} of dim {d} of operand {i} {list(shape)} must be a whole number from 1")
+                raise LayoutError(
+                    f"split count {count!r} of dim {d} of operand {i} {list(shape)} must be a whole number from 1"
+                )
             if count > shape[d]:
                 raise LayoutError(f"dim {d} of operand {i} has {shape[d]} elements: it can not be split {count} ways")
     found: dict[str, int] = {}
@@ -79,7 +92,9 @@ def _factor_counts(
                     share = 1 if position < len(factors) - 1 else left
                 left //= share
                 if share > 1 and sizes[name].kind == "whole":
-                    raise LayoutError(f"dim {d} of operand {i} {list(shapes[i])} can not be split ({count} ways asked for)")
+                    raise LayoutError(
+                        f"dim {d} of operand {i} {list(shapes[i])} can not be split ({count} ways asked for)"
+                    )
                 if found.setdefault(name, share) != share:
                     j, e = seen_in[name]
                     raise LayoutError(
@@ -88,7 +103,9 @@ def _factor_counts(
                     )
                 seen_in.setdefault(name, (i, d))
             if not factors and count > 1:
-                raise LayoutError(f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it can not be split {count} ways")
+                raise LayoutError(
+                    f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it can not be split {count} ways"
+                )
     needed = prod(found.values())
     if needed > mesh.num_devices or mesh.num_devices % needed:
         why = "there are only" if needed > mesh.num_devices else "it does not divide the"
@@ -113,7 +130,9 @@ def _axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
             if fitting:
                 break
         else:
-            raise LayoutError(f"factor {name}: {count} is no product of the free sub-axes {[mesh.sizes[a] for a in free]} of {mesh}")
+            raise LayoutError(
+                f"factor {name}: {count} is no product of the free sub-axes {[mesh.sizes[a] for a in free]} of {mesh}"
+            )
         for axis in fitting:
             choices[axis] = name
             free.remove(axis)
@@ -125,8 +144,8 @@ def _divide_choices(
 ) -> dict[str, str]:
     """Choices of the undivided rule -> choices of its divided factors.
 
-    Each axis goes to a part that no other operator must keep whole (or the fewest), there to the first that it divides; a size that
-    does not divide is split unevenly: four heads over three devices, rather than query, key and value apart.
+    Each axis goes to a part that no other operator must keep whole (or the fewest), there to the first that it divides;
+    a size that does not divide is split unevenly: four heads over three devices, rather than query, key and value apart.
     """
     parts: dict[str, list[str]] = {}
     for factor in divided.factors:
@@ -156,7 +175,8 @@ def _divide_choices(
 
 
 def burdens(graph: Graph, rules: Mapping[str, OpRule]) -> dict[tuple[str, str], int]:
-    """(op, divided factor) -> in how many operators the same atom must be kept whole. Atoms are followed through all operators."""
+    """(op, divided factor) -> in how many operators the same atom must be kept whole. Atoms are followed through all
+    operators."""
     parent: dict[Any, Any] = {}
 
     def find(node: Any) -> Any:

@@ -1,0 +1,107 @@
+"""Every Python block of README.md and docs/*.md runs, in order, and prints what the page says (``blocks.py``)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from docs.blocks import Block, blocks_of, difference, documents
+
+ROOT = Path(__file__).parents[2]
+PAGES = documents(ROOT)
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory from which the blocks can import what they write."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_the_page_runs_and_prints_what_it_says(page: Path, folder: Path, run_ranks: RunRanks) -> None:
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    for block in blocks:
+        where = f"{page.name}:{block.line}"
+        if block.file:
+            (folder / block.file).write_text(block.code, encoding="utf-8")
+        if block.ranks:
+            name = block.file or f"block_{block.line}.py"
+            (folder / name).write_text(block.code, encoding="utf-8")
+            printed = run_ranks(run_script, block.ranks, str(folder), name)[0]
+        else:
+            printed = _execute(block, namespace, where)
+        if block.prints is not None:
+            problem = difference(block.prints, printed)
+            assert not problem, f"{where} prints something else:\n{problem}"
+
+
+def run_script(folder: str, name: str) -> str:
+    """On a rank: runs a file of the folder as a script; returns what it prints."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        runpy.run_path(name, run_name="__main__")
+    return output.getvalue()
+
+
+def _execute(block: Block, namespace: dict[str, Any], where: str) -> str:
+    """Runs a block in this process; returns what it prints, or the message of the exception that it is to end with."""
+    # The padding gives tracebacks the line of the page; a block that is a file has the lines of the file.
+    padding = "" if block.file else "\n" * block.line
+    code = compile(padding + block.code, block.file or where.partition(":")[0], "exec")
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            exec(code, namespace)
+    except Exception as error:
+        if type(error).__name__ != block.raises:
+            raise AssertionError(f"the block at {where} fails: {type(error).__name__}: {error}") from error
+        return f"{type(error).__name__}: {error}"
+    assert not block.raises, f"the block at {where} does not raise {block.raises}"
+    return output.getvalue()
+
+
+def test_pages_have_blocks_that_run() -> None:
+    assert {page.name for page in PAGES} >= {"README.md", "tour.md", "adding-a-rule.md"}
+    assert all(blocks_of(page.read_text(encoding="utf-8")) for page in PAGES)
+
+
+def test_a_block_takes_the_text_that_follows_it() -> None:
+    page = "```python\na\n```\n\n```text\nx\n```\n\n```python file=m.py ranks=4\nb\n```\nwords\n```text\ny\n```\n"
+    assert blocks_of(page) == [
+        Block(1, "a\n", prints="x\n"),
+        Block(9, "b\n", file="m.py", ranks=4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [("```python\na\n", "line 1: the block is not closed"), ("\n```python rank=4\n```\n", "line 2: unknown rank")],
+)
+def test_a_block_that_is_not_understood_is_an_error(page: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks_of(page)
+
+
+def test_output_is_compared_up_to_the_ellipsis() -> None:
+    assert not difference("loss ...\nend", "loss 0.25\nend  \n")
+    assert "loss 0.25" in difference("loss 0.5", "loss 0.25")

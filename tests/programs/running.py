@@ -1,0 +1,172 @@
+"""Random strategies and storage layouts for a program, and its run on the virtual cluster against the whole one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from layouts.placing import random_layout, scatter, worst_difference
+from programs.building import Program
+from torch import Tensor
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy
+from shardwise.partition.program import localize
+from shardwise.partition.spmd import Spmd, build_spmd
+from shardwise.rules.atoms import factor_graph
+from shardwise.rules.rule import OpRule
+from shardwise.rules.tables import rule_of, whole_rule
+from shardwise.runtime.shards import shard
+from shardwise.runtime.verify import run_virtual
+from shardwise.runtime.virtual import VirtualCluster
+
+MESHES = (
+    Mesh(a=2, b=2, c=2),
+    Mesh(dp=2, tp=4),
+    Mesh(a=2, b=3),
+    Mesh(x=6),
+    Mesh(a=3, b=2, c=2),
+    Mesh(x=8),
+    Mesh(x=5),
+)
+TOLERANCE = 1e-10  # float64, tens of operators on a few thousand elements
+
+
+@dataclass
+class Outcome:
+    """What a run showed: the worst error relative to the larger of the tensor and 1e-6 of the largest gradient, where it is, whether the recorded
+    collectives are those of the program, and what the program exercised."""
+
+    error: float = 0.0
+    where: str = ""
+    collectives_match: bool = True
+    comparisons: int = 0
+    cells: Counter[tuple[str, str]] = field(default_factory=Counter)
+    features: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= TOLERANCE and self.collectives_match
+
+    def note(self, error: float, where: str) -> None:
+        self.comparisons += 1
+        if not error <= self.error:  # also for nan
+            self.error, self.where = error, where
+
+
+def random_strategy(rng: random.Random, rule: OpRule, op: Op, graph: Graph, mesh: Mesh) -> Strategy:
+    """Every sub-axis to some factor that leaves each device a share, or to I, R or P."""
+    floating = [graph.by_name[name].dtype.is_floating_point for name in op.operands]
+    left = {factor.name: factor.size for factor in rule.factors}
+    choices: dict[str, str] = {}
+    axes = list(mesh.sub_axes)
+    rng.shuffle(axes)
+    for axis in axes:
+        size = mesh.sizes[axis]
+        options = [f.name for f in rule.factors if f.kind != "whole" and left[f.name] >= size] * 3
+        options += ["I", "R", *(f"P{g}" for g, group in enumerate(rule.linear) if all(floating[i] for i in group))]
+        choice = rng.choice(options)
+        if choice in left:
+            left[choice] //= size
+        choices[axis] = choice
+    return Strategy.of(choices)
+
+
+def random_spmd(program: Program, rng: random.Random, mesh: Mesh) -> tuple[Spmd, dict[str, Layout]]:
+    """The program under random strategies and random storage."""
+    graph = program.graph
+    rules = {op.name: rule_of(op, graph) or whole_rule(op, graph) for op in graph.ops}
+    factored = factor_graph(graph, rules)
+    strategies = {op.name: random_strategy(rng, factored.rules[op.name], op, graph, mesh) for op in graph.ops}
+    storage = {}
+    for source in graph.sources:
+        value = graph.by_name[source.value]
+        storage[source.value] = random_layout(
+            rng, mesh, factored.atoms[source.value], "IRP" if value.requires_grad else "I"
+        )
+    return build_spmd(graph, factored.rules, strategies, storage, mesh), storage
+
+
+def run(program: Program, seed: int, mesh: Mesh | None = None) -> Outcome:
+    """Run a program under the random choices of ``seed``."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    mesh = mesh or rng.choice(MESHES)
+    spmd, storage = random_spmd(program, rng, mesh)
+    outcome = Outcome()
+    _count_features(spmd, outcome)
+    cluster = VirtualCluster(mesh)
+    held: dict[str, list[Tensor]] = {}
+    for name, tensor in program.sources.items():
+        if tensor.requires_grad:
+            held[name] = [t.requires_grad_() for t in scatter(tensor, storage[name], generator)]
+        else:
+            held[name] = [shard(tensor, storage[name], c).clone() for c in cluster.coordinates]
+    programs = [localize(spmd, rank) for rank in range(mesh.num_devices)]
+    bindings = [{name: tensors[rank] for name, tensors in held.items()} for rank in range(mesh.num_devices)]
+    environments = run_virtual(cluster, programs, bindings)
+    outcome.collectives_match &= tuple(cluster.record) == spmd.forward_collectives()
+    for position, (output, want) in enumerate(zip(spmd.outputs, program.results, strict=True)):
+        assert isinstance(output, Ref)
+        for rank, environment in enumerate(environments):
+            outcome.note(_difference(environment[output.name], want), f"output {position} on rank {rank}")
+    if spmd.loss is not None:
+        _check_gradients(program, spmd, storage, held, environments, cluster, outcome)
+    return outcome
+
+
+def _check_gradients(
+    program: Program,
+    spmd: Spmd,
+    storage: dict[str, Layout],
+    held: dict[str, list[Tensor]],
+    environments: list[dict[str, Tensor]],
+    cluster: VirtualCluster,
+    outcome: Outcome,
+) -> None:
+    leaves = {name: tensor for name, tensor in program.sources.items() if tensor.requires_grad}
+    loss = program.results[0]
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True)
+    wanted = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), found, strict=True)}
+    cluster.record.clear()
+    torch.autograd.backward([environment[spmd.loss or ""] for environment in environments])
+    outcome.collectives_match &= tuple(cluster.record) == spmd.backward_collectives()
+    largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
+    for name, want in wanted.items():
+        have = [torch.zeros_like(t) if t.grad is None else t.grad for t in held[name]]
+        scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-6 * largest)
+        difference = worst_difference(have, storage[name].dual, want)
+        outcome.note(difference / scale if scale else difference, f"gradient of {name}")
+
+
+def _difference(have: Tensor, want: Tensor) -> float:
+    if have.shape != want.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    have, want = have.detach(), want.detach()
+    same = (have == want) | (torch.isnan(have) & torch.isnan(want))
+    worst = float(torch.where(same, 0.0, (have.to(torch.complex128) - want.to(torch.complex128)).abs()).max())
+    finite = want.abs()[torch.isfinite(want)] if want.dtype != torch.bool else want.double()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return worst / max(scale, 1e-6)
+
+
+def _count_features(spmd: Spmd, outcome: Outcome) -> None:
+    for conversion in spmd.conversions:
+        for move in conversion.moves:
+            outcome.cells[move.cell] += 1
+        outcome.features["conversions"] += 1
+    for layout in spmd.layouts.values():
+        sharded = [atom for dim in layout.dims for atom in dim if atom.axes]
+        outcome.features["nested"] += any(len(atom.axes) > 1 for atom in sharded)
+        outcome.features["factored"] += any(len(dim) > 1 and any(a.axes for a in dim[1:]) for dim in layout.canonical().dims)
+        outcome.features["uneven"] += not layout.is_even
+    outcome.features["lowered"] += sum("." in op.name for op in spmd.graph.ops)
+
+
+__all__ = ["MESHES", "TOLERANCE", "Outcome", "random_spmd", "random_strategy", "run"]

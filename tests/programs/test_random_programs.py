@@ -1,0 +1,41 @@
+"""Random programs under random strategies, storage and detours on the virtual cluster equal the whole program: outputs, every
+gradient, and the list of collectives in order."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from programs.building import program_of_sample, random_program
+from programs.running import Outcome, run
+from rules.samples import SAMPLES
+
+BLOCKS, PER_BLOCK = 30, 20
+TESTED = [i for i, sample in enumerate(SAMPLES) if not sample.unspecified]
+
+
+def check(outcome: Outcome, told: str) -> None:
+    assert outcome.error <= 1e-10, f"{told}: relative error {outcome.error:.3g} at {outcome.where}"
+    assert outcome.collectives_match, f"{told}: the recorded collectives are not those of the program"
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_random_programs_equal_one_device(block: int) -> None:
+    cells: Counter[tuple[str, str]] = Counter()
+    features: Counter[str] = Counter()
+    for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
+        outcome = run(random_program(seed), seed)
+        check(outcome, f"random_program({seed}), run seed {seed}")
+        cells, features = cells + outcome.cells, features + outcome.features
+    exercised = {(a, b) for a in "SIRP" for b in "SIRP"} - {("I", "I"), ("R", "R"), ("P", "P")}
+    assert exercised <= set(cells), f"block {block} does not use {sorted(exercised - set(cells))}"
+    for feature in ("nested", "factored", "uneven", "lowered"):
+        assert features[feature] > 10, f"block {block}: {feature} {features[feature]}"
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_every_operator_on_its_own_equals_one_device(part: int) -> None:
+    for index in TESTED[part::16]:
+        for seed in (index, 10_000 + index):
+            outcome = run(program_of_sample(SAMPLES[index]), seed)
+            check(outcome, f"program_of_sample(SAMPLES[{index}]) {SAMPLES[index]}, run seed {seed}")
