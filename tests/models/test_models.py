@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from models.full_width import CASES, measure
-from models.tiny_models import MODELS, TinyModel, gpt2, llama, token_inputs
+from models.tiny_models import MODELS, TinyModel, gpt2, llama, resnet, token_inputs
 from shardwise.graph.capture import capture
 from shardwise.report.share import SplitShare, share_of_plan
 
@@ -69,6 +69,15 @@ def test_llama_runs_with_more_tensor_ranks_than_key_heads(mesh):
     assert share.without_rule == ()
     assert share.flops is not None
     assert share.flops >= 0.95
+
+
+def test_batch_norm_takes_the_statistics_of_the_whole_batch():
+    model, inputs = build(resnet(), 16)
+    report = sw.verify(model, (), sw.plan(model, (), 8, kwargs=inputs), kwargs=inputs)
+    assert report.ok, str(report)
+    compared = {difference.name for difference in report.differences if difference.kind == "buffer"}
+    assert compared == {name for name, _ in model.named_buffers()}
+    assert any(name.endswith("running_var") for name in compared)
 
 
 def test_a_model_on_the_meta_device_keeps_its_tied_weights_in_a_verification():

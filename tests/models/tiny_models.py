@@ -15,6 +15,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -112,6 +114,12 @@ def vit() -> TinyModel:
             "classifier": "n@tp",
         },
     )
+
+
+def resnet() -> TinyModel:
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 2], layer_type="basic")
+    config.num_labels = CLASSES
+    return TinyModel(lambda: ResNetForImageClassification(config), image_inputs, {})
 
 
 MODELS = {"gpt2": gpt2(), "llama": llama(), "bert": bert(), "vit": vit()}

@@ -6,30 +6,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from programs.building import Program, program_of_sample, random_program
 from programs.running import run
 from rules.samples import SAMPLES
+from torch import Tensor
 
 from shardwise.layouts import conversions, redistribute, strategy
-from shardwise.layouts.conversions import CELLS, Cell, Primitive
+from shardwise.layouts.conversions import CELLS, Cell, Move, Primitive
 from shardwise.layouts.mesh import Mesh
 from shardwise.partition import lower
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of
+from shardwise.runtime.virtual import VirtualCluster
 
 # A primitive of the same shapes that is wrong in its place.
 WRONG: dict[Primitive, Primitive] = {
     "none": "all_reduce",
     "all_reduce": "none",
     "keep_one": "none",
-    "slice": "reduce_scatter",
     "reduce_scatter": "slice",
     "all_gather": "zero_pad",
     "zero_pad": "all_gather",
 }
 BROKEN = [(cell, column) for cell in CELLS for column in ("forward", "backward") if cell[0] != cell[1]]
+SWAPPED = [(cell, column) for cell, column in BROKEN if getattr(CELLS[cell], column) in WRONG]
 MESH = Mesh(a=2, b=2)
 
 
@@ -62,14 +65,32 @@ def test_nothing_is_caught_when_nothing_is_broken() -> None:
     assert not is_caught(programs()[:40])
 
 
-@pytest.mark.parametrize(("cell", "column"), BROKEN, ids=[f"{a}-{b}-{column}" for (a, b), column in BROKEN])
-def test_a_broken_cell_is_caught(cell: tuple[str, str], column: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def ids(cells: list[tuple[tuple[str, str], str]]) -> list[str]:
+    return [f"{a}-{b}-{column}" for (a, b), column in cells]
+
+
+@pytest.mark.parametrize(("cell", "column"), SWAPPED, ids=ids(SWAPPED))
+def test_a_cell_with_another_primitive_is_caught(cell: tuple[str, str], column: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right: Primitive = getattr(CELLS[cell], column)
     broken = dict(CELLS)
     broken[cell] = replace(CELLS[cell], **{column: WRONG[right]})
     monkeypatch.setattr(conversions, "CELLS", broken)
     with fresh_caches():
         assert is_caught(programs())
+
+
+@pytest.mark.parametrize(("cell", "column"), BROKEN, ids=ids(BROKEN))
+def test_a_cell_that_doubles_is_caught(cell: tuple[str, str], column: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classical mistake: an all-reduce whose backward is an all-reduce too makes gradients n times too large."""
+    perform = VirtualCluster.perform
+
+    def doubling(self: VirtualCluster, primitive: Primitive, move: Move, tensors: Any, backward: bool) -> list[Tensor]:
+        results = perform(self, primitive, move, tensors, backward)
+        hit = move.cell == cell and backward == (column == "backward")
+        return [result * 2 if hit and result.is_floating_point() else result for result in results]
+
+    monkeypatch.setattr(VirtualCluster, "perform", doubling)
+    assert is_caught(programs())
 
 
 def test_a_broken_all_to_all_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

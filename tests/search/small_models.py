@@ -67,3 +67,14 @@ def counts(plan: sw.Plan, operator: str) -> tuple[tuple[int, ...], ...]:
         split[factor] = plan.mesh.size_of(plan.mesh.parse_axes(axes))
     operands = entry.rule.partition(" -> ")[0].split(", ")
     return tuple(tuple(split.get(factor, 1) for factor in operand.split()) for operand in operands)
+
+
+def strategies(plan: sw.Plan, *operators: str) -> list[str]:
+    return [plan.strategies[name] for name in operators]
+
+
+def conversions_into(plan: sw.Plan, operator: str, value: str = "") -> list[str]:
+    """The forward collectives of the conversions first needed by an operator (or inside its lowering), of all values or
+    of one."""
+    found = [c for c in plan.conversions if c.op == operator or c.op.startswith(f"{operator}.")]
+    return [f"{e.kind}@{e.axes}" for c in found if not value or c.value == value for e in c.forward]

@@ -244,7 +244,7 @@ def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Tabl
             str(share.mesh),
             str(share.num_operators),
             str(len(share.without_rule)),
-            _percent(share.flops),
+            _percent(share.flops) + ("\nof the others" if share.without_rule else ""),
             _percent(share.parameters),
             f"{format_bytes(sent.forward)} forward\n{format_bytes(sent.backward)} backward\n"
             f"{format_bytes(sent.delivered)} outputs",

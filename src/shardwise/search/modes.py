@@ -3,8 +3,8 @@
 ``stand_alone``    every device does everything
 ``data_parallel``  the batch is split over the whole mesh, parameters are whole everywhere
 ``semi_auto``      operators without a strategy default to data parallelism; views, casts and the operators of one
-annotated call follow ``auto``           (``sharding_propagation``) everything follows what is fixed; where nothing is
-fixed, data parallelism
+                   annotated call follow
+``auto``           (``sharding_propagation``) everything follows what is fixed; where nothing is fixed, data parallelism
 """
 
 from __future__ import annotations
@@ -44,22 +44,28 @@ def choose(
     *,
     storage: Mapping[str, dict[str, Where]] | None = None,
 ) -> Choice:
-    """Complete ``fixed`` (op -> sub-axis -> choice) in the given mode. ``storage``: where some sources are kept, if
-    that is fixed too."""
+    """Complete ``fixed`` (op -> sub-axis -> choice) in the given mode.
+
+    ``storage``: where some sources are kept, if that is fixed too. Raises ShardwiseError for a mode that there is not,
+    or that takes no strategies.
+    """
     if mode not in MODES:
-        raise ShardwiseError(f"unknown mode {mode!r}: it is one of {', '.join(MODES)}")
+        raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
     if mode in ("stand_alone", "data_parallel") and fixed:
+        op = graph.op_by_name[next(iter(fixed))]
+        others = f" and {len(fixed) - 1} more operators" if len(fixed) > 1 else ""
         raise ShardwiseError(
             problem(
-                f"mode {mode!r} takes no strategies, but {len(fixed)} operators have one: {', '.join(list(fixed)[:3])}",
+                f"mode {mode!r} takes no strategies and constraints, but {op.name}{others} has one",
+                op=op.name,
+                source=op.source,
                 fix='plan with mode="semi_auto" or mode="auto", or remove the annotations',
             )
         )
-    if mode == "stand_alone":
-        return _complete(graph, factored, mesh, {}, (), storage, frozenset(), movable=False)
-    axes = mesh.sub_axes if mode == "data_parallel" else data_axes(mesh, fixed)
-    if mode == "data_parallel":
+    if mode in ("stand_alone", "data_parallel"):
+        axes = mesh.sub_axes if mode == "data_parallel" else ()
         return _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
+    axes = data_axes(mesh, fixed)
     if mode == "auto":
         return _complete(graph, factored, mesh, fixed, axes, storage, frozenset(), movable=True)
     default = _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
@@ -134,6 +140,7 @@ def _complete(
         sources=sources,
         movable=frozenset(follow),
         closed=closed,
+        scatter=movable,
     )
     strategies = propagation.run()
     layouts = {

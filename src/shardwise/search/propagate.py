@@ -3,10 +3,14 @@
 Every sub-axis is decided by itself, major first. Two passes over the graph:
 
 * *up*: an operator that is fixed and wants an operand sharded asks the operator (or the parameter) that makes it to
-  produce it so, and that one its own operands, as long as the factor can be split there;
+  produce it so, and that one its own operands, as long as the factor can be split there. A contraction (a matrix
+  product, an embedding) whose operands come from an operator that is fixed differently obeys only if they do not decide
+  otherwise on the way down: after an attention that is split by heads, the output projection sums over them, whatever
+  layout the sum is then wanted in;
 * *down*: in execution order, every operator that is still open takes the choice that converts the fewest bytes of its
-  operands. It splits a factor only where an operand already is split on it, or comes as a partial sum: reducing and
-  scattering it costs no more than reducing it for everyone, and divides the work.
+  operands; one that reduces (a matrix product, attention, a norm) never gathers them in order to repeat the work. It
+  splits a factor only where an operand already is split on it, or comes as a partial sum (``scatter``):
+  reducing and scattering it costs no more than reducing it for everyone, and divides the work.
 
 The result is greedy and local: no backtracking, no memory, one state per value. It is the specification's
 ``sharding_propagation`` (``semantics.md``, section 4), made independent of the order in which operators were
@@ -84,7 +88,8 @@ class Propagation:
     fixed.
 
     ``movable``: sources whose storage follows their consumers (parameters). ``closed``: (op, axis) pairs that repeat
-    the work on an axis rather than follow their operands.
+    the work on an axis rather than follow their operands. ``scatter``: whether partial sums may be scattered where
+    nothing else asks for a split (not inside lowerings, whose sums are small and needed whole).
     """
 
     graph: Graph
@@ -94,15 +99,18 @@ class Propagation:
     sources: dict[str, dict[str, Where]] = field(default_factory=dict)
     movable: frozenset[str] = frozenset()
     closed: frozenset[tuple[str, str]] = frozenset()
+    scatter: bool = False
 
     def run(self) -> dict[str, Strategy]:
         """Decide everything that is open and return a strategy per op."""
         self._places = {op.name: factor_places(self.rules[op.name]) for op in self.graph.ops}
         self._split: dict[tuple[str, str], int] = {}
+        self._asked: dict[tuple[str, str], str] = {}  # (op, axis) -> the factor that a consumer would like split
         self._fixed = {name: tuple(choices.items()) for name, choices in self.choices.items()}
         for op in self.graph.ops:
             for axis, choice in self.choices.setdefault(op.name, {}).items():
                 self._count(op.name, choice, axis)
+        self._converted: set[tuple[str, str, Where]] = set()  # (value, axis, where) that some operator already needs
         for axis in self.mesh.sub_axes:
             self._up(axis)
             self._down(axis)
@@ -170,26 +178,60 @@ class Propagation:
             self._store(op, axis)
         while pending:
             op = pending.pop()
-            choice = self.choices[op.name][axis]
-            if is_rest(choice):
-                continue
-            for position, value in enumerate(op.operands):
-                place = self._places[op.name][0][position].get(choice)
-                producer = self.graph.producer.get(value)
-                if place is None or producer is None or axis in self.choices[producer.name]:
+            for producer, factor in self._makers(op, self.choices[op.name][axis], axis):
+                if axis in self.choices[producer.name] or factor is None:
                     continue
-                index = producer.results.index(value)
-                for factor, own in self._places[producer.name][1][index].items():
-                    if own == place and self._fits(producer, factor, axis) and (producer.name, axis) not in self.closed:
-                        self._decide(producer, axis, factor)
-                        pending.append(producer)
-                        break
+                if self._contracts(producer) and self._meets_other(producer, factor, axis):
+                    self._asked.setdefault((producer.name, axis), factor)
+                else:
+                    self._decide(producer, axis, factor)
+                    pending.append(producer)
+
+    def _makers(self, op: Op, choice: str, axis: str) -> list[tuple[Op, str | None]]:
+        """The operators that make the operands which ``choice`` wants sharded, each with the factor to split for it, or
+        None where it makes, or must make, something else."""
+        if is_rest(choice):
+            return []
+        found: list[tuple[Op, str | None]] = []
+        for position, value in enumerate(op.operands):
+            place = self._places[op.name][0][position].get(choice)
+            producer = self.graph.producer.get(value)
+            if place is None or producer is None:
+                continue
+            index = producer.results.index(value)
+            own = self.choices[producer.name].get(axis)
+            if own is not None:
+                found.append((producer, own if self.result_where(producer.name, index, own) == place else None))
+                continue
+            factors = [name for name, at in self._places[producer.name][1][index].items() if at == place]
+            open_to = factors and (producer.name, axis) not in self.closed and self._fits(producer, factors[0], axis)
+            found.append((producer, factors[0] if open_to else None))
+        return found
+
+    def _contracts(self, op: Op) -> bool:
+        return len(op.operands) > 1 and any(factor.kind == "sum" for factor in self.rules[op.name].factors)
+
+    def _meets_other(self, op: Op, factor: str, axis: str) -> bool:
+        """Whether splitting ``factor`` would meet, before the next contraction, an operator that is decided otherwise."""
+        pending, seen = [(op, factor)], {op.name}
+        while pending:
+            for producer, own in self._makers(*pending.pop(), axis):
+                decided = axis in self.choices[producer.name]
+                if decided and own is None:
+                    return True
+                if not decided and own is not None and producer.name not in seen and not self._contracts(producer):
+                    seen.add(producer.name)
+                    pending.append((producer, own))
+        return False
 
     def _down(self, axis: str) -> None:
         """With the data, in execution order."""
         for op in self.graph.ops:
             if axis not in self.choices[op.name]:
-                self._decide(op, axis, self._best(op, axis))
+                choice = self._best(op, axis)
+                self._decide(op, axis, self._asked.get((op.name, axis), "I") if choice == "I" else choice)
+            for position, value in enumerate(op.operands):
+                self._converted.add((value, axis, self.operand_where(op.name, position, self.choices[op.name][axis])))
 
     def _best(self, op: Op, axis: str) -> str:
         rule = self.rules[op.name]
@@ -205,10 +247,12 @@ class Propagation:
         scattered = self._scattered(op, axis, known)
         if scattered is not None and scattered not in candidates:
             candidates.append(scattered)
+        if candidates and len(op.operands) > 1 and any(f.kind in ("sum", "lowered") for f in rule.factors):
+            return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
+        candidates.append("I")
         for group, members in enumerate(rule.linear):
             if any(known[i] == "P" for i in members) and self._passes_on(op):
                 candidates.append(f"P{group}")
-        candidates.append("I")
         return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
 
     def _scattered(self, op: Op, axis: str, known: list[Where | None]) -> str | None:
@@ -216,7 +260,7 @@ class Propagation:
         scattered over, else the first that is not split yet; only where it divides."""
         rule = self.rules[op.name]
         position = next((i for i, where in enumerate(known) if where == "P"), None)
-        if position is None:
+        if position is None or not self.scatter:
             return None
         value, own = op.operands[position], self.choices[op.name]
         summed = {own[other] for other in own if self._value_where(value, other) == "P" and not is_rest(own[other])}
@@ -242,7 +286,9 @@ class Propagation:
             where = known[position]
             if where is None or (value in self.movable and where == "I"):
                 continue
-            info = self.graph.by_name[value]
             need = self.operand_where(op.name, position, choice)
+            if (value, axis, need) in self._converted:
+                continue
+            info = self.graph.by_name[value]
             total += info.num_bytes * axis_cost(where, need, self.mesh.sizes[axis], info.requires_grad)
         return total
