@@ -58,7 +58,7 @@ def test_states_print_as_words() -> None:
 
 def test_strategies_parse_back() -> None:
     mesh = Mesh(dp=2, tp=4)
-    text = "k@tp.1 m@(dp,tp.0)"
+    text = "m@(dp,tp.0) k@tp.1"
     assert Strategy.of(parse_choices(text, mesh)).format(mesh) == text
 
 

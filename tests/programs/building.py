@@ -61,6 +61,7 @@ class Builder:
     def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Any:
         result = target(*args, **kwargs)
         results = (result,) if isinstance(result, Tensor) else tuple(result)
+        results = tuple(r.view_as(r) if id(r) in self._names else r for r in results)  # a no-op returned its operand
         number = len(self.ops)
         names = tuple(f"v{number}" if len(results) == 1 else f"v{number}.{i}" for i in range(len(results)))
         for name, tensor in zip(names, results, strict=True):
@@ -75,7 +76,7 @@ class Builder:
                 "random.py:1",
             )
         )
-        return result if isinstance(result, Tensor) else results
+        return results[0] if isinstance(result, Tensor) else results
 
     def _arg(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -80,7 +80,8 @@ def capture(
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = pytree.tree_flatten_with_path((args, kwargs))
     names = tuple(leaf_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
-    examples = tuple(leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor))
+    # Inputs carry no gradient: what is differentiated is the loss, with respect to parameters.
+    examples = tuple(leaf.detach() for _, leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         given = iter(tensors)

@@ -296,5 +296,6 @@ def _storage(
     for dim, own in enumerate(layout.dims):
         axes = [axis for atom in own for axis in atom.axes]
         if axes and shape[dim] > 1:
-            where.update(spread_axes(atoms, dim, axes, plan.mesh))
+            spread = spread_axes(atoms, dim, axes, plan.mesh)
+            where = spread | {axis: own for axis, own in where.items() if axis not in spread}
     return where

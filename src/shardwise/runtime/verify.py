@@ -210,7 +210,7 @@ class _Single:
             if isinstance(leaf, torch.Tensor):
                 is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
                 values["loss" if is_loss else "output", f"[{i}]"] = leaf.detach()
-                if is_loss:
+                if is_loss and leaf.requires_grad:
                     leaf.backward()
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
@@ -266,7 +266,7 @@ class _Ranks:
         self.cluster.record.clear()
         results = run_virtual(self.cluster, self.programs, bindings)
         self.forward_record = self._recorded()
-        if self.spmd.loss is not None:
+        if self.spmd.loss is not None and results[0][self.spmd.loss].requires_grad:
             torch.autograd.backward([result[self.spmd.loss] for result in results])
         self.backward_record = self._recorded()
         return [self._collect(own, result, i) for i, (own, result) in enumerate(zip(self.held, results, strict=True))]

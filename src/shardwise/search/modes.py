@@ -126,9 +126,7 @@ def _complete(
             sources[source.value] = dict(given)
         elif source.kind == "input":
             sources[source.value] = _batch_where(graph, factored, mesh, source.value, batch, axes)
-        elif source.kind == "parameter" and movable:
-            sources[source.value] = dict.fromkeys(axes, "I")
-        else:
+        elif source.kind != "parameter" or not movable:
             sources[source.value] = dict.fromkeys(mesh.sub_axes, "I")
         if source.kind == "parameter":
             follow.add(source.value)
@@ -158,7 +156,7 @@ def _batch_where(
     shape = graph.by_name[value].shape
     if batch is None or not shape or shape[0] != batch:
         return where
-    return where | spread_axes(factored.atoms[value], 0, axes, mesh)
+    return where | spread_axes(factored.atoms[value], 0, axes, mesh)  # both in device order
 
 
 def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str], mesh: Mesh) -> dict[str, Where]:
@@ -180,15 +178,15 @@ def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str
 
 
 def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout:
-    """Sub-axis -> state or place, as a layout over the value's atoms (divided further where a place asks for it)."""
+    """Sub-axis -> state or place, as a layout over the value's atoms; axes that share a place are major first."""
     axes: dict[tuple[int, int], list[str]] = {}
     states: list[tuple[str, str]] = []
-    for axis in mesh.sub_axes:
-        own = where.get(axis, "I")
+    for axis, own in where.items():
         if isinstance(own, tuple):
             axes.setdefault(_atom_at(atoms, own), []).append(axis)
         elif own != "I":
             states.append((axis, own))
+    states.sort(key=lambda item: mesh.order[item[0]])
     dims = tuple(
         tuple(Atom(size, tuple(axes.get((d, i), ()))) for i, size in enumerate(sizes)) for d, sizes in enumerate(atoms)
     )

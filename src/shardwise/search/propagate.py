@@ -69,16 +69,12 @@ def factor_places(rule: OpRule) -> tuple[tuple[dict[str, Place], ...], tuple[dic
 
 
 def where_of(layout: Layout) -> dict[str, Where]:
-    """A layout as propagation sees it: sub-axis -> state or place."""
+    """A layout as propagation sees it: sub-axis -> state or place; those that share a place are major first."""
     found: dict[str, Where] = {}
-    for axis in layout.mesh.sub_axes:
-        found[axis] = layout.state_of[axis]
-        if axis in layout.positions:
-            dim, atom = layout.positions[axis]
-            sizes = [a.size for a in layout.dims[dim]]
-            place: Place = (dim, prod(sizes[atom + 1 :]), sizes[atom])
-            found[axis] = place
-    return found
+    for axis, (dim, atom) in layout.positions.items():
+        sizes = [a.size for a in layout.dims[dim]]
+        found[axis] = (dim, prod(sizes[atom + 1 :]), sizes[atom])
+    return found | {axis: state for axis, state in layout.state_of.items() if axis not in found}
 
 
 @dataclass
@@ -114,18 +110,42 @@ class Propagation:
         for axis in self.mesh.sub_axes:
             self._up(axis)
             self._down(axis)
-        return {name: self._strategy(name) for name in self.choices}
+        return self._ordered()
 
-    def _strategy(self, name: str) -> Strategy:
-        """Axes of one factor are major first in device order, but in the order the user wrote them where he did."""
-        choices = self.choices[name]
-        axes = sorted(choices, key=self.mesh.order.__getitem__)
-        for factor in set(choices.values()):
-            written = [axis for axis, choice in self._fixed.get(name, ()) if choice == factor]
-            slots = [i for i, axis in enumerate(axes) if axis in written]
-            for slot, axis in zip(slots, written, strict=True):
-                axes[slot] = axis
-        return Strategy.of({axis: choices[axis] for axis in axes})
+    def _ordered(self) -> dict[str, Strategy]:
+        """The choices as strategies. Axes of one factor are major first: in the order the user wrote, else in that of an
+        operand which is split so, else in device order. A parameter takes the order of its first consumer."""
+        order: dict[tuple[str, Place], tuple[str, ...]] = {}
+        for value, where in self.sources.items():
+            if value not in self.movable:
+                for place in {own for own in where.values() if isinstance(own, tuple)}:
+                    order[value, place] = tuple(axis for axis, own in where.items() if own == place)
+        found: dict[str, Strategy] = {}
+        for op in self.graph.ops:
+            choices, places = self.choices[op.name], self._places[op.name]
+            ordered: dict[str, str] = {}
+            for factor in dict.fromkeys(choices.values()):
+                axes = sorted((a for a, own in choices.items() if own == factor), key=self.mesh.order.__getitem__)
+                written = [a for a, own in self._fixed.get(op.name, ()) if own == factor]
+                at = [(value, own[factor]) for value, own in zip(op.operands, places[0], strict=True) if factor in own]
+                known = next((order[key] for key in at if sorted(order.get(key, ())) == sorted(axes)), None)
+                if written:
+                    slots = [i for i, axis in enumerate(axes) if axis in written]
+                    for slot, axis in zip(slots, written, strict=True):
+                        axes[slot] = axis
+                elif known is not None:
+                    axes = list(known)
+                ordered |= dict.fromkeys(axes, factor)
+                results = [(value, own[factor]) for value, own in zip(op.results, places[1], strict=True) if factor in own]
+                for key in (*at, *results):
+                    order.setdefault(key, tuple(axes))
+            found[op.name] = Strategy.of(ordered)
+        for value, where in self.sources.items():
+            for place in {own for own in where.values() if isinstance(own, tuple)}:
+                axes = [a for a in order.get((value, place), ()) if where.get(a) == place]
+                for axis in axes:
+                    where[axis] = where.pop(axis)
+        return found
 
     def _count(self, op: str, choice: str, axis: str) -> None:
         if not is_rest(choice):
@@ -249,6 +269,8 @@ class Propagation:
             candidates.append(scattered)
         if candidates and len(op.operands) > 1 and any(f.kind in ("sum", "lowered") for f in rule.factors):
             return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
+        if "R" in known:  # inside a lowering: what comes replicated stays so, or a consumer that is split would pay for it
+            candidates.append("R")
         candidates.append("I")
         for group, members in enumerate(rule.linear):
             if any(known[i] == "P" for i in members) and self._passes_on(op):

@@ -1,0 +1,174 @@
+"""Strategies that can not be followed: every message names the operator, the user's line, the numbers and the mend."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from search.small_models import Mlp, TwoProducts
+
+MESH = sw.Mesh(dp=2, tp=4)
+matmul, relu = torch.matmul, torch.relu
+CALL = r"small_models\.py:\d+"
+HERE = r"test_bad_strategies\.py:\d+"
+
+
+def message(model: nn.Module, *, shape: tuple[int, ...] = (16, 32), devices: int = 8, **choices: Any) -> str:
+    """What ``sw.plan`` says."""
+    with pytest.raises(sw.ShardwiseError) as caught:
+        sw.plan(model, (torch.randn(*shape),), devices, **choices)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        pytest.param(((2, 4),), ["1 strategies for 2 tensor operands", "[16, 32], [32, 16]"], id="too few"),
+        pytest.param(((2, 4), (4, 1), (1, 1)), ["3 strategies for 2 tensor operands"], id="too many"),
+        pytest.param(((2, 4, 1), (4, 1)), ["3 split counts (2, 4, 1)", "operand 0", "2 dims [16, 32]"], id="rank"),
+        pytest.param(((2, 4), (2, 1)), ["4 ways", "2 ways", "factor k", "m k, k n -> m n"], id="disagreement"),
+        pytest.param(((4, 4), (4, 1)), ["4 (m) x 4 (k) = 16 devices", "there are only 8 of Mesh(dp=8)"], id="too many"),
+        pytest.param(((3, 1), (1, 1)), ["3 (m) = 3 devices", "it does not divide the 8"], id="does not divide"),
+        pytest.param(((32, 1), (1, 1)), ["dim 0 of operand 0 has 16 elements", "32 ways"], id="more than elements"),
+        pytest.param("m@pp", ["unknown mesh axis 'pp'", "(dp=8)"], id="unknown axis"),
+        pytest.param("j@dp", ["no factor 'j'", "m, k, n"], id="unknown factor"),
+        pytest.param("m@dp k@dp", ["dp", "more than once"], id="axis twice"),
+        pytest.param("m dp", ["m@dp", "^"], id="not a strategy"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_its_call_is_explained(strategy, said):
+    text = message(TwoProducts(first=sw.shard(matmul, strategy)))
+    for part in said:
+        assert part in text
+    assert re.search(rf"op: +/matmul \({CALL}\)", text), text
+    assert re.search(r"fix: +the rule is m k, k n -> m n .*factors that can be split: m, k, n", text), text
+
+
+@pytest.mark.parametrize(("strategy", "count"), [(((0, 1), (1, 1)), "0"), (((2, -4), (1, 1)), "-4"), (((2, 1.5), (1, 1)), "1.5"), (((True, 1), (1, 1)), "True")])  # fmt: skip
+def test_a_split_count_is_a_whole_number_from_1(strategy, count):
+    with pytest.raises(sw.ShardwiseError) as caught:
+        sw.shard(matmul, strategy)
+    text = str(caught.value)
+    assert f"split count {count} " in text
+    assert "of tensor 0" in text
+    assert re.search(rf"op: +matmul \({HERE}\)", text), text
+    assert "fix:" in text
+
+
+def test_strategies_that_are_nested_wrongly_are_shown_nested_right():
+    with pytest.raises(sw.ShardwiseError) as caught:
+        sw.shard(matmul, (4, 1), (1, 1))
+    text = str(caught.value)
+    assert "(4, 1)" in text
+    assert "shard(matmul, ((4, 1), (1, 1)))" in text
+    assert re.search(HERE, text)
+
+
+def test_a_dim_that_the_rule_can_not_split_is_named():
+    class Sorted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return sw.shard(torch.cumsum, ((1, 4),))(x, 1).mean()
+
+    class Flipped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return sw.shard(torch.flip, ((1, 4),))(x, (1,)).mean()
+
+    for model, name in ((Sorted(), "/cumsum"), (Flipped(), "/flip")):
+        text = message(model)
+        assert "dim 1 of operand 0 [16, 32] can not be split (4 ways asked for)" in text
+        assert re.search(rf"op: +{name} \({HERE}\)", text), text
+        assert "factors that can be split: " in text
+
+
+def test_a_broadcast_dim_can_not_be_split():
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return sw.shard(torch.mul, ((2, 1), (2, 1)))(x, torch.ones(1, 32)).mean()
+
+    assert "dim 0 of operand 1 [1, 32] " in message(Scaled())
+
+
+def test_a_strategy_for_a_factor_that_can_not_be_split_is_refused():
+    class Flipped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return sw.shard(torch.flip, "whole@dp")(x, (1,)).mean()
+
+    text = message(Flipped())
+    assert "no factor 'whole'" in text
+    assert "/flip" in text
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel"])
+def test_modes_that_split_by_themselves_take_no_strategies(mode):
+    text = message(Mlp(), shape=(16, 8), mode=mode, strategies={"up": "n@dp"})
+    assert f"mode '{mode}' takes no strategies" in text
+    assert re.search(rf"op: +up/linear \({CALL}\)", text), text
+    assert 'mode="semi_auto" or mode="auto"' in text
+
+
+def test_a_pattern_that_matches_no_module_names_the_nearest():
+    text = message(Mlp(), shape=(16, 8), strategies={"upp": "n@dp", "nothing.*": "n@dp"})
+    assert "no module matches 'upp' (near: up); 'nothing.*'" in text
+    assert "named_modules" in text
+
+
+def test_a_strategy_that_covers_no_operator_is_not_ignored():
+    class Idle(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(8, 8)
+
+    text = message(Idle(), shape=(16, 8), strategies={"unused": "n@dp"})
+    assert "'n@dp' covers no operator" in text
+    assert "unused (strategies['unused'])" in text
+
+
+def test_a_strategy_that_covers_several_operators_lists_them():
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TwoProducts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    text = message(Several(), strategies={"inner": ((2, 4), (4, 1))})
+    assert "((2, 4), (4, 1)) covers " in text
+    assert "inner/matmul, " in text
+    assert "a smaller submodule, or the call inside forward" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("[16@dp]", "has shape [16]"),
+        ("[16@dp, 8]", "has shape [16, 8]"),
+        ("[16@pp, 16]", "unknown mesh axis 'pp'"),
+        ("[16@dp, 16@dp]", "dp is used more than once"),
+        ("16, 16", "a layout reads [32@dp, 512, 4096@tp]"),
+    ],
+)
+def test_a_constraint_that_does_not_fit_its_value_is_explained(layout, said):
+    class Constrained(TwoProducts):
+        def forward(self, x: Tensor) -> Tensor:
+            return (sw.constrain(x @ self.w, layout) @ self.v).square().mean()
+
+    text = message(Constrained(), mesh=MESH)
+    assert said in text
+    assert re.search(rf"op: +\S+ \({HERE}\)", text), text
+    assert "fix:    a layout of shape [16, 16] over the axes of Mesh(dp=2, tp=4)" in text
+
+
+def test_modes_searches_and_meshes_that_there_are_not_are_refused():
+    assert "fix:    one of auto, semi_auto, data_parallel, stand_alone" in message(Mlp(), mode="automatic")
+    assert "fix:    one of sharding_propagation" in message(Mlp(), search="exhaustive")
+    assert "needs 2 x 4 = 8 devices, the cluster has 4" in message(Mlp(), devices=4, mesh=MESH)
+    with pytest.raises(sw.ShardwiseError, match="kwargs="):
+        sw.plan(Mlp(), {"x": torch.randn(16, 8)}, 8)
+    with pytest.raises(sw.ShardwiseError, match="whole number of devices from 1, not 0"):
+        sw.plan(Mlp(), torch.randn(16, 8), 0)
