@@ -1,9 +1,9 @@
 """The main job: a GPT trains on real text on eight ranks under two plans, and its losses are those of one process.
 
-Three runs of ``train_gpt.py`` from the same seed: one process in plain PyTorch, eight ranks under the automatic plan, eight ranks under
-a plan of two-way data by four-way tensor parallelism. All of them compute in float32, where a sum in another order differs in
-the last bits; training amplifies that from step to step. The curves must agree to ``TOLERANCE``; that the programs are equal, not
-only close, is shown before, in float64, by ``sw.verify``.
+Three runs of ``train_gpt.py`` from the same seed: one process in plain PyTorch, eight ranks under the automatic plan,
+eight ranks under a plan of two-way data by four-way tensor parallelism. All of them compute in float32, where a sum in
+another order differs in the last bits; training amplifies that from step to step. The curves must agree to
+``TOLERANCE``; that the programs are equal, not only close, is shown before, in float64, by ``sw.verify``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from train_gpt import make_plan
 import shardwise as sw
 
 RANKS, STEPS = 8, 60
-# float32 rounds to 6e-8, so a loss near 3 to 2e-7, and sums over ranks are taken in another order; measured over the 60 steps: below 1e-5.
-# A wrong conversion is not that close: skipping one gradient's all-reduce moves the loss by more than 1e-3 within ten steps.
+# float32 rounds to 6e-8, so a loss near 3 to 2e-7, and sums over ranks are taken in another order; measured over the 60
+# steps: below 1e-5. A wrong conversion is not that close: skipping one gradient's all-reduce moves the loss by more
+# than 1e-3 within ten steps.
 TOLERANCE = 5e-5
 HERE = Path(__file__).parent
 

@@ -1,6 +1,7 @@
 """shardwise trains an ordinary PyTorch model on many devices, choosing by itself how to split it.
 
-The public names are imported when they are first used, so that ``shardwise run`` starts its ranks without loading torch.
+The public names are imported when they are first used, so that ``shardwise run`` starts its ranks without loading
+torch.
 """
 
 from importlib import import_module

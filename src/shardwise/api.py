@@ -9,7 +9,7 @@ import torch
 
 from shardwise.costs.cluster import Cluster
 from shardwise.errors import PlanError, ShardwiseError, problem
-from shardwise.graph.capture import capture
+from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
@@ -38,7 +38,8 @@ def plan(
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
 
-    ``example_inputs``: the positional inputs of one whole batch, as a tuple (or one tensor); ``kwargs``: the named ones.
+    ``example_inputs``: the inputs of one whole batch: a tuple (or one tensor), or a dict of named ones; ``kwargs``:
+    named ones beside positional ones.
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
     last inputs. ``optimizer``: the one that ``sw.verify`` steps with. ``mode``: ``"auto"``, ``"semi_auto"``,
     ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``mesh``: by default one axis ``dp`` over all devices.
@@ -60,14 +61,8 @@ def plan(
                 fix=f"choose axes whose sizes multiply to {devices}",
             )
         )
-    if isinstance(example_inputs, Mapping):
-        raise ShardwiseError(
-            problem(
-                "example_inputs are the positional inputs, not a mapping", fix="plan(module, (), cluster, kwargs=...)"
-            )
-        )
-    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
-    captured = capture(module, args, dict(kwargs or {}), loss=loss, strategies=strategies)
+    args, named = call_arguments(example_inputs, kwargs)
+    captured = capture(module, args, named, loss=loss, strategies=strategies)
     factored, choice = decide(captured.graph, captured.annotations, mesh, mode)
     spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, mesh)
     return _plan_of(captured.graph, factored.rules, choice, spmd, (mode, search, optimizer, module.training))
@@ -131,7 +126,8 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd) -> ConversionEntry:
 
 
 def _value_name(value: str, graph: Graph) -> str:
-    """A value as a reader knows it: the parameter or input, or the operator that computes it (which result, if several)."""
+    """A value as a reader knows it: the parameter or input, or the operator that computes it (which result, if
+    several)."""
     producer = graph.producer.get(value)
     if producer is None:
         return graph.source_of[value].names[0]

@@ -8,12 +8,12 @@ from math import prod
 import pytest
 import torch
 
+from layouts.placing import MESHES, random_layout, scatter, worst_difference
 from shardwise.layouts.conversions import CELLS, Move
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.runtime.virtual import VirtualCluster
-from layouts.placing import MESHES, random_layout, scatter, worst_difference
 
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "I"}
 STATES = ("S", "I", "R", "P")

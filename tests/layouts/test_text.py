@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layouts.placing import MESHES, random_layout
 from shardwise.errors import LayoutError, NotationError
 from shardwise.layouts.classical import classical_view
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh, prime_factors
 from shardwise.layouts.strategy import Strategy, parse_choices
 from shardwise.layouts.text import format_layout, parse_layout
-from layouts.placing import MESHES, random_layout
 
 
 @given(st.integers(0, 10**6))

@@ -1,4 +1,5 @@
-"""Random programs: graphs built while their operators run eagerly, so that the reference and its gradients exist at once."""
+"""Random programs: graphs built while their operators run eagerly, so that the reference and its gradients exist at
+once."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rules.samples import Sample
 from torch import Tensor
 from torch._ops import OpOverload
 
+from rules.samples import Sample
 from shardwise.graph.ir import Graph, Op, Ref, Source, SourceKind, Value
 
 aten = torch.ops.aten
@@ -126,7 +127,8 @@ def _weighted_sum(builder: Builder, tensors: list[Tensor]) -> Tensor | None:
 
 
 def random_program(seed: int) -> Program:
-    """Four to nine random operators over small tensors, several consumers per value, and a loss of all that is left over."""
+    """Four to nine random operators over small tensors, several consumers per value, and a loss of all that is left
+    over."""
     b = Builder(seed)
     rng = b.rng
     sizes = (2, 3, 4, 5, 6, 8, 12)
@@ -153,7 +155,9 @@ def _same_shape(x: Tensor, pool: list[Tensor], b: Builder) -> Tensor:
 
 
 def _pointwise(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
-    target = b.rng.choice((aten.tanh.default, aten.gelu.default, aten.neg.default, aten.alias.default, aten.sigmoid.default))
+    target = b.rng.choice(
+        (aten.tanh.default, aten.gelu.default, aten.neg.default, aten.alias.default, aten.sigmoid.default)
+    )
     return [b.call(target, x)]
 
 
@@ -289,9 +293,7 @@ def _attend(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
         mask = b.source(torch.rand((batch, 1, time, time), generator=b.generator) < 0.8, "input")
         mask[..., 0] = True
     return [
-        b.call(
-            aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, kind == 2, scale=None, enable_gqa=gqa
-        )
+        b.call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, kind == 2, scale=None, enable_gqa=gqa)
     ]
 
 
@@ -305,6 +307,7 @@ def _classify(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
 
 
 STEPS = (
-    _pointwise, _pointwise, _binary, _binary, _linear, _linear, _product_with_itself, _along_a_dim, _along_a_dim, _norm, _merge, _divide,
-    _permute, _split, _half, _join, _expand, _embed, _select_by_mask, _gather, _attend, _classify,
+    _pointwise, _pointwise, _binary, _binary, _linear, _linear, _product_with_itself, _along_a_dim, _along_a_dim,
+    _norm, _merge, _divide, _permute, _split, _half, _join, _expand, _embed, _select_by_mask, _gather, _attend,
+    _classify,
 )  # fmt: skip

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from layouts.placing import random_layout, scatter, worst_difference
-from programs.building import Program
 from torch import Tensor
 
+from layouts.placing import random_layout, scatter, worst_difference
+from programs.building import Program
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -38,8 +38,8 @@ TOLERANCE = 1e-10  # float64, tens of operators on a few thousand elements
 
 @dataclass
 class Outcome:
-    """What a run showed: the worst error relative to the larger of the tensor and 1e-6 of the largest gradient, where it is, whether the recorded
-    collectives are those of the program, and what the program exercised."""
+    """What a run showed: the worst error relative to the larger of the tensor and 1e-6 of the largest gradient, where
+    it is, whether the recorded collectives are those of the program, and what the program exercised."""
 
     error: float = 0.0
     where: str = ""
@@ -166,7 +166,9 @@ def _count_features(spmd: Spmd, outcome: Outcome) -> None:
     for layout in spmd.layouts.values():
         sharded = [atom for dim in layout.dims for atom in dim if atom.axes]
         outcome.features["nested"] += any(len(atom.axes) > 1 for atom in sharded)
-        outcome.features["factored"] += any(len(dim) > 1 and any(a.axes for a in dim[1:]) for dim in layout.canonical().dims)
+        outcome.features["factored"] += any(
+            len(dim) > 1 and any(a.axes for a in dim[1:]) for dim in layout.canonical().dims
+        )
         outcome.features["uneven"] += not layout.is_even
     outcome.features["lowered"] += sum("." in op.name for op in spmd.graph.ops)
 

@@ -1,4 +1,5 @@
-"""More random programs than the test suite runs: ``make sweep``, or ``python -m programs.sweep --programs 5000`` in tests/."""
+"""More random programs than the test suite runs: ``make sweep``, or ``python -m programs.sweep --programs 5000`` in
+tests/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The proof must be able to fail: every cell's backward and every rule's reduction, broken, is caught by the random programs."""
+"""The proof must be able to fail: every cell's backward and every rule's reduction, broken, is caught by the random
+programs."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
+
 from programs.building import Program, program_of_sample, random_program
 from programs.running import run
 from rules.samples import SAMPLES
-from torch import Tensor
-
 from shardwise.layouts import conversions, redistribute, strategy
 from shardwise.layouts.conversions import CELLS, Cell, Move, Primitive
 from shardwise.layouts.mesh import Mesh
@@ -70,7 +71,9 @@ def ids(cells: list[tuple[tuple[str, str], str]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("cell", "column"), SWAPPED, ids=ids(SWAPPED))
-def test_a_cell_with_another_primitive_is_caught(cell: tuple[str, str], column: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_with_another_primitive_is_caught(
+    cell: tuple[str, str], column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right: Primitive = getattr(CELLS[cell], column)
     broken = dict(CELLS)
     broken[cell] = replace(CELLS[cell], **{column: WRONG[right]})
@@ -136,7 +139,9 @@ def test_a_rule_that_forgets_its_reduction_is_caught(index: int, monkeypatch: py
     monkeypatch.setattr(
         running,
         "rule_of",
-        lambda op, graph: forgetful(found) if (found := rule_of(op, graph)) and op.target == target else rule_of(op, graph),
+        lambda op, graph: (
+            forgetful(found) if (found := rule_of(op, graph)) and op.target == target else rule_of(op, graph)
+        ),
     )
     program = program_of_sample(SAMPLES[index])
     with fresh_caches():

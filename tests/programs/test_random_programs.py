@@ -1,11 +1,12 @@
-"""Random programs under random strategies, storage and detours on the virtual cluster equal the whole program: outputs, every
-gradient, and the list of collectives in order."""
+"""Random programs under random strategies, storage and detours on the virtual cluster equal the whole program: outputs,
+every gradient, and the list of collectives in order."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+
 from programs.building import program_of_sample, random_program
 from programs.running import Outcome, run
 from rules.samples import SAMPLES

@@ -1,4 +1,5 @@
-"""Strategies that the user fixes: what the plan makes of them, the collectives, and that the result equals one device."""
+"""Strategies that the user fixes: what the plan makes of them, the collectives, and that the result equals one
+device."""
 
 from __future__ import annotations
 
@@ -148,7 +149,7 @@ def test_a_constraint_may_ask_for_a_replicated_value(x):
         def forward(self, x: Tensor) -> Tensor:
             return (sw.constrain(x @ self.w, "[16@dp, 16] replicated(tp)") @ self.v).square().mean()
 
-    plan = planned(Constrained(), (x,), mesh=MESH, strategies=None)
+    plan = planned(Constrained(), (x,), mesh=MESH)
     assert strategies(plan, "/matmul") == ["m@dp"]
 
 

@@ -1,4 +1,5 @@
-"""The cluster: the hardware that a plan is made for. So far the number of devices; links, speeds and memory come with the prices."""
+"""The cluster: the hardware that a plan is made for. So far the number of devices; links, speeds and memory come with
+the prices."""
 
 from __future__ import annotations
 

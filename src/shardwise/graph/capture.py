@@ -103,6 +103,16 @@ def capture(
     return Capture(graph, in_spec, traced.outcome.spec, constants, annotations)
 
 
+def call_arguments(
+    example_inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones."""
+    if isinstance(example_inputs, Mapping):
+        return (), {**example_inputs, **(kwargs or {})}
+    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    return args, dict(kwargs or {})
+
+
 def call_module(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None
 ) -> Any:

@@ -22,6 +22,7 @@ from math import prod
 
 from shardwise.errors import LayoutError
 from shardwise.layouts.mesh import Mesh
+import itertools
 
 PARTIAL_KINDS = {"P": "sum", "Pmax": "max", "Pmin": "min", "Pany": "any"}
 
@@ -221,7 +222,7 @@ def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, 
     """The coarsest division of a dim that refines both, or None when their cut points do not nest."""
     cuts = sorted(_cuts(first) | _cuts(second))
     sizes: list[int] = []
-    for small, large in zip(cuts, cuts[1:], strict=False):
+    for small, large in itertools.pairwise(cuts):
         if large % small:
             return None
         sizes.append(large // small)

@@ -263,8 +263,8 @@ def _raise_faults(faults: list[str]) -> None:
 def input_faults(
     plan: Plan, inputs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], widened: bool = False
 ) -> list[str]:
-    """What is wrong with the inputs (name -> dtype and shape) of a call under a plan. An input that the plan has and the
-    call has not is no fault: evaluation goes without labels."""
+    """What is wrong with the inputs (name -> dtype and shape) of a call under a plan. An input that the plan has and
+    the call has not is no fault: evaluation goes without labels."""
     faults: list[str] = []
     for entry in plan.inputs:
         if entry.name not in inputs:
@@ -282,8 +282,8 @@ def input_faults(
 def _storage(
     plan: Plan, names: tuple[str, ...], atoms: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> dict[str, Where]:
-    """Where the plan keeps a source, over the graph's atoms; an input of another size is split over the same axes of the
-    same dims."""
+    """Where the plan keeps a source, over the graph's atoms; an input of another size is split over the same axes of
+    the same dims."""
     layout = plan.layouts.get(names[0])
     if layout is None:
         return dict.fromkeys(plan.mesh.sub_axes, "I")

@@ -255,7 +255,7 @@ def _from_body(body: dict[str, Any]) -> Plan:
         return tuple(_entry(CollectiveEntry, item, f"{where}[{i}]") for i, item in enumerate(entries))
 
     def conversion(entry: Any, where: str) -> ConversionEntry:
-        found = _entry(ConversionEntry, entry, where)
+        found: ConversionEntry = _entry(ConversionEntry, entry, where)
         return replace(
             found,
             forward=collectives(list(found.forward), f"{where}.forward"),

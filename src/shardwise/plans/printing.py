@@ -1,11 +1,12 @@
-"""A plan as one would explain it: operators with their strategies, conversions with their collectives; equal layers once.
+"""A plan as one would explain it: operators with their strategies, conversions with their collectives; equal layers
+once.
 
     blocks.0-1.mlp.down/linear    b@dp k@tp       b m k, n k -> b m n  k:sum
       weight: f32[32, 128@tp] -> f32[32, 128@tp] replicated(dp)    none / all_reduce(dp, 4 KiB)
 
-An operator's line names it, its strategy and its rule; beneath it are the conversions that are first needed there: the value, its
-layouts, and what is communicated forward / backward. Names that differ only in their numbers, and are otherwise
-equal, share a line.
+An operator's line names it, its strategy and its rule; beneath it are the conversions that are first needed there: the
+value, its layouts, and what is communicated forward / backward. Names that differ only in their numbers, and are
+otherwise equal, share a line.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def format_plan(plan: Plan) -> str:
     """The printed form."""
     lines = [
         f"plan for {plan.mesh}, {plan.mesh.num_devices} devices",
-        f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; model {plan.model}, plan {plan.digest[:12]}",
+        f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
+        f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_held(plan)}",
         "  communication per step and device:",
         f"    forward   {_totals(tuple(plan.collectives()))}",

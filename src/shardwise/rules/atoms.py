@@ -16,6 +16,7 @@ from math import prod
 
 from shardwise.graph.ir import Graph
 from shardwise.rules.rule import Dims, Factor, OpRule
+import itertools
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Cuts:
 
     def sizes(self) -> tuple[int, ...]:
         chain = [1, *sorted(self.strides), self.size]
-        return tuple(large // small for small, large in zip(chain, chain[1:], strict=False))[::-1]
+        return tuple(large // small for small, large in itertools.pairwise(chain))[::-1]
 
 
 def factor_graph(

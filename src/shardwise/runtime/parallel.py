@@ -122,7 +122,8 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
         dist.broadcast_object_list(box, src=0)
         received = Plan.from_json(str(box[0]), name="the plan of rank 0")
         own = own or received
-    assert own is not None and own.digest == states[0], "the broadcast changed the plan"
+    assert own is not None, "a plan is known on every rank by now"
+    assert own.digest == states[0], "the broadcast changed the plan"
     return own
 
 
@@ -306,7 +307,7 @@ def _attribute(root: torch.nn.Module, name: str) -> torch.Tensor:
 
 def _check_module(module: torch.nn.Module, plan: Plan) -> None:
     """Raise PlanError listing the parameters that are not those of the plan."""
-    have = {name: p for name, p in module.named_parameters()}
+    have = dict(module.named_parameters())
     want = {entry.name: entry for entry in plan.parameters}
     faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]
     faults += [f"{name} is in the module and not in the plan" for name in sorted(have.keys() - want.keys())]

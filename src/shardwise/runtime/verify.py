@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.capture import Capture, call_module, capture
+from shardwise.graph.capture import Capture, call_arguments, call_module, capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.widen import reference_mode, widen
 from shardwise.layouts.conversions import Collective
@@ -84,8 +84,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{'equal' if self.ok else 'NOT EQUAL'}: worst relative error {self.max_error:.2g} over {len(self.differences)} tensors "
-            f"(tolerance {self.tolerance:g})"
+            f"{'equal' if self.ok else 'NOT EQUAL'}: worst relative error {self.max_error:.2g} "
+            f"over {len(self.differences)} tensors (tolerance {self.tolerance:g})"
         ]
         lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
@@ -112,11 +112,11 @@ def verify(
     same hashed masks in both. ``seed``: of the initial values of parameters on the meta device. Raises PlanError when
     the plan does not fit.
     """
-    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
-    _need_values((args, kwargs))
-    captured = capture(module, args, dict(kwargs or {}), loss=loss)  # as planned: in float64 other casts are no-ops
+    args, named = call_arguments(example_inputs, kwargs)
+    _need_values((args, named))
+    captured = capture(module, args, named, loss=loss)  # as planned: in float64 other casts are no-ops
     graph = widen(captured.graph)
-    args, named = pytree.tree_map_only(torch.Tensor, _widened, (args, dict(kwargs or {})))
+    args, named = pytree.tree_map_only(torch.Tensor, _widened, (args, named))
     reference = _float64_module(module, seed)
     factored, choice = bind(plan, graph, training=module.training, widened=True)
     spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh)

@@ -113,8 +113,8 @@ class Propagation:
         return self._ordered()
 
     def _ordered(self) -> dict[str, Strategy]:
-        """The choices as strategies. Axes of one factor are major first: in the order the user wrote, else in that of an
-        operand which is split so, else in device order. A parameter takes the order of its first consumer."""
+        """The choices as strategies. Axes of one factor are major first: in the order the user wrote, else in that of
+        an operand which is split so, else in device order. A parameter takes the order of its first consumer."""
         order: dict[tuple[str, Place], tuple[str, ...]] = {}
         for value, where in self.sources.items():
             if value not in self.movable:
@@ -136,7 +136,9 @@ class Propagation:
                 elif known is not None:
                     axes = list(known)
                 ordered |= dict.fromkeys(axes, factor)
-                results = [(value, own[factor]) for value, own in zip(op.results, places[1], strict=True) if factor in own]
+                results = [
+                    (value, own[factor]) for value, own in zip(op.results, places[1], strict=True) if factor in own
+                ]
                 for key in (*at, *results):
                     order.setdefault(key, tuple(axes))
             found[op.name] = Strategy.of(ordered)
@@ -232,7 +234,8 @@ class Propagation:
         return len(op.operands) > 1 and any(factor.kind == "sum" for factor in self.rules[op.name].factors)
 
     def _meets_other(self, op: Op, factor: str, axis: str) -> bool:
-        """Whether splitting ``factor`` would meet, before the next contraction, an operator that is decided otherwise."""
+        """Whether splitting ``factor`` would meet, before the next contraction, an operator that is decided
+        otherwise."""
         pending, seen = [(op, factor)], {op.name}
         while pending:
             for producer, own in self._makers(*pending.pop(), axis):
@@ -269,7 +272,9 @@ class Propagation:
             candidates.append(scattered)
         if candidates and len(op.operands) > 1 and any(f.kind in ("sum", "lowered") for f in rule.factors):
             return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
-        if "R" in known:  # inside a lowering: what comes replicated stays so, or a consumer that is split would pay for it
+        if (
+            "R" in known
+        ):  # inside a lowering: what comes replicated stays so, or a consumer that is split would pay for it
             candidates.append("R")
         candidates.append("I")
         for group, members in enumerate(rule.linear):

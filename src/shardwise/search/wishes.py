@@ -3,7 +3,8 @@ sub-axes and atoms.
 
 Split counts, one per dim of every tensor operand, are mapped in the order of the operator's factors (first appearance
 in the operands): each factor takes, major first, the earliest free sub-axes of the mesh whose sizes multiply to its
-count. What is left of the mesh repeats the work. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix product are ``m@dp k@tp``.
+count. What is left of the mesh repeats the work. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix
+product are ``m@dp k@tp``.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def _divide_choices(
     """Choices of the undivided rule -> choices of its divided factors.
 
     Each axis goes to a part that no other operator must keep whole (or the fewest), there to the first that it divides;
-    a size that does not divide is split unevenly: four heads over three devices, rather than query, key and value apart.
+    a size that does not divide is split unevenly: four heads over three devices, rather than query, key and value
+    apart.
     """
     parts: dict[str, list[str]] = {}
     for factor in divided.factors:

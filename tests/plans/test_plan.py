@@ -1,0 +1,362 @@
+"""The plan as a file: it comes back equal, can be edited by hand, and is refused where it does not fit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+
+MESH = sw.Mesh(dp=2, tp=4)
+
+
+class Mlp(nn.Module):
+    """With dropout and a buffer, so that training and evaluation differ."""
+
+    def __init__(self, width: int = 8, hidden: int = 16, act: Callable[[Tensor], Tensor] = F.relu) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(0.25)
+        self.register_buffer("scale", torch.ones(width))
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.dropout(self.act(self.up(x)))) * self.scale).square().mean()
+
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def plan() -> sw.Plan:
+    return sw.plan(Mlp(), X, 8, mesh=MESH, strategies={"up": "n@tp"})
+
+
+@pytest.fixture
+def edit(plan: sw.Plan, tmp_path: Path) -> Callable[..., Path]:
+    """Write the plan, changed by a function."""
+
+    def write(change: Callable[[dict[str, Any]], object]) -> Path:
+        data = json.loads(plan.to_json())
+        change(data)
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(data, indent=1))
+        return path
+
+    return write
+
+
+def refusal(path: Path, *, edited: bool = True) -> str:
+    with pytest.raises(sw.PlanError) as caught:
+        sw.Plan.load(path, edited=edited)
+    return str(caught.value)
+
+
+def misfit(plan: sw.Plan, module: nn.Module, inputs: Any = X, **kwargs: Any) -> str:
+    """What ``verify`` says of a plan that is not for this call."""
+    with pytest.raises(sw.PlanError) as caught:
+        sw.verify(module, inputs, plan, **kwargs)
+    return str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------- coming back
+
+
+def test_a_saved_plan_comes_back_equal_with_the_same_digest(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = sw.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert (loaded.digest, loaded.model, str(loaded)) == (plan.digest, plan.model, str(plan))
+    assert hash(loaded.digest) == hash(plan.digest)
+    assert sw.Plan.from_json(plan.to_json()) == plan
+    assert sw.verify(Mlp(), X, loaded).ok
+
+
+def test_the_same_model_gives_the_same_plan_and_any_difference_another_digest(plan):
+    again = sw.plan(Mlp(), X, 8, mesh=MESH, strategies={"up": "n@tp"})
+    others = [
+        sw.plan(Mlp(), X, 8, mesh=MESH),
+        sw.plan(Mlp(), X, 8, mesh=sw.Mesh(tp=4, dp=2), strategies={"up": "n@tp"}),
+        sw.plan(Mlp(), X, 8, mesh=MESH, strategies={"up": "n@tp"}, optimizer="sgd"),
+        sw.plan(Mlp().eval(), X, 8, mesh=MESH, strategies={"up": "n@tp"}),
+    ]
+    assert again == plan
+    assert again.digest == plan.digest
+    assert len({plan.digest, *(other.digest for other in others)}) == 5
+    assert plan not in others
+
+
+def test_the_order_of_mesh_axes_is_part_of_the_digest(plan):
+    """Device order follows it: ranks that disagree about it must not pass for equal."""
+    data = json.loads(plan.to_json())
+    data["mesh"] = dict(reversed(data["mesh"].items()))
+    turned = sw.Plan.from_json(json.dumps(data), edited=True)
+    assert turned.mesh == sw.Mesh(tp=4, dp=2)
+    assert turned.digest != sw.Plan.from_json(plan.to_json(), edited=True).digest
+
+
+def test_the_fingerprint_is_that_of_the_model_and_not_of_the_split(plan):
+    whole = sw.plan(Mlp(), X, 4, mode="stand_alone")
+    assert whole.model == plan.model
+    assert sw.plan(Mlp(act=torch.sigmoid), X, 8).model != plan.model
+    assert sw.plan(Mlp(hidden=32), X, 8).model != plan.model
+
+
+def test_the_file_can_be_read_by_a_person(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["mesh"] == {"dp": 2, "tp": 4}
+    assert data["parameters"]["up.weight"] == {"dtype": "f32", "shape": [16, 8], "layout": "f32[16@tp, 8]"}
+    linear = data["operators"]["up/linear"]
+    assert linear["strategy"] == "m@dp n@tp"
+    assert linear["rule"] == "m k, n k -> m n  k:sum"
+    assert re.fullmatch(r"test_plan\.py:\d+", linear["source"])
+    entry = next(entry for entry in data["conversions"] if entry["value"] == "up.weight")
+    assert entry["op"] == "up/linear"
+    assert (entry["source"], entry["target"]) == ("f32[16@tp, 8]", "f32[16@tp, 8] replicated(dp)")
+    assert entry["forward"] == []
+    assert entry["backward"] == [{"kind": "all_reduce", "axes": "dp", "num_bytes": 4 * 8 * 4}]
+
+
+def test_every_listed_collective_has_the_bytes_of_its_message(plan):
+    """The gathered tensor of an all_gather, the input of the others, on the busiest rank."""
+    found = {(c.value, e.kind): e.num_bytes for c in plan.conversions for e in (*c.forward, *c.backward)}
+    assert found["down.weight", "all_reduce"] == 8 * 16 // 4 * 4
+    assert found["down.bias", "all_reduce"] == 8 * 4
+    assert found["/sum", "all_reduce"] == 4
+
+
+# ------------------------------------------------------------------------------------------------- hand editing
+
+
+def test_a_strategy_changed_by_hand_is_followed_and_the_plan_still_equals_one_device(edit):
+    path = edit(lambda data: data["operators"]["/relu"].update(strategy="d0@dp"))
+    assert "was changed after it was saved" in refusal(path, edited=False)
+    edited = sw.Plan.load(path, edited=True)
+    assert edited.strategies["/relu"] == "d0@dp"
+    report = sw.verify(Mlp(), X, edited)
+    assert report.ok, str(report)
+    assert "all_gather" in {collective.kind for collective in report.forward}
+
+
+def test_a_layout_changed_by_hand_is_followed(edit):
+    path = edit(lambda data: data["parameters"]["up.weight"].update(layout="f32[16@(tp,dp), 8]"))
+    edited = sw.Plan.load(path, edited=True)
+    report = sw.verify(Mlp(), X, edited)
+    assert report.ok, str(report)
+    assert [c.kind for c in report.forward][0] == "all_gather"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("j@tp", ["no factor 'j'", "m k, n k -> m n"]),
+        ("P@tp k@dp I@tp", ["tp", "more than once"]),
+        ("n@tpp", ["unknown mesh axis 'tpp'", "dp=2, tp=4"]),
+        ("n tp", ["a strategy reads m@dp n@tp", "^"]),
+    ],
+)
+def test_a_wrong_strategy_names_its_operator_and_line_and_what_can_be_split(edit, strategy, said):
+    path = edit(lambda data: data["operators"]["up/linear"].update(strategy=strategy))
+    with pytest.raises(sw.PlanError) as caught:
+        sw.verify(Mlp(), X, sw.Plan.load(path, edited=True))
+    text = str(caught.value)
+    for part in said:
+        assert part in text
+    assert re.search(r"op: +up/linear \(test_plan\.py:\d+\)", text), text
+    assert "fix:    the rule is m k, n k -> m n" in text
+
+
+def test_all_wrong_strategies_are_listed_at_once(edit):
+    def change(data):
+        data["operators"]["up/linear"]["strategy"] = "j@tp"
+        data["operators"]["/relu"]["strategy"] = "P@tp"
+
+    text = misfit(sw.Plan.load(edit(change), edited=True), Mlp())
+    assert text.startswith("the plan does not fit its model:")
+    assert "up/linear (" in text
+    assert "/relu (" in text
+    assert "not linear (P0@tp)" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("f32[16@tp, 4]", "has shape [16, 4], the tensor [16, 8]"),
+        ("f32[16@tq, 8]", "unknown mesh axis 'tq'"),
+        ("f32[16, 8] replicated(tp)", "never replicated or partial"),
+        ("f32[16, 8] partial(sum@tp)", "never replicated or partial"),
+        ("f32[16, 8", "']' is missing"),
+        ("f32[16@tp, 8@tp]", "used more than once"),
+    ],
+)
+def test_a_wrong_layout_names_its_parameter(edit, layout, said):
+    text = refusal(edit(lambda data: data["parameters"]["up.weight"].update(layout=layout)))
+    assert said in text
+    assert "op:     parameter up.weight" in text
+
+
+def test_an_input_can_not_be_given_replicated(edit):
+    text = refusal(edit(lambda data: data["inputs"]["args[0]"].update(layout="f32[16, 8] replicated(dp)")))
+    assert "inputs are sharded or whole" in text
+
+
+# ------------------------------------------------------------------------------------------------ damaged files
+
+
+def test_a_truncated_file_says_where_it_ends(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    text = plan.to_json()
+    for length in (0, 10, len(text) // 2, len(text) - 1):
+        path.write_text(text[:length])
+        said = refusal(path, edited=False)
+        assert "is not JSON" in said
+        assert f"the file has {length} characters" in said
+        assert "save the plan again" in said
+
+
+def test_a_file_that_was_tampered_with_is_refused_and_says_how_to_edit(edit):
+    text = refusal(edit(lambda data: data["operators"]["/relu"].update(strategy="")), edited=False)
+    assert re.search(r"its content has digest [0-9a-f]{12}, it says [0-9a-f]{12}", text)
+    assert "Plan.load(path, edited=True)" in text
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '"plan"', "{}", '{"format": "other"}'])
+def test_json_that_is_no_plan_is_refused(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    assert "is not a shardwise plan" in refusal(path)
+
+
+def test_another_version_is_refused(edit):
+    text = refusal(edit(lambda data: data.update(version=2)), edited=False)
+    assert "has plan version 2; this shardwise reads version 1" in text
+    assert "make the plan again with sw.plan" in text
+
+
+def test_a_missing_or_binary_file_is_a_plan_error(tmp_path):
+    assert "cannot read the plan" in refusal(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "cannot read the plan" in refusal(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("mesh",), "dp=2", 'mesh is "dp=2", not an object'),
+        (("mesh",), {"dp": "2"}, "mesh axis dp needs a positive whole number"),
+        (("mesh",), {"d p": 2}, "'d p' is not an identifier"),
+        (("mode",), 3, "mode is 3, not a text"),
+        (("training",), "yes", 'training is "yes", not true or false'),
+        (("inputs",), [], "inputs is [], not an object"),
+        (("parameters", "up.weight"), "f32", "parameters['up.weight'] is \"f32\", not an object"),
+        (("parameters", "up.weight", "shape"), "16", "shape is \"16\", not a list"),
+        (("parameters", "up.weight", "shape"), [16, "8"], "shape is [16, \"8\"], not a list of sizes"),
+        (("parameters", "up.weight", "shape"), [16, -8], "not a list of sizes"),
+        (("parameters", "up.weight", "layout"), None, "layout is null, not a text"),
+        (("parameters", "up.weight", "colour"), "red", "has an unknown entry colour"),
+        (("operators", "up/linear", "strategy"), ["n", "tp"], "operators['up/linear'].strategy is [\"n\", \"tp\"]"),
+        (("conversions",), {}, "conversions is {}, not a list"),
+        (("conversions", 0), 1, "conversions[0] is 1, not an object"),
+        (("conversions", 0, "backward"), [3], "conversions[0].backward[0] is 3"),
+        (("extra",), 1, "unknown entry extra"),
+    ],
+)  # fmt: skip
+def test_an_entry_of_the_wrong_form_is_named(edit, path, value, said):
+    def change(data):
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    assert said in refusal(edit(change))
+
+
+@pytest.mark.parametrize("key", ["mesh", "training", "operators", "conversions"])
+def test_a_missing_entry_is_named(edit, key):
+    assert f"{key} is missing" in refusal(edit(lambda data: data.pop(key)))
+
+
+def test_a_missing_strategy_is_named(edit):
+    text = refusal(edit(lambda data: data["operators"]["/relu"].pop("strategy")))
+    assert "operators['/relu'].strategy is missing" in text
+
+
+# ------------------------------------------------------------------------------------- another model or other inputs
+
+
+def test_a_plan_for_another_model_names_the_parameters(plan):
+    class Other(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.upper, self.down = self.up, nn.Linear(16, 8, bias=False)
+            del self.up
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.relu(self.upper(x))).mean()
+
+    text = misfit(plan, Other())
+    assert "parameter up.weight of the plan is missing in the model; the model has upper.weight" in text
+    assert "parameter down.bias of the plan is missing in the model" in text
+    assert "parameter upper.bias of the model is not in the plan" in text
+    assert "sw.plan" in text
+
+
+def test_a_plan_for_another_size_or_dtype_shows_both(plan):
+    text = misfit(plan, Mlp(hidden=32))
+    assert "parameter up.weight is f32[32, 8] in the model and f32[16, 8] in the plan" in text
+    with pytest.raises(sw.PlanError, match=r"parameter up.weight is bf16\[16, 8\] in the model and f32\[16, 8\]"):
+        from shardwise.graph.capture import capture
+        from shardwise.plans.decide import bind
+
+        bind(plan, capture(Mlp().bfloat16(), (X.bfloat16(),)).graph)
+
+
+def test_a_plan_for_another_forward_names_the_operators(plan):
+    text = misfit(plan, Mlp(act=torch.sigmoid))
+    assert re.search(r"operator /relu \(test_plan\.py:\d+\) of the plan is missing in the model; .*/sigmoid", text)
+    assert re.search(r"operator /sigmoid \(test_plan\.py:\d+\) of the model is not in the plan", text)
+
+
+def test_a_plan_for_training_serves_evaluation_and_other_batch_sizes(plan):
+    report = sw.verify(Mlp().eval(), X, plan)
+    assert report.ok, str(report)
+    for size in (8, 6, 3, 1):
+        report = sw.verify(Mlp(), X[:size], plan)
+        assert report.ok, f"{size}: {report}"
+
+
+def test_inputs_of_another_dtype_or_rank_are_named_with_both(plan):
+    assert "input args[0] has dtype i64; the plan was made for f32" in misfit(plan, Scaled(), torch.ones(16, 8).long())
+    text = misfit(plan, Mlp(), torch.randn(4, 16, 8))
+    assert "input args[0] has 3 dims [4, 16, 8]; the plan was made for [16, 8]" in text
+
+
+class Scaled(Mlp):
+    """Takes whole numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+def test_a_plan_for_other_devices_does_not_plan_and_verifies_on_its_own_mesh(plan):
+    with pytest.raises(sw.PlanError, match="needs 2 x 4 = 8 devices, the cluster has 16"):
+        sw.plan(Mlp(), X, 16, mesh=plan.mesh)
+    assert sw.verify(Mlp(), X, plan).ok
+
+
+def test_planning_needs_no_values_and_changes_nothing(plan):
+    with torch.device("meta"):
+        model = Mlp()
+    before = copy.deepcopy(model.state_dict())
+    assert sw.plan(model, X.to("meta"), 8, mesh=MESH, strategies={"up": "n@tp"}) == plan
+    assert model.state_dict().keys() == before.keys()
+    assert all(parameter.is_meta for parameter in model.parameters())

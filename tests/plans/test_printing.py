@@ -1,0 +1,84 @@
+"""The printed form: golden plans of the example model, and the rules by which equal layers share a line.
+
+After a change that is meant: ``SHARDWISE_GOLDEN=write pytest tests/plans/test_printing.py`` writes the files anew; the difference
+is then read in the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from runtime.small_gpt import example_module
+from shardwise.plans.printing import format_bytes
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TENSOR_PARALLEL = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp", "tokens": "v@tp", "head": "n@tp"}
+CHOICES = {
+    "gpt-dp8": {"mesh": sw.Mesh(dp=8)},
+    "gpt-dp2-tp4": {"mesh": sw.Mesh(dp=2, tp=4), "strategies": TENSOR_PARALLEL},
+}
+
+
+def gpt_plan(name: str) -> sw.Plan:
+    gpt = example_module("gpt")
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(layers=3, context=16, width=32, heads=4))
+        ids, labels = torch.empty(2, 8, 16, dtype=torch.int64)
+    return sw.plan(model, (ids, labels), 8, **CHOICES[name])
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_plan_of_the_example_prints_as_it_did(name):
+    path, text = GOLDEN / f"{name}.txt", str(gpt_plan(name)) + "\n"
+    if os.environ.get("SHARDWISE_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_equal_layers_share_a_line_and_layers_that_differ_do_not():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.fc(x))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean()
+
+    mesh = sw.Mesh(dp=2, tp=2)
+    text = str(sw.plan(Stack(), torch.randn(8, 8), 4, mesh=mesh, strategies={"layers.3.fc": "n@tp"}))
+    assert "layers.0-2,5.fc.weight   f32[8, 8]\n" in text
+    assert "layers.3.fc.weight       f32[8@tp, 8]\n" in text
+    assert "layers.4.fc.weight       f32[8, 8@tp]\n" in text
+    assert "layers.0-2.fc/linear" in text
+    assert text.count("\n") < 40
+
+
+def test_a_plan_says_what_a_device_holds_and_sends():
+    text = str(gpt_plan("gpt-dp2-tp4"))
+    assert "parameters 228 KiB, of which a device holds " in text
+    assert "plan for Mesh(dp=2, tp=4), 8 devices" in text
+    assert "      weight: f32[256@tp, 32] -> f32[256@tp, 32] replicated(dp)    none / all_reduce(dp, 8 KiB)" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (65536, "64 KiB"), (1536 * 1024, "1.5 MiB"), (2**42, "4 TiB")],
+)
+def test_bytes_print_with_three_digits(count, text):
+    assert format_bytes(count) == text
