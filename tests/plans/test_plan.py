@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.graph.capture import capture
+from shardwise.plans.decide import bind
 
 MESH = sw.Mesh(dp=2, tp=4)
 
@@ -76,7 +78,6 @@ def test_a_saved_plan_comes_back_equal_with_the_same_digest(plan, tmp_path):
     loaded = sw.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert (loaded.digest, loaded.model, str(loaded)) == (plan.digest, plan.model, str(plan))
-    assert hash(loaded.digest) == hash(plan.digest)
     assert sw.Plan.from_json(plan.to_json()) == plan
     assert sw.verify(Mlp(), X, loaded).ok
 
@@ -153,7 +154,7 @@ def test_a_layout_changed_by_hand_is_followed(edit):
     edited = sw.Plan.load(path, edited=True)
     report = sw.verify(Mlp(), X, edited)
     assert report.ok, str(report)
-    assert [c.kind for c in report.forward][0] == "all_gather"
+    assert report.forward[0].kind == "all_gather"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_all_wrong_strategies_are_listed_at_once(edit):
     assert text.startswith("the plan does not fit its model:")
     assert "up/linear (" in text
     assert "/relu (" in text
-    assert "not linear (P0@tp)" in text
+    assert "a partial sum does not pass through d0 d1 -> d0 d1: not linear" in text
 
 
 @pytest.mark.parametrize(
@@ -312,17 +313,15 @@ def test_a_plan_for_another_model_names_the_parameters(plan):
 
 def test_a_plan_for_another_size_or_dtype_shows_both(plan):
     text = misfit(plan, Mlp(hidden=32))
-    assert "parameter up.weight is f32[32, 8] in the model and f32[16, 8] in the plan" in text
+    assert "parameter up.weight is [32, 8] in the model and [16, 8] in the plan" in text
+    graph = capture(Mlp().bfloat16(), (X.bfloat16(),)).graph
     with pytest.raises(sw.PlanError, match=r"parameter up.weight is bf16\[16, 8\] in the model and f32\[16, 8\]"):
-        from shardwise.graph.capture import capture
-        from shardwise.plans.decide import bind
-
-        bind(plan, capture(Mlp().bfloat16(), (X.bfloat16(),)).graph)
+        bind(plan, graph)
 
 
 def test_a_plan_for_another_forward_names_the_operators(plan):
     text = misfit(plan, Mlp(act=torch.sigmoid))
-    assert re.search(r"operator /relu \(test_plan\.py:\d+\) of the plan is missing in the model; .*/sigmoid", text)
+    assert re.search(r"operator /relu \(test_plan\.py:\d+\) of the plan is missing in the model", text)
     assert re.search(r"operator /sigmoid \(test_plan\.py:\d+\) of the model is not in the plan", text)
 
 

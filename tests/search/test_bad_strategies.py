@@ -162,11 +162,24 @@ def test_a_constraint_that_does_not_fit_its_value_is_explained(layout, said):
     assert "fix:    a layout of shape [16, 16] over the axes of Mesh(dp=2, tp=4)" in text
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        (((3, 1),), "3 (d0) = 3 devices"),
+        (((1,),), "1 split counts (1,) for operand 0 of 2 dims [16, 16]"),
+        (((8, 1), (8, 1)), "is for 2 result tensors, the call returned 1 results"),
+        ("[16@dp]", "has shape [16]"),
+    ],
+)
+def test_an_out_strategy_that_does_not_fit_the_result_is_explained(out, said):
+    text = message(TwoProducts(sw.shard(matmul, ((8, 1), (1, 1)), out)))
+    assert said in text
+    assert re.search(rf"op: +\S+ \(({CALL}|{HERE})\)", text), text
+
+
 def test_modes_searches_and_meshes_that_there_are_not_are_refused():
     assert "fix:    one of auto, semi_auto, data_parallel, stand_alone" in message(Mlp(), mode="automatic")
     assert "fix:    one of sharding_propagation" in message(Mlp(), search="exhaustive")
     assert "needs 2 x 4 = 8 devices, the cluster has 4" in message(Mlp(), devices=4, mesh=MESH)
-    with pytest.raises(sw.ShardwiseError, match="kwargs="):
-        sw.plan(Mlp(), {"x": torch.randn(16, 8)}, 8)
     with pytest.raises(sw.ShardwiseError, match="whole number of devices from 1, not 0"):
         sw.plan(Mlp(), torch.randn(16, 8), 0)

@@ -153,6 +153,17 @@ def test_a_constraint_may_ask_for_a_replicated_value(x):
     assert strategies(plan, "/matmul") == ["m@dp"]
 
 
+def test_an_out_strategy_says_how_the_result_is_split(x):
+    first = sw.shard(matmul, ((2, 4), (4, 1)), ((8, 1),))
+    plan = planned(TwoProducts(first), (x,))
+    assert conversions_into(plan, "/alias") == ["reduce_scatter@(dp.1,dp.2)"]
+    assert counts(plan, "/relu") == ((8, 1),)
+    whole = planned(TwoProducts(sw.shard(matmul, ((2, 4), (4, 1)), ((1, 1),))), (x,))
+    assert counts(whole, "/relu") == ((1, 1),)
+    same = planned(TwoProducts(sw.shard(matmul, ((2, 4), (4, 1)), "[16@dp, 16]")), (x,))
+    assert same.operators == plan.operators
+
+
 # ----------------------------------------------------------------------------------------- splits that need lowerings
 
 

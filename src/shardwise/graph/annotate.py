@@ -73,7 +73,8 @@ class Recorder:
         @wraps(forward)
         def covered(*args: Any, **kwargs: Any) -> Any:
             with torch.fx.traceback.annotate({REGION: number}):
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            return _with_out_strategy(result, region)
 
         module.forward = covered
 
@@ -96,10 +97,11 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
     """Fixes the strategy of a call or of a submodule.
 
     ``target``: a callable, then the result is a callable to use inside ``forward``; or an ``nn.Module``, which is
-    annotated and returned: the strategy holds for all operators inside it. ``in_strategy``: axes per factor, ``"m@dp
-    n@tp"``; or split counts, one tuple per tensor operand with one count per dim: ``((2, 4), (4, 1))``.
-    ``out_strategy``: the same for the results. Raises ShardwiseError at once for a strategy that is nested wrongly or
-    has a count that is not a whole number from 1.
+    annotated and returned. The strategy is that of the one operator inside that does the work: casts, views and a bias
+    follow it. ``in_strategy``: axes per factor, ``"m@dp n@tp"``; or split counts, one tuple per tensor operand with one
+    count per dim: ``((2, 4), (4, 1))``. ``out_strategy``: split counts per result, or a layout text as in ``constrain``
+    if there is one result. Raises ShardwiseError at once for a strategy that is nested wrongly or has a count that is
+    not a whole number from 1.
     """
     source = _caller_line()
     name = getattr(target, "__name__", type(target).__name__)
@@ -113,9 +115,11 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
         recorder = _RECORDER.get()
         if recorder is None:
             return target(*args, **kwargs)
-        number = recorder.add(Region(name, "", strategy, out, source))
+        region = Region(name, "", strategy, out, source)
+        number = recorder.add(region)
         with torch.fx.traceback.annotate({REGION: number}):
-            return target(*args, **kwargs)
+            result = target(*args, **kwargs)
+        return _with_out_strategy(result, region)
 
     return cast(Target, sharded)
 
@@ -129,6 +133,31 @@ def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
     if _RECORDER.get() is None:
         return x
     return cast(torch.Tensor, mark(x, text))
+
+
+def _with_out_strategy(result: Any, region: Region) -> Any:
+    """The results of an annotated call, marked with the layouts that they are to have."""
+    out = region.out_strategy
+    if out is None:
+        return result
+    tensors = (result,) if isinstance(result, torch.Tensor) else result
+    num_tags = 1 if isinstance(out, str) else len(out)
+    if (
+        not isinstance(tensors, (tuple, list))
+        or len(tensors) != num_tags
+        or not all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    ):
+        count = f"{len(tensors)} results" if isinstance(tensors, (tuple, list)) else f"a {type(result).__name__}"
+        raise ShardwiseError(
+            problem(
+                f"out_strategy {out!r} is for {num_tags} result tensors, the call returned {count}",
+                op=region.name or region.path,
+                source=region.source,
+                fix="give one tuple of split counts per result, or use sw.constrain on them",
+            )
+        )
+    marked = [mark(t, out if isinstance(out, str) else repr((out[i],))) for i, t in enumerate(tensors)]
+    return marked[0] if isinstance(result, torch.Tensor) else type(result)(marked)
 
 
 def module_region(module: nn.Module) -> Region | None:

@@ -15,6 +15,7 @@ first. Sizes need not divide: with N devices along its axes, device i of an atom
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -22,7 +23,6 @@ from math import prod
 
 from shardwise.errors import LayoutError
 from shardwise.layouts.mesh import Mesh
-import itertools
 
 PARTIAL_KINDS = {"P": "sum", "Pmax": "max", "Pmin": "min", "Pany": "any"}
 

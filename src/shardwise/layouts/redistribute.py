@@ -103,6 +103,8 @@ def _shortest(source: Layout, target: Layout, differentiable: bool, price: Price
         if layout == target:
             break
         for move in _moves(layout, target, positions, units):
+            if move.target in done:
+                continue
             step = price(move, differentiable)
             total = tuple(a + b for a, b in zip(cost + (0.0,) * (len(step) - len(cost)), step, strict=True))
             if move.target not in best or total < best[move.target]:

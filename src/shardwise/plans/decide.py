@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from ast import literal_eval
 from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 
@@ -69,10 +70,6 @@ def _fixed(
         idle.pop(annotation.source, None)
         own = {f.name: weight[op.name, f.name] for f in factored.rules[op.name].factors}
         fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], annotation.strategy, mesh, graph, own)
-        if annotation.out_strategy is not None:
-            raise NotImplementedError(
-                f"{op.name} ({op.source}): out_strategy is not supported yet; use sw.constrain on the result"
-            )
     for annotation in idle.values():
         raise LayoutError(
             problem(
@@ -86,6 +83,11 @@ def _fixed(
         op = graph.producer[value]
         shape = graph.by_name[value].shape
         try:
+            if text.startswith("(("):  # the split counts of an out_strategy
+                own = {f.name: 0 for f in factored.rules[op.name].factors}
+                counts = literal_eval(text)
+                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], counts, mesh, graph, own)
+                continue
             layout = parse_layout(text, mesh)
             if layout.shape != shape:
                 raise LayoutError(f"{text} is not a layout of shape {list(shape)}: it has shape {list(layout.shape)}")
@@ -93,7 +95,7 @@ def _fixed(
         except ShardwiseError as error:
             raise type(error)(
                 problem(
-                    f"sw.constrain: {error}",
+                    f"the layout asked for does not fit: {error}",
                     op=op.name,
                     source=op.source,
                     fix=f"a layout of shape {list(shape)} over the axes of {mesh}",
@@ -216,12 +218,11 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
             faults.append(f"{kind} {name} of the model is not in the plan")
         for name in have.keys() & want.keys():
             own, planned = have[name], want[name]
-            same = format_dtype(own.dtype) == planned.dtype or (widened and own.dtype == torch.float64)
-            if own.shape != planned.shape or not same:
-                text = f"{format_dtype(own.dtype)}{list(own.shape)}"
-                faults.append(
-                    f"{kind} {name} is {text} in the model and {planned.dtype}{list(planned.shape)} in the plan"
-                )
+            texts = [str(list(shape)) for shape in (own.shape, planned.shape)]
+            if not widened:
+                texts = [format_dtype(own.dtype) + texts[0], planned.dtype + texts[1]]
+            if texts[0] != texts[1]:
+                faults.append(f"{kind} {name} is {texts[0]} in the model and {texts[1]} in the plan")
     inputs = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == "input"}
     _raise_faults(faults + input_faults(plan, {n: (v.dtype, v.shape) for n, v in inputs.items()}, widened))
 

@@ -9,6 +9,7 @@ between the two views is then a real one.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from math import prod
 
 from shardwise.graph.ir import Graph
 from shardwise.rules.rule import Dims, Factor, OpRule
-import itertools
 
 
 @dataclass(frozen=True)
