@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 import shardwise as sw
 from runtime.small_gpt import batch, make_gpt, make_plan
+from shardwise.graph.capture import capture
 from shardwise.layouts.text import parse_layout
+from shardwise.partition.program import localize
+from shardwise.partition.spmd import build_spmd
+from shardwise.plans.decide import decide
+from shardwise.runtime.emit import emit
 from shardwise.runtime.shards import shard
+from shardwise.search.modes import choose
 
 RunRanks = Callable[..., list[Any]]
 BATCHES = [8, 8, 6, 8, 5, 1]  # the plan is for 8; the others are the last, smaller ones, and a single sample
@@ -185,3 +191,29 @@ def test_parallelize_needs_a_process_group() -> None:
     with pytest.raises(sw.LaunchError, match=r"torch\.distributed is not initialised") as error:
         sw.parallelize(make_gpt(), None)
     assert "shardwise run -n 8" in str(error.value)
+
+
+class MakesPositions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight * torch.arange(8) + torch.eye(8)).sum()
+
+
+@pytest.mark.parametrize("strategy", ["d1@tp", "d0@tp"])
+def test_constructors_make_their_tensors_on_the_device_of_the_rank(strategy: str) -> None:
+    """Shown on the meta device: arange and eye, whole and in parts, follow the device of the program."""
+    captured = capture(MakesPositions(), (torch.ones(8, 8),))
+    mesh = sw.Mesh(tp=2)
+    factored, _ = decide(captured.graph, (), mesh, "auto")
+    pointwise = [op.name for op in captured.graph.ops if str(op.target) in ("aten.mul.Tensor", "aten.add.Tensor")]
+    fixed = {name: {"tp": strategy[:2]} for name in pointwise}
+    choice = choose(captured.graph, factored, mesh, "auto", fixed)
+    spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, mesh)
+    module = emit(localize(spmd, 1), None, device=torch.device("meta"))
+    made = [node for node in module.graph.nodes if node.op == "call_function" and not node.all_input_nodes]
+    assert made
+    for node in made:
+        assert node.target(*node.args, **node.kwargs).device.type == "meta"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.graph.ir import Ref, map_refs
+from shardwise.graph.ir import Ref, map_refs, refs
 from shardwise.layouts.conversions import Move
 from shardwise.partition.program import LocalOp, Program
 from shardwise.partition.spmd import Conversion
@@ -52,7 +52,9 @@ class Convert(torch.nn.Module):
         return f"{self.conversion.source} -> {self.conversion.target}"
 
 
-def emit(program: Program, ranks: Communicator, *, loss_only: bool = False) -> fx.GraphModule:
+def emit(
+    program: Program, ranks: Communicator, *, loss_only: bool = False, device: torch.device | None = None
+) -> fx.GraphModule:
     """The program as a GraphModule.
 
     It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of
@@ -71,7 +73,7 @@ def emit(program: Program, ranks: Communicator, *, loss_only: bool = False) -> f
             root.add_module(name, Convert(instruction, ranks))
             nodes[instruction.result] = graph.call_module(name, (nodes[instruction.value],))
         else:
-            _emit_call(instruction, graph, nodes)
+            _emit_call(instruction, graph, nodes, device)
 
     def node(arg: Any) -> Any:
         return map_refs(arg, lambda name: nodes[name])
@@ -91,17 +93,22 @@ def emit(program: Program, ranks: Communicator, *, loss_only: bool = False) -> f
     return module
 
 
-def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node], device: torch.device | None) -> None:
     def fill(arg: Any) -> Any:
         if isinstance(arg, Ref):
             return nodes[arg.name]
         return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
 
-    call = graph.call_function(
-        local.call.target,
-        tuple(fill(arg) for arg in local.call.args),
-        {key: fill(arg) for key, arg in local.call.kwargs},
-    )
+    args = [fill(arg) for arg in local.call.args]
+    kwargs = {key: fill(arg) for key, arg in local.call.kwargs}
+    if not any(refs((local.call.args, tuple(value for _, value in local.call.kwargs)))):
+        # A graph names no device: what it makes from nothing is made where it runs.
+        names = [argument.name for argument in local.call.target._schema.arguments]
+        if "device" in names[: len(args)]:
+            args[names.index("device")] = device
+        elif "device" in names:
+            kwargs["device"] = device
+    call = graph.call_function(local.call.target, tuple(args), kwargs)
     call.meta["op"], call.meta["source"] = local.op, local.source
     schema = local.call.target._schema.returns
     if len(schema) == 1 and not isinstance(schema[0].type, torch.ListType):

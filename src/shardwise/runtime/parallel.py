@@ -232,7 +232,7 @@ class Parallel(torch.nn.Module):
         factored, choice = bind(self.plan, captured.graph, training=self.training)
         spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, self.plan.mesh)
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
-        run = emit(localize(spmd, self._ranks.rank), self._ranks, loss_only=loss_only)
+        run = emit(localize(spmd, self._ranks.rank), self._ranks, loss_only=loss_only, device=self.device)
         tensors: list[torch.Tensor | None] = []
         layouts: list[Layout] = []
         for source in captured.graph.sources:
