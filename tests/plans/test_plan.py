@@ -359,3 +359,16 @@ def test_planning_needs_no_values_and_changes_nothing(plan):
     assert sw.plan(model, X.to("meta"), 8, mesh=MESH, strategies={"up": "n@tp"}) == plan
     assert model.state_dict().keys() == before.keys()
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_bound_plan_keeps_every_tensor_as_it_says_also_over_axes_in_another_order():
+    """Ranks hold what the plan's layouts say; the program reads them as the bound layouts say."""
+    model = Mlp()
+    plan = sw.plan(model, X, 8, mesh=MESH, strategies={"up": "n@(tp,dp)"})
+    graph = capture(model, (X,)).graph
+    _, choice = bind(sw.Plan.from_json(plan.to_json()), graph, training=True)
+    for name, layout in plan.layouts.items():
+        value = next(source.value for source in graph.sources if name in source.names)
+        assert choice.sources[value].canonical() == layout.canonical()
+    assert "16@(tp,dp)" in plan.parameters[1].layout
+    assert sw.verify(model, X, plan).ok

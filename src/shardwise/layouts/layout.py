@@ -16,6 +16,7 @@ first. Sizes need not divide: with N devices along its axes, device i of an atom
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -186,15 +187,15 @@ def _refine(dim: tuple[Atom, ...], sizes: tuple[int, ...], mesh: Mesh) -> tuple[
     result: list[Atom] = []
     rest = list(sizes)
     for atom in _merge(dim, mesh):
-        taken: list[int] = []
+        while rest[:1] == [1] and atom.size > 1:
+            result.append(Atom(rest.pop(0)))
+        taken = [rest.pop(0)] if rest else []
         while prod(taken) < atom.size and rest:
             taken.append(rest.pop(0))
-        while rest and rest[0] == 1:
-            taken.append(rest.pop(0))
-        if prod(taken) != atom.size:
+        if prod(taken) != atom.size or not taken:
             raise LayoutError(f"({' '.join(map(str, sizes))}) does not divide an atom of size {atom.size}")
         result.extend(_spread(atom, tuple(taken), mesh))
-    return tuple(result)
+    return (*result, *map(Atom, rest))
 
 
 def _spread(atom: Atom, sizes: tuple[int, ...], mesh: Mesh) -> list[Atom]:
@@ -219,14 +220,23 @@ def _spread(atom: Atom, sizes: tuple[int, ...], mesh: Mesh) -> list[Atom]:
 
 @lru_cache(maxsize=100_000)
 def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The coarsest division of a dim that refines both, or None when their cut points do not nest."""
+    """The coarsest division of a dim that refines both, or None when their cut points do not nest.
+
+    An atom of size 1 (which only matters when it is sharded) keeps its place among the others.
+    """
     cuts = sorted(_cuts(first) | _cuts(second))
-    sizes: list[int] = []
+    ones = _ones(first) | _ones(second)
+    sizes = [1] * ones[1]
     for small, large in itertools.pairwise(cuts):
         if large % small:
             return None
-        sizes.append(large // small)
+        sizes += [large // small] + [1] * ones[large]
     return tuple(reversed(sizes)) or (1,)
+
+
+def _ones(sizes: tuple[int, ...]) -> Counter[int]:
+    """How many atoms of size 1 there are at each stride."""
+    return Counter(prod(sizes[i + 1 :]) for i, size in enumerate(sizes) if size == 1)
 
 
 def _cuts(sizes: tuple[int, ...]) -> set[int]:
