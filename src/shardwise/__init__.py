@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shardwise.plans.decide import UnsplitWarning
     from shardwise.plans.plan import Plan
     from shardwise.runtime.deferred import deferred
+    from shardwise.runtime.elementwise import elementwise_optimizer
+    from shardwise.runtime.norms import clip_grad_norm
     from shardwise.runtime.parallel import Parallel, parallelize
     from shardwise.runtime.ranks import finish, init_ranks, rank, world_size
     from shardwise.runtime.verify import Report, verify
@@ -40,6 +42,8 @@ _HOMES = {
     "shardwise.plans.decide": ("UnsplitWarning",),
     "shardwise.plans.plan": ("Plan",),
     "shardwise.runtime.deferred": ("deferred",),
+    "shardwise.runtime.elementwise": ("elementwise_optimizer",),
+    "shardwise.runtime.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel", "parallelize"),
     "shardwise.runtime.ranks": ("finish", "init_ranks", "rank", "world_size"),
     "shardwise.runtime.verify": ("Report", "verify"),
@@ -73,8 +77,10 @@ __all__ = [
     "Report",
     "ShardwiseError",
     "UnsplitWarning",
+    "clip_grad_norm",
     "constrain",
     "deferred",
+    "elementwise_optimizer",
     "finish",
     "init_ranks",
     "parallelize",

@@ -23,6 +23,7 @@ from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit
+from shardwise.runtime.guards import protect
 from shardwise.runtime.materialize import full_tensors
 from shardwise.runtime.shards import shard
 
@@ -173,6 +174,11 @@ class Parallel(torch.nn.Module):
             own = shards.setdefault(id(buffer), held.get(name, buffer))
             persistent = leaf not in module.get_submodule(owner)._non_persistent_buffers_set
             _container(self, owner).register_buffer(leaf, own, persistent=persistent)
+        protect(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        protect(self)  # a deep copy holds shards, too
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, every tensor whole on every rank; differentiable."""

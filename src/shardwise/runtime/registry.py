@@ -1,0 +1,63 @@
+"""Which tensors of this process are shards: asked by everything that looks at whole parameters or gradients.
+
+Optimizers and torch's own functions are handed bare parameters and gradients, without the module that they belong to.
+The modules made by ``parallelize`` are therefore remembered here, weakly, and asked for their parameters anew each
+time: a module that was converted (``par.to(...)``) may hold other Parameter objects than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardwise.layouts.layout import Layout
+
+if TYPE_CHECKING:
+    from shardwise.runtime.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this rank holds of a parameter. Of the ranks that hold the same elements, one (at coordinate 0 on every
+    axis that does not shard the parameter) ``counts`` them."""
+
+    name: str
+    layout: Layout
+    counts: bool
+
+    @property
+    def is_shard(self) -> bool:
+        """Other ranks hold other elements; otherwise all ranks hold the whole, and the same gradient."""
+        return bool(self.layout.positions)
+
+
+# Not a cache: torch's functions are global, so what they are told must be. Only modules that hold shards are in it.
+_holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, Held]] = WeakKeyDictionary()
+
+
+def remember(parallel: Parallel) -> bool:
+    """Remember a module if it holds shards; whether it does."""
+    mesh = parallel.plan.mesh
+    coordinates = mesh.coordinates(parallel._ranks.rank)
+    held: dict[str, Held] = {}
+    for name, parameter in parallel.named_parameters(remove_duplicate=False):
+        layout = parallel.plan.layouts.get(name) or Layout.whole(mesh, tuple(parameter.shape))
+        assert not layout.states, f"parameters are stored sharded or invariant, and {name} is {layout}"
+        counts = not any(coordinates[axis] for axis in mesh.sub_axes if axis not in layout.positions)
+        held[name] = Held(name, layout, counts)
+    if not any(own.is_shard for own in held.values()):
+        return False
+    _holders[parallel] = held
+    return True
+
+
+def held_parameters() -> Iterator[tuple[torch.nn.Parameter, Held]]:
+    """The parameters of all living modules that hold shards; tied ones under each of their names."""
+    for module, held in list(_holders.items()):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in held:
+                yield parameter, held[name]
