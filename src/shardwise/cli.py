@@ -1,6 +1,7 @@
 """The command ``shardwise``: one line per subcommand in ``COMMANDS``.
 
-``shardwise run -n 8 train.py --lr 3e-4`` starts eight ranks of a script on this machine.
+``shardwise run -n 8 train.py --lr 3e-4`` starts eight ranks of a script on this machine; ``shardwise run --hostfile
+hosts.txt train.py``, on each of several machines, the ranks that the file gives it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.runtime.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.runtime.launch import launch
 
 EXIT_USAGE = 2
@@ -59,35 +61,53 @@ def _versions() -> str:
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "shardwise run -n NUM_RANKS [options] (script.py | -m module) [arguments of the script ...]"
     add = parser.add_argument
-    add("-n", "--num-ranks", type=int, required=True, help="ranks to start on this machine, usually one per GPU")
+    add("-n", "--num-ranks", type=int, help="ranks to start on this machine, usually one per GPU")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as in python -m")
-    add(
-        "--nnodes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="machines that take part, each with its own shardwise run (1)",
-    )
-    add("--node-rank", type=int, default=0, metavar="I", help="which of them this one is, from 0 (0)")
-    add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of machine 0 (127.0.0.1)")
-    add("--master-port", type=int, metavar="PORT", help="a free port there (on a single machine one is found)")
+    add("--nnodes", type=int, metavar="N", help="machines that take part, each with its own shardwise run (1)")
+    add("--node-rank", type=int, metavar="I", help="which of them this one is, from 0 (0; of a file: found by name)")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--hostfile", metavar="FILE", help="the machines and their ranks, one a line: node1 slots=8")
+    files.add_argument("--rank-table", metavar="FILE", help="the same as the JSON file of an Ascend cluster")
+    add("--master-addr", metavar="HOST", help="address of machine 0 (127.0.0.1; with a file: the host of rank 0)")
+    add("--master-port", type=int, metavar="PORT", help="a free port there (one machine: found; with a file: 29500)")
     add("--log-dir", metavar="DIR", help="keep the whole output of rank 3 in DIR/rank-3.log")
     add("--tag", action="store_true", help="show the output of every rank, each line behind [rank 3]")
+    add(
+        "--exit-grace",
+        type=float,
+        metavar="SECONDS",
+        help="when a rank has ended with exit code 0, stop those that still run after this time (never)",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments")
 
 
 def _run(chosen: argparse.Namespace) -> int:
     command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
+    hosts, node_rank = _hosts(chosen)
     return launch(
         ["-m", *command] if chosen.module else command,
         chosen.num_ranks,
-        nnodes=chosen.nnodes,
-        node_rank=chosen.node_rank,
+        hosts=hosts,
+        nnodes=1 if chosen.nnodes is None else chosen.nnodes,
+        node_rank=node_rank,
         master_addr=chosen.master_addr,
         master_port=chosen.master_port,
         log_dir=chosen.log_dir,
         tag=chosen.tag,
+        exit_grace_seconds=chosen.exit_grace,
     )
+
+
+def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
+    """The machines of a hostfile or a rank table, if there is one, and which of them this is."""
+    path = chosen.hostfile or chosen.rank_table
+    if path is None:
+        return (), chosen.node_rank or 0
+    if chosen.nnodes is not None or (chosen.rank_table and chosen.num_ranks is not None):
+        option = "--nnodes" if chosen.nnodes is not None else "-n"
+        raise LaunchError(problem(f"{option} and {path} both say how many there are", fix=f"leave out {option}"))
+    hosts = read_hostfile(path, chosen.num_ranks) if chosen.hostfile else read_rank_table(path)
+    return hosts, find_host(hosts, path) if chosen.node_rank is None else chosen.node_rank
 
 
 COMMANDS: tuple[Command, ...] = (

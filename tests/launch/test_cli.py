@@ -56,14 +56,13 @@ def test_a_mistake_in_the_command_gets_a_message_and_no_traceback(capfd: pytest.
     assert capfd.readouterr().err.startswith("shardwise: there is no script 'trian.py' in ")
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["run", "train.py"], "-n/--num-ranks"), ([], "COMMAND")])
-def test_a_command_that_lacks_an_argument_names_it(
-    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_lacks_an_argument_names_it(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "train.py"]) == 2
+    assert "the number of ranks is missing\n  fix:    -n/--num-ranks" in capfd.readouterr().err
     with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
+        cli.main([])
     assert caught.value.code == 2
-    assert message in capfd.readouterr().err
+    assert "COMMAND" in capfd.readouterr().err
 
 
 def test_the_version_names_torch_and_python(capfd: pytest.CaptureFixture[str]) -> None:

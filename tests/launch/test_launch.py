@@ -497,7 +497,11 @@ def test_the_launcher_restores_the_signal_handlers(job: Job) -> None:
         ([__file__], 0, {}, "cannot start 0 ranks"),
         ([__file__], -1, {}, "cannot start -1 ranks"),
         ([__file__], 1, {"nnodes": 2, "node_rank": 2, "master_port": 1}, "node rank 2 is not one of 2 nodes"),
-        ([__file__], 1, {"nnodes": 2}, "2 nodes cannot meet without a common port"),
+        ([__file__], None, {}, "the number of ranks is missing"),
+        ([__file__], 1, {"nnodes": 0}, "node rank 0 is not one of 0 nodes"),
+        ([__file__], 1, {"nnodes": 2, "master_port": 1}, "2 nodes cannot meet without the address of node 0\n  fix: "),
+        ([__file__], 1, {"nnodes": 2, "master_addr": "node0"}, "2 nodes cannot meet without a common port"),
+        ([__file__], 1, {"master_port": 65536}, "65536 is not a port"),
         ([__file__], 1, {"log_dir": "/dev/null/logs"}, "cannot write logs: .*\n  fix: .*--log-dir"),
     ],
 )

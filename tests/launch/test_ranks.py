@@ -1,15 +1,21 @@
-"""A process finds its place among the ranks."""
+"""A process joins the other ranks, or says why it cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import shardwise
 from shardwise.errors import LaunchError
-from shardwise.runtime.ranks import Place, device, finish, init_ranks, rank, read_place, world_size
+from shardwise.runtime import ranks
+from shardwise.runtime.launch import free_port
+from shardwise.runtime.ranks import device, finish, init_ranks, rank, world_size
 
 FULL = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
@@ -20,50 +26,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     yield
     finish()
-
-
-def test_the_variables_of_torchrun_are_understood() -> None:
-    place = read_place({**FULL, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
-    assert place == Place(rank=5, world_size=8, local_rank=1, local_world_size=4, master=("node0", 29500))
-
-
-def test_the_variables_of_mpirun_are_understood_on_one_machine() -> None:
-    open_mpi = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
-    assert read_place(open_mpi) == Place(1, 2, 1, 2, ("127.0.0.1", 29500))
-    mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
-    assert read_place(mpich) == Place(0, 2, 0, 2, ("node0", 1234))
-
-
-def test_mpirun_on_several_machines_needs_an_address() -> None:
-    with pytest.raises(LaunchError, match="but not MASTER_ADDR, MASTER_PORT"):
-        read_place({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-
-
-@pytest.mark.parametrize("missing", sorted(FULL))
-def test_a_partial_environment_names_what_is_missing_and_the_mend(missing: str) -> None:
-    partial = {name: value for name, value in FULL.items() if name != missing}
-    with pytest.raises(LaunchError, match=f"but not {missing}\n  fix: .* shardwise run -n 8 train.py"):
-        read_place(partial)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("RANK", "8", "RANK=8 is not one of the ranks 0 to 7"),
-        ("RANK", "-1", "RANK=-1 is not one of the ranks 0 to 7"),
-        ("LOCAL_RANK", "9", "LOCAL_RANK=9 is not one of"),
-        ("WORLD_SIZE", "eight", "WORLD_SIZE='eight' in the environment is not a whole number"),
-        ("MASTER_PORT", "", "MASTER_PORT='' in the environment is not a whole number"),
-    ],
-)
-def test_a_contradictory_environment_is_an_error(name: str, value: str, message: str) -> None:
-    with pytest.raises(LaunchError, match=message):
-        read_place({**FULL, name: value})
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -95,3 +57,68 @@ def test_nccl_without_a_gpu_for_this_rank_is_an_error(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=f"local rank 2 has no GPU: this machine shows {num_gpus}"):
         init_ranks("nccl")
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_task_to_which_slurm_shows_only_its_own_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(ranks, "_join", lambda place, backend, *rest: chosen.append(backend))
+    for name, value in {**FULL, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    init_ranks()
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    init_ranks()
+    assert chosen == ["gloo", torch.device("cuda", 0), "nccl"]
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_port_that_is_taken_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LaunchError, match=f"rank 0 cannot listen on port {port}: .*\n  fix: .*--master-port"):
+            init_ranks("gloo")
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(ranks, "_NOTICE_SECONDS", 0.0)
+    port = str(free_port())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    message = rf"ranks 1, 2 of 3 did not come to 127\.0\.0\.1:{port} within 0\.2 seconds\n  fix: "
+    with pytest.raises(LaunchError, match=message):
+        init_ranks("gloo", timeout_seconds=0.2)
+    assert capfd.readouterr().err == "shardwise: rank 0 still waits for ranks 1, 2 of 3\n"
+
+
+def join_twice(ports: list[int]) -> list[str]:
+    """What three ranks say, the second time while one pretends to have an older torch."""
+    number = rank()
+    finish()
+    os.environ.update(RANK=str(number), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1")
+    said = []
+    for port, version in zip(ports, (torch.__version__, "2.11.0"), strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        if number == 1:
+            torch.__version__ = version
+        try:
+            init_ranks("gloo", timeout_seconds=30.0)
+            said.append(f"rank {rank()} of {world_size()}")
+        except LaunchError as error:
+            said.append(str(error))
+        finish()
+    return said
+
+
+def test_ranks_with_different_versions_all_say_who_runs_which(run_ranks: Callable[..., list[Any]]) -> None:
+    joined, refused = zip(*run_ranks(join_twice, 3, [free_port(), free_port()]), strict=True)
+    assert joined == ("rank 0 of 3", "rank 1 of 3", "rank 2 of 3")
+    versions = f"ranks 0, 2: torch {torch.__version__} and shardwise {shardwise.__version__}; rank 1: torch 2.11.0 and "
+    assert refused[0].startswith(f"the ranks run different versions: {versions}")
+    assert "\n  fix:    install the same versions" in refused[0]
+    assert refused[0] == refused[1] == refused[2]

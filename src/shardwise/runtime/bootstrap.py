@@ -4,7 +4,7 @@ and why.
 The launcher must show the failure that came first, and processes do not end in the order in which they fail: a peer
 that loses its connection may be gone while the rank that raised is still unwinding. So a rank that fails writes a
 record (a JSON file with a time stamp and the traceback) instead of printing the traceback, and the launcher prints the
-earliest.
+earliest. A rank that hangs writes down where it is when the launcher sends it SIGUSR2.
 
 The script sees what it would see under ``python script.py``: ``__name__ == "__main__"``, its own ``sys.argv`` and
 ``sys.path[0]``. This file is executed by its path (with ``-P``, so that its folder is not on ``sys.path``) and imports
@@ -32,6 +32,9 @@ from typing import Any
 # Set by the launcher for its ranks, and removed again before the script starts.
 FAILURE_FILE = "SHARDWISE_FAILURE_FILE"  # where the record goes
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"  # the rank ends when this process ends
+
+STACK_SIGNAL = signal.SIGUSR2  # the rank writes its stack to STACK_FILE
+STACK_FILE = "{failure_file}.stack"
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -174,6 +177,8 @@ def main(command: list[str]) -> None:
     below.
     """
     failure_file = os.environ.pop(FAILURE_FILE)
+    stack = open(STACK_FILE.format(failure_file=failure_file), "w", encoding="utf-8")  # noqa: SIM115  # until the end
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     _end_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
     faulthandler.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):

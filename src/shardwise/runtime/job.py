@@ -3,7 +3,8 @@
 What a person must see after a failure is the first failing rank's own traceback, and it must not take a time-out to get
 there. Ranks therefore do not print their tracebacks: ``bootstrap`` writes a record with a time stamp. Whenever output
 arrives the records are looked for, and from the first one on the errors of the other ranks, which are consequences (a
-connection that was reset), are held back. The ranks that are left get SIGTERM, and SIGKILL after a grace time.
+connection that was reset), are held back. The ranks that are left get SIGTERM, and SIGKILL after a grace time. Where
+the first failure is that somebody waited in vain, those ranks are asked before where they are.
 
 Every rank leads a process group of its own: a Ctrl-C in the terminal reaches the launcher only, which passes it on
 once, and what a rank started (data loader workers) ends with it. Standard library only, POSIX only.
@@ -14,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +32,20 @@ from shardwise.runtime import bootstrap
 
 EXIT_INTERRUPTED = bootstrap.EXIT_INTERRUPTED
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # whoever read our output has gone
+EXIT_LEFT_BEHIND = 1  # ranks still ran when the time after another's exit code 0 was over
 
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # how long a lost connection waits for the failure that explains it
 _OWN_EXIT_SECONDS = 1.0  # what a rank that has recorded its failure gets to end by itself
 _DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has ended
 _INTERRUPT_SECONDS = 3.0  # what a script gets for its own `except KeyboardInterrupt` and `finally`
+_STACK_SECONDS = 0.3  # for a rank to write down where it is
+_NOTICE_SECONDS = 30.0  # how long ranks may run after another's exit code 0 before a line says so
 _LONGEST_LINE = 1 << 20  # bytes; a longer line is forwarded in pieces
+
+_WAITED_IN_VAIN = ("timed out", "timeout", "did not come to")  # in the message of an error
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.dirname(__file__)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,11 @@ class Failure:
     traceback: str = ""
     follow_up: bool = False
     killed_by: str = ""
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether the rank gave up on another one, which may hang. (NCCL's watchdog aborts the process.)"""
+        return self.killed_by == "SIGABRT" or any(text in self.error.lower() for text in _WAITED_IN_VAIN)
 
     def describe(self) -> str:
         """One line, for example ``failed with exit code 1 (ValueError: no such file)``."""
@@ -84,6 +99,19 @@ class Rank:
         if self.process.returncode is None:
             self.seen_alive = now
         return self.process.returncode is not None
+
+    def position(self) -> str:
+        """Where the rank was when it got STACK_SIGNAL, for example ``in load (train.py:7)``; empty if it never said.
+
+        Of its stack, that is the innermost function of the user's code.
+        """
+        try:
+            with open(bootstrap.STACK_FILE.format(failure_file=self.failure_file), encoding="utf-8") as file:
+                frames = _FRAME.findall(file.read())
+        except OSError:
+            return ""
+        own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<frozen"))]
+        return next((f"in {name} ({os.path.basename(path)}:{line})" for path, line, name in own or frames), "")
 
     def look_for_failure(self) -> Failure | None:
         """The failure that the rank recorded, or that its exit code tells."""
@@ -130,6 +158,7 @@ class Job:
     logs: dict[int, IO[bytes]]
     tag: bool
     grace_seconds: float
+    exit_grace_seconds: float | None = None
     ranks: list[Rank] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     caught: list[int] = field(default_factory=list)  # signals sent to the launcher
@@ -139,6 +168,9 @@ class Job:
     held: list[tuple[int, bytes]] = field(default_factory=list)  # stderr since the first failure
     schedule: list[tuple[float, int, list[Rank]]] = field(default_factory=list)  # signals to send: when, which, to whom
     exit_code: int | None = None  # decided
+    first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
+    noticed: bool = False  # whether a line said so
+    stopped: list[Rank] = field(default_factory=list)  # asked where they are, then stopped
 
     @contextlib.contextmanager
     def signals_caught(self) -> Iterator[None]:
@@ -198,6 +230,8 @@ class Job:
             if self.cause is not None:
                 self._show_cause()
                 self._summarize(self.cause)
+            elif self.stopped:
+                self._summarize_left_behind()
             return self.exit_code or 0
         except BrokenPipeError:
             # The reader of our output has gone (`| head`). Python would complain once more when it flushes stdout at
@@ -222,10 +256,12 @@ class Job:
         if self.caught:
             self._interrupt()
         self._judge(settled=self.failing is not None and time.monotonic() > self.failing + _SETTLE_SECONDS)
+        if self.exit_code is None and self.failing is None:
+            self._look_for_left_behind()
         while self.schedule and self.schedule[0][0] <= time.monotonic():
             _, signum, ranks = self.schedule.pop(0)
             for rank in ranks:
-                rank.signal(signum, whole_group=signum != signal.SIGINT)
+                rank.signal(signum, whole_group=signum in (signal.SIGTERM, signal.SIGKILL))
 
     # ------------------------------------------------------------------------------------------------ failures
 
@@ -248,12 +284,41 @@ class Job:
         self.cause, self.exit_code = cause, cause.exit_code
         others = [rank for rank in self.ranks if rank.failure is None]
         failed = [rank for rank in self.ranks if rank.failure is not None]
+        if cause.waited_in_vain:
+            self.stopped = [rank for rank in others if not rank.ended()]
+        self._stop(others, failed)
+
+    def _stop(self, others: list[Rank], failed: list[Rank]) -> None:
+        """Plan the signals that end all ranks; those in ``self.stopped`` are asked for their stack before."""
         now = time.monotonic()
+        after = now + (_STACK_SECONDS if self.stopped else 0)
         self.schedule = [
-            (now, signal.SIGTERM, others),
+            (now, bootstrap.STACK_SIGNAL, self.stopped),
+            (after, signal.SIGTERM, others),
             (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
-            (now + self.grace_seconds, signal.SIGKILL, self.ranks),
+            (after + self.grace_seconds, signal.SIGKILL, self.ranks),
         ]
+
+    def _look_for_left_behind(self) -> None:
+        """Say, or end it, when ranks still run long after another has ended well."""
+        done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
+        running = [rank for rank in self.ranks if rank.process.returncode is None]
+        if not done or not running:
+            return
+        now = time.monotonic()
+        if self.first_exit is None:
+            self.first_exit = now
+        numbers, elapsed = [rank.number for rank in running], now - self.first_exit
+        if self.exit_grace_seconds is not None and elapsed >= self.exit_grace_seconds:
+            self.exit_code, self.stopped = EXIT_LEFT_BEHIND, running
+            self._stop(running, [])
+        elif elapsed >= _NOTICE_SECONDS and not self.noticed:
+            self.noticed = True
+            self._say(
+                f"{_name(done)} ended with exit code 0 {elapsed:.0f} seconds ago; {_name(numbers)} still run"
+                + "s" * (len(numbers) == 1)
+                + "\n  note:   if they wait for each other, they wait in vain; --exit-grace SECONDS stops such ranks"
+            )
 
     def _interrupt(self) -> None:
         """Pass a signal on to the ranks; a second one kills them."""
@@ -323,7 +388,26 @@ class Job:
             lines.append(
                 f"  hidden: {len(self.held)} later error lines of other ranks (--tag shows, --log-dir keeps all output)"
             )
-        self._say("\n".join(lines))
+        self._say("\n".join([*lines, *self._positions()]))
+
+    def _summarize_left_behind(self) -> None:
+        """The last lines after ``exit_grace_seconds``."""
+        stopped = [rank.number for rank in self.stopped]
+        done = [rank.number for rank in self.ranks if rank.number not in stopped]
+        later = f"{_name(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
+        fix = "  fix:    let every rank take part in the same collectives, or give more time: --exit-grace SECONDS"
+        self._say("\n".join([f"{_name(done)} ended with exit code 0; {later}", *self._positions(), fix]))
+
+    def _positions(self) -> list[str]:
+        """Where ranks were before they were stopped, one line for each place."""
+        ranks: dict[str, list[int]] = {}
+        for rank in self.stopped:
+            if position := rank.position():
+                ranks.setdefault(position, []).append(rank.number)
+        return [
+            f"  where:  {_name(numbers)} {'were' if len(numbers) > 1 else 'was'} {position}"
+            for position, numbers in ranks.items()
+        ]
 
     # -------------------------------------------------------------------------------------------------- output
 

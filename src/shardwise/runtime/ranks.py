@@ -1,62 +1,48 @@
-"""This process's place among the ranks: reads the launcher's environment and joins ``torch.distributed``.
+"""Joins ``torch.distributed`` as one of the ranks, and says who is missing or different if that does not succeed.
 
-``shardwise run`` and ``torchrun`` set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; of
-``mpirun`` (Open MPI, MPICH) the equivalents are read. A process without any of them is a world of one rank, so that a
-script runs as ``python train.py`` too.
+Where this process stands is read from the launcher's environment variables (``runtime.places``).
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from shardwise.errors import LaunchError, problem
-
-REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-# What mpirun calls them. It tells no address; one machine needs none.
-MPI_NAMES: tuple[Mapping[str, str], ...] = (
-    {
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    },
-    {
-        "RANK": "PMI_RANK",
-        "WORLD_SIZE": "PMI_SIZE",
-        "LOCAL_RANK": "MPI_LOCALRANKID",
-        "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
-    },
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, but not re-exported
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
 )
-MPI_MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
+import shardwise
+from shardwise.errors import LaunchError, problem
+from shardwise.runtime.places import Place, read_place
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process stands. ``master``: (host, port) where the ranks meet, None for a world without a launcher."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    master: tuple[str, int] | None = None
+_OWN_GPU = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows every task its own GPU only
+_VERDICT = "shardwise/verdict"
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
+_NOTICE_SECONDS = 30.0  # after which rank 0 says for whom it waits
+_LATE_SECONDS = 5.0  # what the other ranks wait longer than rank 0, for its verdict
+_NUM_NAMED = 8  # ranks that a message lists
 
 
 def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
     """Join the other ranks; called again, or after the script's own ``init_process_group``, it changes nothing.
 
     ``backend``: "nccl" or "gloo"; by default nccl if this machine has a GPU for every local rank, else gloo. With nccl
-    the CUDA device ``local_rank`` becomes current. ``timeout_seconds`` bounds the wait for the others, here and in
-    every collective. The group is destroyed when the process ends.
+    the CUDA device ``local_rank`` becomes current (or the only one, where Slurm shows each task its own).
+    ``timeout_seconds`` bounds the wait for the others, here and in every collective. The group is destroyed when the
+    process ends. Under a launcher that leaves OMP_NUM_THREADS unset (mpirun, srun) the ranks of a machine share its
+    cores: torch's threads are divided by their number.
 
-    Raises LaunchError if the environment is incomplete or contradictory, or if the backend is not the existing group's.
+    Raises LaunchError if the environment is incomplete or contradictory, if a rank does not come in time or runs
+    another version of torch or shardwise, or if the backend is not the existing group's.
     """
     if dist.is_initialized():
         if backend is not None and backend != dist.get_backend():
@@ -65,38 +51,120 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
         return
     place = read_place(os.environ)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    own_gpu = num_gpus == 1 and any(name in os.environ for name in _OWN_GPU)
+    gpu = 0 if own_gpu else place.local_rank
     if backend is None:
-        backend = "nccl" if num_gpus >= place.local_world_size else "gloo"
-    if backend == "nccl" and place.local_rank >= num_gpus:
+        backend = "nccl" if own_gpu or num_gpus >= place.local_world_size else "gloo"
+    if backend == "nccl" and gpu >= num_gpus:
         what = f"local rank {place.local_rank} has no GPU: this machine shows {num_gpus}"
         raise LaunchError(problem(what, fix=f"start {num_gpus or 'no'} ranks here, or use the backend gloo"))
-    device = torch.device("cuda", place.local_rank) if backend == "nccl" else None
+    device = torch.device("cuda", gpu) if backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
+    if place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.local_world_size))
     _join(place, backend, timedelta(seconds=timeout_seconds), device)
     atexit.register(finish)
 
 
 def _join(place: Place, backend: str, timeout: timedelta, device: torch.device | None) -> None:
+    """Create the process group, once all ranks are known to be there and alike."""
     if place.master is None:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not re-exported
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
     host, port = place.master
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        store = _meet(place, host, port, timeout)
+        _agree(place, store, timeout)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{address}",
+            store=PrefixStore("default_pg", store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
             device_id=device,
         )
     except dist.DistError as error:
-        what = f"rank {place.rank} could not meet the other {place.world_size - 1} ranks at {address}: {error}"
+        what = f"rank {place.rank} could not meet the other {place.world_size - 1} ranks at {host}:{port}: {error}"
         fix = "check that all ranks were started, that rank 0 runs at that address and that the port is free there"
         raise LaunchError(problem(what, fix=fix)) from error
+
+
+def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
+    """The key-value store of the ranks, which rank 0 serves; under torchrun its agent does."""
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(
+            host, port, place.world_size, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        what = f"rank 0 cannot listen on port {port}: another process of this machine does"
+        fix = "end that process, or choose another port: MASTER_PORT (under shardwise run: --master-port)"
+        raise LaunchError(problem(what, fix=fix)) from None
+
+
+def _agree(place: Place, store: Store, timeout: timedelta) -> None:
+    """Wait for every rank, and compare their versions. Rank 0 judges, so that all of them raise the same LaunchError.
+
+    Costs one request per rank, and two of rank 0.
+    """
+    keys = [f"shardwise/rank-{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], _versions())
+    if place.rank == 0:
+        missing = _wait_for(keys, store, timeout.total_seconds(), place)
+        verdict = _absence(missing, place, timeout.total_seconds()) if missing else _difference(store.multi_get(keys))
+        store.set(_VERDICT, verdict)
+    else:
+        store.wait([_VERDICT], timeout + timedelta(seconds=_LATE_SECONDS))
+        verdict = store.get(_VERDICT).decode()
+    if verdict:
+        raise LaunchError(verdict)
+
+
+def _versions() -> str:
+    return f"torch {torch.__version__} and shardwise {shardwise.__version__}"
+
+
+def _wait_for(keys: list[str], store: Store, seconds: float, place: Place) -> list[int]:
+    """The ranks whose keys are not there in time. (``Store.wait`` would not tell which.)"""
+    began, pause, noticed = time.monotonic(), _FIRST_POLL_SECONDS, False
+    while not store.check(keys):
+        elapsed = time.monotonic() - began
+        if elapsed > seconds or (elapsed > _NOTICE_SECONDS and not noticed):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if elapsed > seconds:
+                return missing
+            noticed = True
+            print(f"shardwise: rank 0 still waits for {_name(missing)} of {place.world_size}", file=sys.stderr)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+    return []
+
+
+def _absence(missing: list[int], place: Place, seconds: float) -> str:
+    assert place.master is not None
+    host, port = place.master
+    what = f"{_name(missing)} of {place.world_size} did not come to {host}:{port} within {seconds:g} seconds"
+    return problem(what, fix="see why in their output: they were not started, have ended, or do not reach that address")
+
+
+def _difference(answers: list[bytes]) -> str:
+    """Empty if all ranks run the same versions, else what is wrong."""
+    ranks: dict[str, list[int]] = {}
+    for number, answer in enumerate(answers):
+        ranks.setdefault(answer.decode(), []).append(number)
+    if len(ranks) == 1:
+        return ""
+    who = "; ".join(f"{_name(numbers)}: {versions}" for versions, numbers in ranks.items())
+    return problem(f"the ranks run different versions: {who}", fix="install the same versions on every machine")
+
+
+def _name(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 4``; of many only the first."""
+    listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def rank() -> int:
@@ -119,54 +187,3 @@ def finish() -> None:
     """Leave the group of ranks. Happens by itself when the process ends; called twice, it does nothing."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def read_place(environment: Mapping[str, str]) -> Place:
-    """The place that environment variables tell. Without LOCAL_RANK all ranks are taken to be on one machine.
-
-    >>> read_place({})
-    Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master=None)
-    >>> read_place({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}).master
-    ('node0', 29500)
-    """
-    found = {**_from_mpi(environment), **{name: environment[name] for name in REQUIRED if name in environment}}
-    missing = [name for name in REQUIRED if name not in found]
-    if len(missing) == len(REQUIRED):
-        return Place()
-    if missing:
-        what = f"this process has {_list(sorted(found))} in its environment but not {_list(missing)}"
-        fix = "start the script with: shardwise run -n 8 train.py (or torchrun), or unset these for a single process"
-        raise LaunchError(problem(what, fix=fix))
-    number, count, port = (_number(name, found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    local = {**_from_mpi(environment), **environment}
-    local_rank = _number("LOCAL_RANK", local.get("LOCAL_RANK", found["RANK"]))
-    local_count = _number("LOCAL_WORLD_SIZE", local.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"]))
-    for name, value, bound_name, bound in (
-        ("RANK", number, "WORLD_SIZE", count),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_count),
-    ):
-        if not 0 <= value < bound:
-            what = f"{name}={value} is not one of the ranks 0 to {bound - 1} that {bound_name}={bound} makes"
-            raise LaunchError(problem(what, fix="let the launcher set both: shardwise run -n 8 train.py"))
-    return Place(number, count, local_rank, local_count, (found["MASTER_ADDR"], port))
-
-
-def _from_mpi(environment: Mapping[str, str]) -> dict[str, str]:
-    """What mpirun tells, under our names; an address only if all ranks are on one machine."""
-    for names in MPI_NAMES:
-        found = {name: environment[theirs] for name, theirs in names.items() if theirs in environment}
-        if "RANK" in found and "WORLD_SIZE" in found:
-            return {**MPI_MASTER, **found} if found.get("LOCAL_WORLD_SIZE") == found["WORLD_SIZE"] else found
-    return {}
-
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        what = f"{name}={text!r} in the environment is not a whole number"
-        raise LaunchError(problem(what, fix="let the launcher set it: shardwise run -n 8 train.py")) from None
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names)

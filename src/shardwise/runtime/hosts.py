@@ -1,0 +1,241 @@
+"""The machines of a job, and which of its ranks each has: from a hostfile, a rank table or Slurm's variables.
+
+Every machine reads the same file and finds itself in it, so that one command, the same everywhere, starts a job.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import LaunchError, problem
+
+# name, name:8, [address]:8, or an IPv6 address, which is all colons; then options.
+_HOSTFILE_LINE = re.compile(r"(?:\[(?P<bare>\S+)\]|(?P<name>[^\s:=]+))(?::(?P<count>[^\s:]+))?(?P<options>(?:\s.*)?)")
+_IPV6_LINE = re.compile(r"(?P<name>[^\s=]+:[^\s=]*:[^\s=]*)(?P<options>(?:\s.*)?)")
+_OPTION = re.compile(r"\s*([\w-]+)\s*=\s*(\S+)")
+_IGNORED = frozenset({"max_slots", "max-slots", "slots_max", "slots-max"})  # a limit for mpirun's oversubscription
+_NUM_SHOWN = 4  # names or numbers listed in a message before it says "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine: a name or address that the others can reach, and the ranks it has, in the order of LOCAL_RANK.
+
+    ``devices``: the numbers of the GPUs they use, one per rank; empty when that is 0, 1, 2, ...
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...] = ()
+
+
+def read_hostfile(path: str, default_slots: int | None = None) -> tuple[Host, ...]:
+    """The hosts of an Open MPI hostfile; ranks are numbered in the order of its lines.
+
+    A line is ``node1 slots=8``, ``node1:8`` or ``node1``, which has ``default_slots`` ranks (by default 1); what
+    follows a ``#`` is a comment. A host that is listed again has the sum. Raises LaunchError with the line.
+    """
+    slots: dict[str, int] = {}
+    for number, line in enumerate(_read(path, "hostfile").splitlines(), start=1):
+        text = line.split("#", 1)[0].strip()
+        if text:
+            name, count = _hostfile_line(text, f"{path}:{number}")
+            slots[name] = slots.get(name, 0) + ((default_slots or 1) if count is None else count)
+    if not slots:
+        raise LaunchError(problem(f"{path} names no host", fix="write one host per line: node1 slots=8"))
+    ends = list(itertools.accumulate(slots.values()))
+    return tuple(
+        Host(name, tuple(range(end - count, end))) for (name, count), end in zip(slots.items(), ends, strict=True)
+    )
+
+
+def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
+    """(host, slots or None) of a line without its comment."""
+    fix = "write one host per line: node1 slots=8 (or node1:8, or node1)"
+    found = _HOSTFILE_LINE.fullmatch(text) or _IPV6_LINE.fullmatch(text)
+    if found is None or _OPTION.sub("", found["options"]).strip():
+        raise LaunchError(problem(f"{text!r} is not a line of a hostfile", source=where, fix=fix))
+    parts = found.groupdict()
+    name = parts["name"] or parts["bare"]
+    counts = [parts["count"]] if parts.get("count") else []
+    for key, value in _OPTION.findall(parts["options"]):
+        if key == "slots":
+            counts.append(value)
+        elif key not in _IGNORED:
+            raise LaunchError(problem(f"the option {key!r} of host {name} is not known", source=where, fix=fix))
+    if len(counts) > 1:
+        raise LaunchError(problem(f"host {name} has two numbers of slots", source=where, fix=fix))
+    if counts and not (counts[0].isdecimal() and int(counts[0]) > 0):
+        what = f"host {name} has {counts[0]!r} slots, which is not a number of ranks from 1 on"
+        raise LaunchError(problem(what, source=where, fix=fix))
+    return name, int(counts[0]) if counts else None
+
+
+def read_rank_table(path: str) -> tuple[Host, ...]:
+    """The hosts of a rank table, the JSON file in which Ascend clusters describe a job::
+
+        {"version": "1.0", "server_count": "1", "status": "completed",
+         "server_list": [{"server_id": "10.0.0.1",
+                          "device": [{"device_id": "0", "device_ip": "192.1.27.6", "rank_id": "0"}, ...]}]}
+
+    ``server_id`` is a host's address, ``rank_id`` the rank and ``device_id`` its GPU there; ``device_ip`` (the address
+    of an Ascend network card) is not used. Numbers may be written as texts. Raises LaunchError with what is wrong.
+    """
+    text = _read(path, "rank table")
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        fix = "correct the file, or generate it again"
+        raise LaunchError(
+            problem(f"the rank table is not JSON: {error.msg}", source=f"{path}:{error.lineno}", fix=fix)
+        ) from None
+    try:
+        hosts = tuple(_server(number, entry) for number, entry in enumerate(_entries(table, "server_list", "the file")))
+        _check_table(table, hosts)
+    except _TableError as error:
+        fix = 'write {"server_list": [{"server_id": "10.0.0.1", "device": [{"device_id": 0, "rank_id": 0}, ...]}, ...]}'
+        raise LaunchError(problem(f"the rank table {error}", source=path, fix=fix)) from None
+    return hosts
+
+
+class _TableError(Exception):
+    """What is wrong with a rank table, to follow the words "the rank table"."""
+
+
+def _server(number: int, entry: Any) -> Host:
+    where = f"server_list[{number}]"
+    name = entry.get("server_id") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or not name:
+        raise _TableError(f"has no server_id in {where}")
+    devices = _entries(entry, "device", where)
+    pairs = sorted(
+        (_whole(device, "rank_id", f"{where}.device[{i}]"), _whole(device, "device_id", f"{where}.device[{i}]"))
+        for i, device in enumerate(devices)
+    )
+    ranks, ids = zip(*pairs, strict=True)
+    twice = [device for device, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise _TableError(f"gives device {_some(twice)} of {name} to two ranks")
+    return Host(name, ranks, () if ids == tuple(range(len(ids))) else ids)
+
+
+def _check_table(table: dict[str, Any], hosts: Sequence[Host]) -> None:
+    """What no server shows alone."""
+    ranks = Counter(rank for host in hosts for rank in host.ranks)
+    names = Counter(host.name for host in hosts)
+    if twice := [rank for rank, count in ranks.items() if count > 1]:
+        raise _TableError(f"has rank {_some(twice)} twice")
+    if missing := sorted(set(range(len(ranks))) - set(ranks)):
+        raise _TableError(f"has {len(ranks)} devices but not rank {_some(missing)}: ranks are 0 to {len(ranks) - 1}")
+    if twice_named := [name for name, count in names.items() if count > 1]:
+        raise _TableError(f"has server {_some(twice_named)} twice")
+    if "server_count" in table and (count := _whole(table, "server_count", "the file")) != len(hosts):
+        raise _TableError(f"has server_count {count} but {len(hosts)} servers")
+    if table.get("status", "completed") != "completed":
+        raise _TableError(f"is not finished: its status is {table['status']!r}, not 'completed'")
+
+
+def _entries(holder: Any, key: str, where: str) -> list[Any]:
+    found = holder.get(key) if isinstance(holder, dict) else None
+    if not isinstance(found, list) or not found:
+        raise _TableError(f"has no list {key} in {where}")
+    return found
+
+
+def _whole(holder: Any, key: str, where: str) -> int:
+    found = holder.get(key) if isinstance(holder, dict) else None
+    if isinstance(found, bool) or not str(found).isdecimal():
+        raise _TableError(f"has no number {key} in {where}")
+    return int(str(found))
+
+
+def find_host(hosts: Sequence[Host], path: str) -> int:
+    """Which of the hosts of a file this machine is: by name, else by address. LaunchError unless it is exactly one."""
+    ours = socket.gethostname()
+    names = {ours, ours.split(".", 1)[0], socket.getfqdn()}
+    found = [number for number, host in enumerate(hosts) if host.name in names or host.name.split(".", 1)[0] == ours]
+    found = found or [number for number, host in enumerate(hosts) if _is_here(host.name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        what = f"{len(found)} hosts of {path} are this machine ({ours}): {_some([hosts[i].name for i in found])}"
+        raise LaunchError(problem(what, fix=f"say which one this is, counted from 0: --node-rank {found[0]}"))
+    what = f"this machine ({ours}) is not one of the hosts of {path}: {_some([host.name for host in hosts])}"
+    raise LaunchError(problem(what, fix="add it, or say which host this is, counted from 0: --node-rank 0"))
+
+
+def _is_here(name: str) -> bool:
+    """Whether a name or address leads to this machine: only an address of one's own can be bound."""
+    try:
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def expand_nodelist(text: str) -> tuple[str, ...]:
+    """The hosts of one of Slurm's lists, in its order.
+
+    >>> expand_nodelist("node[01-03,07],gpu5")
+    ('node01', 'node02', 'node03', 'node07', 'gpu5')
+    >>> expand_nodelist("rack[1-2]n[0-1].local")
+    ('rack1n0.local', 'rack1n1.local', 'rack2n0.local', 'rack2n1.local')
+    """
+    hosts: list[str] = []
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        pieces = [list(_numbers(piece)) if i % 2 else [piece] for i, piece in enumerate(re.split(r"\[(.*?)\]", entry))]
+        hosts += map("".join, itertools.product(*pieces))
+    return tuple(hosts)
+
+
+def _numbers(text: str) -> Iterator[str]:
+    """``"01-03,07"``: 01, 02, 03, 07. ValueError for what is neither a number nor a range."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield str(number).zfill(len(first))
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Slurm's tasks per node. ValueError for anything else.
+
+    >>> expand_counts("4(x2),3")
+    (4, 4, 3)
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.removesuffix(")") or 1)
+    return tuple(counts)
+
+
+def _read(path: str, kind: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(problem(f"cannot read the {kind}: {error}", fix=f"give the path of the {kind}")) from error
+
+
+def _some(items: Sequence[object]) -> str:
+    """The first few of a list.
+
+    >>> _some([1, 2, 3, 4, 5])
+    '1, 2, 3, 4, ...'
+    """
+    return ", ".join(map(str, items[:_NUM_SHOWN])) + ", ..." * (len(items) > _NUM_SHOWN)

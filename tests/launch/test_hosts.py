@@ -1,0 +1,196 @@
+"""The machines of a job: hostfiles, rank tables, and which of them this one is."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.runtime.hosts import Host, expand_counts, expand_nodelist, find_host, read_hostfile, read_rank_table
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "hosts"
+
+
+# -------------------------------------------------------------------------------------------------------- hostfiles
+
+
+def test_ranks_are_numbered_in_the_order_of_the_lines(path: Path) -> None:
+    path.write_text(
+        """
+        # two kinds of machines
+        node1 slots=2
+        node2:3            # as mpirun --host writes it
+        node3 slots = 1 max_slots=4
+        node4
+        node1              # listed again: one more
+        fe80::1 slots=1
+        [fe80::2]:1
+        """
+    )
+    assert read_hostfile(str(path)) == (
+        Host("node1", (0, 1, 2)),
+        Host("node2", (3, 4, 5)),
+        Host("node3", (6,)),
+        Host("node4", (7,)),
+        Host("fe80::1", (8,)),
+        Host("fe80::2", (9,)),
+    )
+
+
+def test_hosts_without_a_number_have_as_many_ranks_as_the_command_says(path: Path) -> None:
+    path.write_text("node1\nnode2 slots=1\n")
+    assert read_hostfile(str(path), default_slots=8) == (Host("node1", tuple(range(8))), Host("node2", (8,)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("node1 slots=0", "host node1 has '0' slots"),
+        ("node1:eight", "host node1 has 'eight' slots"),
+        ("node1:2 slots=2", "host node1 has two numbers of slots"),
+        ("node1 slot=2", "the option 'slot' of host node1 is not known"),
+        ("node1 node2", "'node1 node2' is not a line of a hostfile"),
+        ("=8", "'=8' is not a line of a hostfile"),
+    ],
+)
+def test_a_line_that_is_not_understood_is_named(path: Path, line: str, message: str) -> None:
+    path.write_text(f"# first\n{line}\n")
+    with pytest.raises(LaunchError, match=rf"{message}.*\n  op:     {path}:2\n  fix:    .*node1 slots=8"):
+        read_hostfile(str(path))
+
+
+def test_a_hostfile_without_hosts_and_one_that_is_not_there_are_errors(path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"cannot read the hostfile: .*No such file"):
+        read_hostfile(str(path))
+    path.write_text("# nobody\n")
+    with pytest.raises(LaunchError, match="names no host"):
+        read_hostfile(str(path))
+
+
+# ------------------------------------------------------------------------------------------------------ rank tables
+
+
+def server(name: str, devices: dict[int, int], as_text: bool = True) -> dict[str, Any]:
+    """``devices``: rank by device."""
+    kind = str if as_text else int
+    entries = [
+        {"device_id": kind(i), "device_ip": f"192.1.27.{i}", "rank_id": kind(rank)} for i, rank in devices.items()
+    ]
+    return {"server_id": name, "device": entries, "host_nic_ip": "reserve"}
+
+
+def test_a_rank_table_says_ranks_and_devices(path: Path) -> None:
+    servers = [server("10.0.0.1", {0: 0, 1: 1}), server("10.0.0.2", {4: 3, 5: 2}, as_text=False)]
+    table = {"version": "1.0", "server_count": "2", "server_list": servers, "status": "completed"}
+    path.write_text(json.dumps(table))
+    assert read_rank_table(str(path)) == (Host("10.0.0.1", (0, 1)), Host("10.0.0.2", (2, 3), (5, 4)))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], "has no list server_list in the file"),
+        ({"server_list": []}, "has no list server_list in the file"),
+        ({"server_list": [{"device": []}]}, r"has no server_id in server_list\[0\]"),
+        ({"server_list": [{"server_id": "a"}]}, r"has no list device in server_list\[0\]"),
+        (
+            {"server_list": [{"server_id": "a", "device": [{"device_id": "0"}]}]},
+            r"has no number rank_id in server_list\[0\].device\[0\]",
+        ),
+        (
+            {"server_list": [{"server_id": "a", "device": [{"device_id": -1, "rank_id": True}]}]},
+            r"has no number rank_id in server_list\[0\].device\[0\]",
+        ),
+        ({"server_list": [server("a", {0: 0}), server("b", {0: 0})]}, "has rank 0 twice"),
+        ({"server_list": [server("a", {0: 0}), server("a", {0: 1})]}, "has server a twice"),
+        ({"server_list": [server("a", {0: 0, 1: 2})]}, "has 2 devices but not rank 1: ranks are 0 to 1"),
+        ({"server_count": 2, "server_list": [server("a", {0: 0})]}, "has server_count 2 but 1 servers"),
+        ({"status": "initializing", "server_list": [server("a", {0: 0})]}, "is not finished: its status is 'initial"),
+    ],
+)
+def test_a_rank_table_that_is_wrong_says_where(path: Path, table: Any, message: str) -> None:
+    path.write_text(json.dumps(table))
+    with pytest.raises(LaunchError, match=rf"the rank table {message}.*\n  op:     {path}\n  fix:    "):
+        read_rank_table(str(path))
+
+
+def test_a_device_with_two_ranks_is_an_error(path: Path) -> None:
+    entry = server("a", {3: 0})
+    entry["device"] += server("a", {3: 1})["device"]
+    path.write_text(json.dumps({"server_list": [entry]}))
+    with pytest.raises(LaunchError, match="gives device 3 of a to two ranks"):
+        read_rank_table(str(path))
+
+
+def test_a_rank_table_that_is_not_json_names_the_line(path: Path) -> None:
+    path.write_text('{"server_list":\n  [}')
+    with pytest.raises(LaunchError, match=rf"is not JSON: .*\n  op:     {path}:2"):
+        read_rank_table(str(path))
+
+
+# ------------------------------------------------------------------------------------------------------ this machine
+
+
+def hosts(*names: str) -> tuple[Host, ...]:
+    return tuple(Host(name, (rank,)) for rank, name in enumerate(names))
+
+
+@pytest.mark.parametrize(
+    ("ours", "names", "found"),
+    [
+        ("node2", ["node1", "node2"], 1),
+        ("node2.cluster", ["node1", "node2"], 1),
+        ("node2", ["node1.cluster", "node2.cluster"], 1),
+        ("vm", ["192.0.2.1", "127.0.0.1"], 1),
+        ("node1", ["node1", "127.0.0.1"], 0),  # the name counts first
+    ],
+)
+def test_this_machine_is_found_by_name_or_address(
+    monkeypatch: pytest.MonkeyPatch, ours: str, names: list[str], found: int
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: ours)
+    monkeypatch.setattr(socket, "getfqdn", lambda: ours)
+    assert find_host(hosts(*names), "hosts.txt") == found
+
+
+def test_a_machine_that_is_not_found_or_found_twice_asks_for_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "login")
+    with pytest.raises(
+        LaunchError, match=r"this machine \(login\) is not one of .*: 192\.0\.2\.1, 192\.0\.2\.9\n.*--node"
+    ):
+        find_host(hosts("192.0.2.1", "192.0.2.9"), "hosts.txt")
+    with pytest.raises(
+        LaunchError, match=r"2 hosts of hosts.txt are this machine .*: 127\.0\.0\.1, localhost\n.*--node"
+    ):
+        find_host(hosts("127.0.0.1", "localhost"), "hosts.txt")
+
+
+# ------------------------------------------------------------------------------------------------------------ Slurm
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", ()),
+        ("node1", ("node1",)),
+        ("node[01-03,07],gpu5", ("node01", "node02", "node03", "node07", "gpu5")),
+        ("a[8-11]", ("a8", "a9", "a10", "a11")),
+        ("r[1-2]n[0-1].x,b", ("r1n0.x", "r1n1.x", "r2n0.x", "r2n1.x", "b")),
+    ],
+)
+def test_slurms_lists_of_machines_are_written_out(text: str, names: tuple[str, ...]) -> None:
+    assert expand_nodelist(text) == names
+
+
+def test_slurms_tasks_per_node_are_written_out() -> None:
+    assert expand_counts("4(x2),3") == (4, 4, 3)
+    assert expand_counts("8") == (8,)
+    with pytest.raises(ValueError, match="invalid literal"):
+        expand_counts("")
