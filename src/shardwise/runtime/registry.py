@@ -44,8 +44,10 @@ def remember(parallel: Parallel) -> bool:
     mesh = parallel.plan.mesh
     coordinates = mesh.coordinates(parallel._ranks.rank)
     held: dict[str, Held] = {}
-    for name, parameter in parallel.named_parameters(remove_duplicate=False):
-        layout = parallel.plan.layouts.get(name) or Layout.whole(mesh, tuple(parameter.shape))
+    for name, _ in parallel.named_parameters(remove_duplicate=False):
+        layout = parallel.plan.layouts.get(name)
+        if layout is None:  # another name of a tied parameter: the plan knows it by the first
+            continue
         assert not layout.states, f"parameters are stored sharded or invariant, and {name} is {layout}"
         counts = not any(coordinates[axis] for axis in mesh.sub_axes if axis not in layout.positions)
         held[name] = Held(name, layout, counts)
@@ -56,7 +58,7 @@ def remember(parallel: Parallel) -> bool:
 
 
 def held_parameters() -> Iterator[tuple[torch.nn.Parameter, Held]]:
-    """The parameters of all living modules that hold shards; tied ones under each of their names."""
+    """The parameters of all living modules that hold shards, once each."""
     for module, held in list(_holders.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name in held:
