@@ -3,6 +3,7 @@
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
 #   make sweep      more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
 #
@@ -11,7 +12,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test sweep lint install format clean
+.PHONY: demo test bench-step sweep lint install format clean
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -28,6 +29,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+bench-step: install
+	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
