@@ -177,7 +177,7 @@ class Parallel(torch.nn.Module):
         protect(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         protect(self)  # a deep copy holds shards, too
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ _holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, Held]] = WeakKeyDictio
 def remember(parallel: Parallel) -> bool:
     """Remember a module if it holds shards; whether it does."""
     mesh = parallel.plan.mesh
-    coordinates = mesh.coordinates(parallel._ranks.rank)
+    coordinates = parallel._ranks.coordinates
     held: dict[str, Held] = {}
     for name, _ in parallel.named_parameters(remove_duplicate=False):
         layout = parallel.plan.layouts.get(name)
