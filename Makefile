@@ -6,13 +6,14 @@
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
+#   make openmpi    mpirun for the tests that use it (they are skipped without), where apt-get may install it
 #
 # PYTHON=python3.12 chooses the interpreter. TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's smaller
 # CPU-only wheel (on Linux, PyPI's has CUDA inside).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test bench-step sweep lint install format clean
+.PHONY: demo test bench-step sweep lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -57,6 +58,16 @@ $(STAMP): pyproject.toml
 	$(PIP) install --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
 	$(PIP) install --progress-bar off --editable ".[test,dev]" "$(TORCH)"
 	@touch $(STAMP)
+
+# Never fails: on another system, without root's rights or without a network the tests say what they skip.
+openmpi:
+	@if command -v mpirun; then :; elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		export DEBIAN_FRONTEND=noninteractive; \
+		timeout 300 apt-get install -y -qq --no-install-recommends openmpi-bin >/dev/null 2>&1 || \
+		{ timeout 120 apt-get update -qq && \
+			timeout 300 apt-get install -y -qq --no-install-recommends openmpi-bin; } >/dev/null 2>&1 || \
+		echo "openmpi-bin could not be installed: the tests that use mpirun will be skipped"; \
+	else echo "no mpirun here: the tests that use it will be skipped (Debian: apt-get install openmpi-bin)"; fi
 
 clean:
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
+from shardwise.runtime.hosts import Host
 from shardwise.runtime.launch import free_port, launch, num_cores
 
 PROMPTLY = 10.0  # seconds; the scripts' own sleeps are 60
@@ -139,6 +140,28 @@ def test_the_second_of_two_machines_numbers_its_ranks_on(job: Job, tmp_path: Pat
     assert job(body, 2, log_dir=tmp_path, **place).stdout == ""
     assert (tmp_path / "rank-2.log").read_text() == "2 0 4 node0 1234\n"
     assert (tmp_path / "rank-3.log").read_text() == "3 1 4 node0 1234\n"
+
+
+def test_every_machine_of_a_list_starts_its_own_ranks_with_its_own_gpus(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    hosts = [Host("node0", (1, 2)), Host("node1", (4, 0, 3), (6, 5, 7))]
+    names = "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES"
+    body = f"print(*(os.environ.get(n, '-') for n in '{names}'.split()))"
+    assert job(body, None, hosts=hosts, log_dir=tmp_path).exit_code == 0
+    assert (tmp_path / "rank-1.log").read_text() == "1 0 2 5 node1 29500 -\n"
+    assert (tmp_path / "rank-2.log").read_text() == "2 1 2 5 node1 29500 -\n"
+    port, address = free_port(), "10.0.0.2"
+    second = job(body, None, hosts=hosts, node_rank=1, log_dir=tmp_path, master_addr=address, master_port=port)
+    assert second.stdout == f"0 1 3 5 {address} {port} 6,5,7\n"
+    assert (tmp_path / "rank-4.log").read_text() == f"4 0 3 5 {address} {port} 6,5,7\n"
+
+
+def test_gpus_that_the_user_chose_and_a_rank_table_must_agree(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES=0,1, but the rank table says 6,5"):
+        job("", None, hosts=[Host("node0", (0, 1), (6, 5))])
 
 
 def test_a_script_runs_as_python_would_run_it(job: Job, tmp_path: Path) -> None:
@@ -364,6 +387,46 @@ def test_a_syntax_error_in_the_script_is_shown_as_python_shows_it(job: Job) -> N
     assert "    x = = 1\n        ^\nSyntaxError: invalid syntax" in outcome.stderr
 
 
+# ---------------------------------------------------------------------------------------- when a rank does not come
+
+
+def test_a_rank_for_which_others_waited_in_vain_is_shown_where_it_hangs(job: Job) -> None:
+    outcome = job(
+        """
+        def load():
+            mark("loading")
+            time.sleep(60)
+        if rank == 1: load()
+        wait_for("loading", 1)
+        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+        """
+    )
+    assert (outcome.exit_code, outcome.seconds < PROMPTLY) == (1, True)
+    first, second = outcome.stderr.splitlines()[-2:]
+    assert first.startswith("shardwise: rank 0 failed with exit code 1 (RuntimeError: Timed out waiting 5000ms")
+    assert first.endswith("; stopped the other 1 rank")
+    assert re.fullmatch(r"  where:  rank 1 was in load \(script\.py:\d+\)", second)
+
+
+def test_ranks_that_are_left_behind_are_stopped_after_the_time_that_was_allowed(job: Job) -> None:
+    body = "def work(): mark('at'); time.sleep(60)\nif rank == 1: wait_for('at', 2); sys.exit()\nwork()"
+    outcome = job(body, 3, exit_grace_seconds=0.2)
+    assert (outcome.exit_code, outcome.seconds < PROMPTLY) == (1, True)
+    first, where, fix = outcome.stderr.splitlines()
+    assert first == "shardwise: rank 1 ended with exit code 0; ranks 0, 2 still ran 0.2 seconds later"
+    assert re.fullmatch(r"  where:  ranks 0, 2 were in work \(script\.py:\d+\)", where)
+    assert fix.startswith("  fix:    let every rank take part in the same collectives")
+
+
+def test_ranks_that_run_on_after_another_has_ended_are_named_and_may(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.runtime.job._NOTICE_SECONDS", 0.1)
+    outcome = job("if rank == 0: time.sleep(1); print('evaluated')")
+    assert (outcome.exit_code, outcome.stdout) == (0, "evaluated\n")
+    said, note = outcome.stderr.splitlines()
+    assert said == "shardwise: rank 1 ended with exit code 0, 0 seconds ago; rank 0 still runs"
+    assert note.endswith("--exit-grace SECONDS stops such ranks")
+
+
 # ---------------------------------------------------------------------------------------------------- no orphans
 
 
@@ -508,6 +571,17 @@ def test_the_launcher_restores_the_signal_handlers(job: Job) -> None:
 def test_a_job_that_cannot_start_says_why(command: list[str], num_ranks: int, options: Any, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launch(command, num_ranks, **options)
+
+
+@pytest.mark.parametrize("hosts", [(), (Host("node0", (0,)), Host("node1", (1,)))])
+def test_a_port_that_is_taken_is_named_before_any_rank_starts(job: Job, hosts: tuple[Host, ...]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = f"cannot listen on port {port} of this machine: another process does\n  fix: .* another --master-port"
+        with pytest.raises(LaunchError, match=message):
+            job("print('started')", 1, hosts=hosts, master_port=port)
+        if hosts:  # the second machine only connects to it
+            assert job("pass", 1, hosts=hosts, node_rank=1, master_port=port).exit_code == 0
 
 
 def test_a_free_port_can_be_listened_on() -> None:

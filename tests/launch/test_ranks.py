@@ -96,10 +96,16 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capfd
     assert capfd.readouterr().err == "shardwise: rank 0 still waits for ranks 1, 2 of 3\n"
 
 
+def leave() -> None:
+    """Leave the group, but not while others still connect to this rank."""
+    dist.barrier()
+    finish()
+
+
 def join_twice(ports: list[int]) -> list[str]:
     """What three ranks say, the second time while one pretends to have an older torch."""
     number = rank()
-    finish()
+    leave()
     os.environ.update(RANK=str(number), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1")
     said = []
     for port, version in zip(ports, (torch.__version__, "2.11.0"), strict=True):
@@ -109,9 +115,9 @@ def join_twice(ports: list[int]) -> list[str]:
         try:
             init_ranks("gloo", timeout_seconds=30.0)
             said.append(f"rank {rank()} of {world_size()}")
+            leave()
         except LaunchError as error:
             said.append(str(error))
-        finish()
     return said
 
 

@@ -103,7 +103,7 @@ class Rank:
     def position(self) -> str:
         """Where the rank was when it got STACK_SIGNAL, for example ``in load (train.py:7)``; empty if it never said.
 
-        Of its stack, that is the innermost function of the user's code.
+        Of its stack, that is the innermost function of the user's code; empty too if there is none.
         """
         try:
             with open(bootstrap.STACK_FILE.format(failure_file=self.failure_file), encoding="utf-8") as file:
@@ -111,7 +111,7 @@ class Rank:
         except OSError:
             return ""
         own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<frozen"))]
-        return next((f"in {name} ({os.path.basename(path)}:{line})" for path, line, name in own or frames), "")
+        return next((f"in {name} ({os.path.basename(path)}:{line})" for path, line, name in own), "")
 
     def look_for_failure(self) -> Failure | None:
         """The failure that the rank recorded, or that its exit code tells."""
@@ -315,7 +315,7 @@ class Job:
         elif elapsed >= _NOTICE_SECONDS and not self.noticed:
             self.noticed = True
             self._say(
-                f"{_name(done)} ended with exit code 0 {elapsed:.0f} seconds ago; {_name(numbers)} still run"
+                f"{_name(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {_name(numbers)} still run"
                 + "s" * (len(numbers) == 1)
                 + "\n  note:   if they wait for each other, they wait in vain; --exit-grace SECONDS stops such ranks"
             )

@@ -38,7 +38,7 @@ OPEN_MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
-OPEN_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")  # any: each mpirun has its own
+OPEN_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # either: every mpirun has its own
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 SLURM_OF_STEP = {**SLURM, "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}  # says the same, or srun started a part of the job
 # Only srun sets one of these: what runs in a batch script itself has SLURM_PROCID=0 but is no task. (Numbers from
@@ -136,7 +136,7 @@ def job_port(job: str) -> str:
     """The port of a job: consecutive numbers get different ports, any other name one by its checksum.
 
     >>> job_port("1000"), job_port("1001"), job_port("prterun-node0-4711@1")
-    ('62440', '62441', '63287')
+    ('62440', '62441', '62616')
     """
     number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
     return str(FIRST_JOB_PORT + number % NUM_JOB_PORTS)
@@ -150,8 +150,9 @@ def _open_mpi(environment: Environment) -> _Told | None:
     if not _complete(found):
         return None
     job = next((environment[name] for name in OPEN_MPI_JOB if name in environment), "")
-    # Open MPI 4 counts jobs in steps of 65536, Open MPI 5 gives them names: a checksum spreads both.
-    port = str(DEFAULT_PORT) if not job else job_port(str(zlib.crc32(job.encode())))
+    if job.isdecimal():  # as in Open MPI 4: 65536 times a number made of mpirun's process id, plus one
+        job = str(int(job) >> 16)
+    port = job_port(job) if job else str(DEFAULT_PORT)
     return _on_one_machine("mpirun", found, OPEN_MPI, port, "mpirun -x MASTER_ADDR=node0 ...")
 
 

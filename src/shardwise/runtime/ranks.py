@@ -108,17 +108,25 @@ def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
 def _agree(place: Place, store: Store, timeout: timedelta) -> None:
     """Wait for every rank, and compare their versions. Rank 0 judges, so that all of them raise the same LaunchError.
 
-    Costs one request per rank, and two of rank 0.
+    Costs three requests per rank, and of rank 0 one more for every rank.
     """
-    keys = [f"shardwise/rank-{rank}" for rank in range(place.world_size)]
+    everyone = range(place.world_size)
+    keys = {rank: f"shardwise/rank-{rank}" for rank in everyone}
     store.set(keys[place.rank], _versions())
     if place.rank == 0:
-        missing = _wait_for(keys, store, timeout.total_seconds(), place)
-        verdict = _absence(missing, place, timeout.total_seconds()) if missing else _difference(store.multi_get(keys))
+        missing = _wait_for(keys, store, timeout.total_seconds(), f" of {place.world_size}")
+        verdict = _absence(missing, place, timeout.total_seconds()) if missing else ""
+        verdict = verdict or _difference(store.multi_get(list(keys.values())))
         store.set(_VERDICT, verdict)
+        if verdict:  # the store ends with this process: not before the others have read
+            _wait_for(
+                {rank: f"{keys[rank]}-told" for rank in everyone if rank not in (0, *missing)}, store, _LATE_SECONDS
+            )
     else:
         store.wait([_VERDICT], timeout + timedelta(seconds=_LATE_SECONDS))
         verdict = store.get(_VERDICT).decode()
+        if verdict:
+            store.set(f"{keys[place.rank]}-told", "")
     if verdict:
         raise LaunchError(verdict)
 
@@ -127,20 +135,30 @@ def _versions() -> str:
     return f"torch {torch.__version__} and shardwise {shardwise.__version__}"
 
 
-def _wait_for(keys: list[str], store: Store, seconds: float, place: Place) -> list[int]:
-    """The ranks whose keys are not there in time. (``Store.wait`` would not tell which.)"""
-    began, pause, noticed = time.monotonic(), _FIRST_POLL_SECONDS, False
-    while not store.check(keys):
+def _wait_for(keys: dict[int, str], store: Store, seconds: float, notice: str = "") -> list[int]:
+    """The ranks whose keys are not there in time. (``Store.wait`` would not tell which.)
+
+    With ``notice``, which follows their names, a line says after half a minute for whom rank 0 waits.
+    """
+    began, pause = time.monotonic(), _FIRST_POLL_SECONDS
+    left = sorted(keys, reverse=True)
+    while left:
+        if store.check([keys[left[-1]]]):
+            left.pop()
+            continue
         elapsed = time.monotonic() - began
-        if elapsed > seconds or (elapsed > _NOTICE_SECONDS and not noticed):
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if elapsed > seconds:
-                return missing
-            noticed = True
-            print(f"shardwise: rank 0 still waits for {_name(missing)} of {place.world_size}", file=sys.stderr)
+        if elapsed > seconds:
+            return _missing(left, keys, store)
+        if notice and elapsed > _NOTICE_SECONDS:
+            print(f"shardwise: rank 0 still waits for {_name(_missing(left, keys, store))}{notice}", file=sys.stderr)
+            notice = ""
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
     return []
+
+
+def _missing(ranks: list[int], keys: dict[int, str], store: Store) -> list[int]:
+    return sorted(rank for rank in ranks if not store.check([keys[rank]]))
 
 
 def _absence(missing: list[int], place: Place, seconds: float) -> str:
