@@ -2,7 +2,8 @@
 
 Counts (operators, collectives, calls of Python functions) repeat exactly; milliseconds carry the machine's noise, and
 what is traced is slower than what is not: operators are timed under torch.profiler, Python functions and the waiting
-for collectives under cProfile, the whole step under neither. Contenders take turns here too.
+for collectives under cProfile, the whole step under neither. Contenders take turns here too, and of every time the
+median over the steps is taken, so that a step interrupted by another program does not count.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import cProfile
 import pstats
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -85,8 +86,8 @@ def profile_steps(
             step(*batch)
         collectives[name] = mode.found
     seconds: dict[str, list[float]] = defaultdict(list)
-    operators: dict[str, Times] = defaultdict(dict)
-    python = {name: cProfile.Profile() for name in steps}
+    operators: dict[str, list[Times]] = defaultdict(list)
+    functions: dict[str, list[Times]] = defaultdict(list)
     for index in range(num_steps):
         for name, step in list(steps.items())[:: 1 if index % 2 else -1]:
             dist.barrier()
@@ -94,31 +95,37 @@ def profile_steps(
             step(*batch)
             seconds[name].append(time.perf_counter() - start)
             dist.barrier()
-            python[name].enable()
-            step(*batch)
-            python[name].disable()
+            with cProfile.Profile() as profile:
+                step(*batch)
+            functions[name].append(_functions(profile))
             dist.barrier()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
                 step(*batch)
-            for event in traced.key_averages():
-                if event.key.startswith(OPERATORS):
-                    _add(
-                        operators[name], event.key, event.count / num_steps, event.self_cpu_time_total / num_steps / 1e3
-                    )
+            operators[name].append(_operators(traced))
     return {
         name: StepProfile(
-            1e3 * median(seconds[name]), operators[name], _functions(python[name], num_steps), collectives[name]
+            1e3 * median(seconds[name]), _medians(operators[name]), _medians(functions[name]), collectives[name]
         )
         for name in steps
     }
 
 
-def _add(times: Times, name: str, calls: float, milliseconds: float) -> None:
-    before = times.get(name, (0.0, 0.0))
-    times[name] = before[0] + calls, before[1] + milliseconds
+def _medians(times: Sequence[Times]) -> Times:
+    """Of every name, the median calls and milliseconds."""
+    names = dict.fromkeys(name for own in times for name in own)
+    found = {name: [own.get(name, (0.0, 0.0)) for own in times] for name in names}
+    return {name: (median(calls for calls, _ in own), median(spent for _, spent in own)) for name, own in found.items()}
 
 
-def _functions(profile: cProfile.Profile, num_steps: int) -> Times:
+def _operators(profile: torch.profiler.profile) -> Times:
+    return {
+        event.key: (event.count, event.self_cpu_time_total / 1e3)
+        for event in profile.key_averages()
+        if event.key.startswith(OPERATORS)
+    }
+
+
+def _functions(profile: cProfile.Profile) -> Times:
     """Python functions as ``folder/file.py:name`` and collectives as ``<name>``. Other built-in functions are left out:
     their time is that of operators."""
     times: Times = {}
@@ -130,7 +137,8 @@ def _functions(profile: cProfile.Profile, num_steps: int) -> Times:
                 continue
         else:
             name = f"{'/'.join(Path(file).parts[-2:])}:{function}"
-        _add(times, name, calls / num_steps, 1e3 * own_seconds / num_steps)
+        before = times.get(name, (0.0, 0.0))
+        times[name] = before[0] + calls, before[1] + 1e3 * own_seconds
     return times
 
 

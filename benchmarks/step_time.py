@@ -265,14 +265,13 @@ def main() -> None:
     results: list[Result] = []
     for job in jobs_of(options):
         start = time.perf_counter()
-        result = run(job)
-        results.append(result)
+        results.append(run(job))
         print(f"{title(job)}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         if job.profiled:
-            console.print(profile_table(title(job), result.profiles))
+            console.print(profile_table(title(job), results[-1].profiles))
+        if options.json:  # after every run: what was measured stays, whatever happens to the next
+            options.json.write_text(json.dumps(as_json(results), indent=1))
     console.print(time_table(results))
-    if options.json:
-        options.json.write_text(json.dumps(as_json(results), indent=1))
 
 
 if __name__ == "__main__":
