@@ -20,7 +20,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
     TCPStore,
 )
 
-import shardwise
 from shardwise.errors import LaunchError, problem
 from shardwise.runtime.places import Place, read_place
 
@@ -132,7 +131,8 @@ def _agree(place: Place, store: Store, timeout: timedelta) -> None:
 
 
 def _versions() -> str:
-    return f"torch {torch.__version__} and shardwise {shardwise.__version__}"
+    package = sys.modules["shardwise"]  # this module's own, whose names are a later layer's: nothing is imported here
+    return f"torch {torch.__version__} and shardwise {package.__version__}"
 
 
 def _wait_for(keys: dict[int, str], store: Store, seconds: float, notice: str = "") -> list[int]:
