@@ -15,7 +15,7 @@ from torch import Tensor
 from programs.building import Program, program_of_sample, random_program
 from programs.running import run
 from rules.samples import SAMPLES
-from shardwise.layouts import conversions, redistribute, strategy
+from shardwise.layouts import conversions, redistribute, shortest_path, strategy
 from shardwise.layouts.conversions import CELLS, Cell, Move, Primitive
 from shardwise.layouts.mesh import Mesh
 from shardwise.partition import lower
@@ -45,9 +45,13 @@ def programs() -> tuple[Program, ...]:
 @contextmanager
 def fresh_caches() -> Iterator[None]:
     redistribute._redistribute.cache_clear()
+    shortest_path._search.cache_clear()
+    shortest_path._graph.cache_clear()
     lower._capture_lowering.cache_clear()
     yield
     redistribute._redistribute.cache_clear()
+    shortest_path._search.cache_clear()
+    shortest_path._graph.cache_clear()
     lower._capture_lowering.cache_clear()
 
 
@@ -87,8 +91,8 @@ def test_a_cell_that_doubles_is_caught(cell: tuple[str, str], column: str, monke
     """The classical mistake: an all-reduce whose backward is an all-reduce too makes gradients n times too large."""
     perform = VirtualCluster.perform
 
-    def doubling(self: VirtualCluster, primitive: Primitive, move: Move, tensors: Any, backward: bool) -> list[Tensor]:
-        results = perform(self, primitive, move, tensors, backward)
+    def doubling(self: VirtualCluster, move: Move, tensors: Any, backward: bool) -> list[Tensor]:
+        results = perform(self, move, tensors, backward)
         hit = move.cell == cell and backward == (column == "backward")
         return [result * 2 if hit and result.is_floating_point() else result for result in results]
 

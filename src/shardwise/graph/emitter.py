@@ -57,7 +57,7 @@ class Emitter:
     def apply(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
         """Appends ``op``, or what replaces it, and returns its results.
 
-        ``results`` are the names they get if the op is kept.
+        ``results`` are the names they get if the op is kept and no value has them yet.
         """
         rewrite = self._rewrites.get(op.target)
         if rewrite is not None:
@@ -69,7 +69,8 @@ class Emitter:
     def append(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
         """Appends ``op`` as it is, whatever the rewrites say."""
         inferred = self._types.results(op.target, op.args, op.kwargs, self.values.__getitem__)
-        names = results if len(results) == len(inferred) else self._fresh(operator_name(op.target), len(inferred))
+        are_free = len(results) == len(inferred) and not any(name in self.values for name in results)
+        names = results if are_free else self._fresh(operator_name(op.target), len(inferred))
         for name, value in zip(names, inferred, strict=True):
             self.values[name] = replace(value, name=name)
         self._num_emitted += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from shardwise.layouts.holdings import num_exchanged
 from shardwise.layouts.layout import PARTIAL_KINDS, Layout
 
 Primitive = Literal[
@@ -58,10 +59,11 @@ CELLS: dict[tuple[str, str], Cell] = {
 
 @dataclass(frozen=True)
 class Move:
-    """One step of a redistribution: sub-axes ``axes`` (major first, one collective over their product) go from one
-    state to another; all of them leave the same atom, or arrive at the same atom.
+    """One step of a redistribution: one collective over the product of sub-axes ``axes`` (in device order), all of
+    which go from one state to another.
 
-    ``source`` and ``target`` are the layouts before and after, over the same atoms.
+    Axes may leave and arrive at several atoms at once. From sharded to sharded, ``axes`` are those along which the
+    devices exchange anything, the order of axes on an atom may change, and the atoms of a dim need not nest.
     """
 
     source: Layout
@@ -86,23 +88,37 @@ class Move:
     def num_sent(self, backward: bool = False) -> float:
         """Elements that the busiest rank sends: the bandwidth-optimal (ring, pairwise) algorithm of each collective."""
         primitive = self.entry.backward if backward else self.entry.forward
-        n = self.source.mesh.size_of(self.axes)
         before, after = (self.target, self.source) if backward else (self.source, self.target)
-        if primitive == "all_gather":
-            return (n - 1) * before.max_local_numel
-        if primitive == "reduce_scatter":
-            return (n - 1) * after.max_local_numel
-        if primitive == "all_reduce":
-            return 2 * (n - 1) / n * before.max_local_numel
         if primitive == "all_to_all":
-            return (n - 1) / n * before.max_local_numel
-        return 0.0
+            return num_exchanged(before, after)[0]
+        n = self.source.mesh.size_of(self.axes)
+        return num_sent(primitive, n, before.max_local_numel, after.max_local_numel)
+
+    @property
+    def peak_numel(self) -> int:
+        """Elements that the busiest rank holds while the move is made, in either direction: the tensor before, the
+        tensor after, and a message buffer no larger than the larger of both."""
+        sizes = self.source.max_local_numel, self.target.max_local_numel
+        return sum(sizes) + max(sizes)
+
+
+def num_sent(primitive: Primitive, num_devices: int, before: float, after: float) -> float:
+    """Elements that the busiest of ``num_devices`` ranks sends in a collective other than all-to-all, whose largest
+    local tensor has ``before`` elements at first and ``after`` in the end."""
+    if primitive == "all_gather":
+        return (num_devices - 1) * before
+    if primitive == "reduce_scatter":
+        return (num_devices - 1) * after
+    if primitive == "all_reduce":
+        return 2 * (num_devices - 1) * before / num_devices
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective as the plan lists it and the virtual cluster records it: what one rank takes part in.
 
+    ``kind``: that of the table, or ``collective_permute``, an all-to-all in which every rank sends to one rank at most.
     ``num_bytes``: bytes of the whole message on the busiest rank (the gathered tensor of an all_gather, the input of
     the others).
     """
@@ -119,4 +135,7 @@ def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Colle
         return None
     before, after = (move.target, move.source) if backward else (move.source, move.target)
     whole = after if primitive == "all_gather" else before
-    return Collective(primitive, move.axes, whole.max_local_numel * itemsize)
+    kind: str = primitive
+    if primitive == "all_to_all" and num_exchanged(before, after)[1]:
+        kind = "collective_permute"
+    return Collective(kind, move.axes, whole.max_local_numel * itemsize)

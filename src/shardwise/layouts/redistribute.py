@@ -1,39 +1,46 @@
 """Redistribution: the cheapest list of moves from one layout of a tensor to another.
 
-Layouts are the nodes of a graph whose edges are single moves; the list is a shortest path under a price function that
-is passed in (by default the bytes that the busiest rank sends in forward and backward, then the number of messages).
-Only layouts over positions that the two ends use are visited, and sub-axes that make the same way together move
-together: the search grows with the number of different ways, not with the number of devices.
+Cheapest means: fewest bytes that the busiest rank sends in forward and backward together, then fewest messages; or
+whatever a price function says that is passed in. The list is a shortest path (``layouts.shortest_path``); here layouts
+are translated to what the search sees and its answer back. Sub-axes that make the same way side by side are one *unit*
+to it, so the search grows with the number of different ways, not with the number of devices.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import pairwise, takewhile
+from typing import Literal
 
 from shardwise.errors import LayoutError
-from shardwise.layouts.conversions import COLLECTIVES, Move
-from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, common_atoms
+from shardwise.layouts.conversions import Move, Primitive
+from shardwise.layouts.layout import Atom, Layout, common_atoms
+from shardwise.layouts.shortest_path import Cost, Space, State, communicates, moved_units, solve
 
-Price = Callable[[Move, bool], tuple[float, ...]]
+# (primitive, sub-axes, elements that the busiest rank sends) -> what one direction of a move costs, summed over
+# directions and moves component by component.
+# How sizes become proportions: not at all (prices that are not proportional to the tensor), those that divide evenly
+# (exact, but each size is a search of its own: small tensors only), or all (as if all divided evenly).
+Rounding = Literal["none", "even", "all"]
 
+PROPORTIONAL = -1  # the size of an atom of which only proportions matter
 
-def bytes_then_messages(move: Move, differentiable: bool) -> tuple[float, ...]:
-    """Elements sent by the busiest rank in forward and backward, the number of messages, then the elements held
-    afterwards (which prefers slicing early), then the number of moves."""
-    sent = move.num_sent() + (move.num_sent(backward=True) if differentiable else 0.0)
-    messages = (move.entry.forward in COLLECTIVES) + (differentiable and move.entry.backward in COLLECTIVES)
-    return sent, float(messages), float(move.target.max_local_numel), 1.0
+EXACT_UP_TO = 3  # units; with more, the search sees only the states and atoms that the two ends use
+
+Price = Callable[[Primitive, tuple[str, ...], float], Cost]
 
 
 def redistribute(
-    source: Layout, target: Layout, *, differentiable: bool = True, price: Price = bytes_then_messages
+    source: Layout, target: Layout, *, differentiable: bool = True, price: Price | None = None
 ) -> tuple[Move, ...]:
     """The cheapest moves that turn ``source`` into ``target``.
 
     Both describe the same global tensor on the same mesh. ``differentiable``: whether backward is paid for as well.
+    ``price``: by default elements sent by the busiest rank, then messages. No tensor on the way is larger than the
+    whole one; ``Move.peak_numel`` says what each move needs.
+
     Raises LayoutError when a partial value of another kind than sum would have to arise.
     """
     if source.shape != target.shape or source.mesh != target.mesh:
@@ -42,88 +49,172 @@ def redistribute(
 
 
 @lru_cache(maxsize=100_000)
-def _redistribute(source: Layout, target: Layout, differentiable: bool, price: Price) -> tuple[Move, ...]:
-    if source.canonical() == target.canonical():
+def _redistribute(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
+    source, target = source.canonical(), target.canonical()
+    if source == target:
         return ()
-    aligned = _align(source, target)
-    if aligned is not None:
-        return _shortest(*aligned, differentiable, price)
-    # Some dims divide in ways that do not nest: make them whole first, the rest of the way is over the target's atoms.
-    between_source, between_target = _unsplit(source, target)
-    return _redistribute(source, between_source, differentiable, price) + _redistribute(
-        between_target, target, differentiable, price
+    task = _Task.of(source, target, price is None)
+    given, units = price, task.units
+
+    def of_units(primitive: Primitive, chosen: tuple[int, ...], elements: float) -> Cost:
+        assert given is not None
+        axes = tuple(axis for unit in chosen for axis in units[unit])
+        return given(primitive, axes, elements / task.num_devices)
+
+    ends = task.state_of(task.source), task.state_of(task.target)
+    exact = len(units) <= EXACT_UP_TO
+    space = Space(
+        tuple(source.mesh.size_of(unit) for unit in units),
+        task.dims,
+        tuple(
+            letter
+            for letter in ("I", "R", "P")
+            if (exact and (letter != "R" or differentiable)) or any(letter in end[1] for end in ends)
+        ),
+        _allowed(ends, [size for ways in task.dims for way in ways for size in way], len(units), exact),
+        differentiable,
+    )
+    states = solve(space, *ends, None if price is None else of_units)
+    if not states:
+        raise LayoutError(f"no redistribution from {source} to {target}")
+    return task.moves(states)
+
+
+def _allowed(ends: tuple[State, State], sizes: list[int], num_units: int, exact: bool) -> tuple[tuple[int, ...], ...]:
+    """Per position the units that may shard it: an atom of a single row only those that do at one of the ends; with
+    many units, a unit that shards at one of the ends only what it shards there."""
+    (first, _), (second, _) = ends
+    at_ends = [set(own) | set(other) for own, other in zip(first, second, strict=True)]
+    settled = set() if exact else set().union(*at_ends)
+    return tuple(
+        tuple(u for u in range(num_units) if u in own or (size > 1 and u not in settled))
+        for own, size in zip(at_ends, sizes, strict=True)
     )
 
 
-def _align(source: Layout, target: Layout) -> tuple[Layout, Layout] | None:
-    """Both layouts over common atoms, or None where there are none."""
-    atoms: list[tuple[int, ...]] = []
-    for own, other in zip(source.canonical().atoms, target.canonical().atoms, strict=True):
-        common = common_atoms(own, other)
-        if common is None:
-            return None
-        atoms.append(common)
-    try:
-        return source.canonical().refine(tuple(atoms)), target.canonical().refine(tuple(atoms))
-    except LayoutError:
-        return None
+@dataclass(frozen=True)
+class _Task:
+    """Two layouts as the search sees them. ``ways``: per dim the divisions into atoms: one where both layouts divide it
+    in ways that nest, else the source's and the target's. ``positions``: those that the search uses, as (dim, way,
+    atom); ``fixed``: the sub-axes that shard each of them first, before and after, which the search need not see.
+    ``dims``: the sizes of the atoms as the search sees them (``shortest_path.Space``)."""
+
+    source: Layout
+    target: Layout
+    units: tuple[tuple[str, ...], ...]
+    ways: tuple[tuple[tuple[int, ...], ...], ...]
+    positions: tuple[tuple[int, int, int], ...]
+    fixed: tuple[tuple[str, ...], ...]
+    dims: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @staticmethod
+    def of(source: Layout, target: Layout, only_proportional: bool) -> _Task:
+        ways: list[tuple[tuple[int, ...], ...]] = []
+        dims: list[list[tuple[Atom, ...]]] = [[], []]
+        for own, other in zip(source.dims, target.dims, strict=True):
+            aligned = _align(source, own, other)
+            ways.append(tuple(dict.fromkeys(tuple(a.size for a in dim) for dim in aligned)))
+            for side, dim in zip(dims, aligned, strict=True):
+                side.append(dim)
+        source, target = (
+            Layout(layout.mesh, tuple(side), layout.states) for layout, side in zip((source, target), dims, strict=True)
+        )
+        units = _units(source, target)
+        room = 3 if len(units) <= EXACT_UP_TO else 0
+        num_atoms = sum(len(sizes) for divisions in ways for sizes in divisions)
+        small = len(source.mesh.sub_axes) <= 3 and num_atoms <= 3 and len(source.mesh.sub_axes) + num_atoms <= 5
+        rounding: Rounding = "none" if not only_proportional else "even" if small else "all"
+        positions, seen, is_even = _positions(source, target, tuple(ways), room, rounding)
+        if rounding == "even" and not is_even:
+            units = tuple((axis,) for axis in source.mesh.sub_axes)
+        fixed: list[tuple[str, ...]] = []
+        for d, way, atom in positions:
+            same: tuple[str, ...] = ()
+            size = ways[d][way][atom]
+            if len(ways[d]) == 1 and (
+                rounding == "all" or (rounding == "even" and size % source.mesh.num_devices == 0)
+            ):
+                both = zip(source.dims[d][atom].axes, target.dims[d][atom].axes, strict=False)
+                same = tuple(own for own, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+                same = tuple(axis for unit in units if set(unit) <= set(same) for axis in unit)
+            fixed.append(same)
+        constant = {axis for axes in fixed for axis in axes}
+        units = tuple(unit for unit in units if unit[0] not in constant)
+        number = source.mesh.size_of(axis for unit in units for axis in unit)
+        dims_seen = tuple(tuple(tuple(number if s == PROPORTIONAL else s for s in w) for w in dim) for dim in seen)
+        return _Task(source, target, units, tuple(ways), positions, tuple(fixed), dims_seen)
+
+    @property
+    def num_devices(self) -> int:
+        return self.source.mesh.num_devices
+
+    def state_of(self, layout: Layout) -> State:
+        number = {unit[0]: i for i, unit in enumerate(self.units)}
+        arrangement = tuple(
+            tuple(number[axis] for axis in layout.dims[d][atom].axes if axis in number)
+            if self.ways[d][way] == layout.atoms[d]
+            else ()
+            for d, way, atom in self.positions
+        )
+        return arrangement, tuple(layout.state_of[unit[0]] for unit in self.units)
+
+    def layout_of(self, state: State) -> Layout:
+        arrangement, states = state
+        axes: dict[tuple[int, int, int], tuple[str, ...]] = {
+            position: fixed + tuple(axis for unit in own for axis in self.units[unit])
+            for position, fixed, own in zip(self.positions, self.fixed, arrangement, strict=True)
+        }
+        dims = []
+        for d, ways in enumerate(self.ways):
+            used = next(
+                (way for way in range(len(ways)) if any(axes.get((d, way, i)) for i in range(len(ways[way])))), 0
+            )
+            dims.append(tuple(Atom(size, axes.get((d, used, i), ())) for i, size in enumerate(ways[used])))
+        found = {
+            axis: own for unit, own in zip(self.units, states, strict=True) if own not in ("S", "I") for axis in unit
+        }
+        mesh = self.source.mesh
+        return Layout(mesh, tuple(dims), tuple((axis, found[axis]) for axis in mesh.sub_axes if axis in found))
+
+    def moves(self, states: tuple[State, ...]) -> tuple[Move, ...]:
+        """The path as moves; local steps of one kind are joined."""
+        path: list[tuple[State, State, tuple[int, ...]]] = []
+        for before, after in pairwise(states):
+            units = tuple(u for u in range(len(self.units)) if before[1][u] != after[1][u])
+            units = units or moved_units(before[0], after[0])
+            cell = before[1][units[0]], after[1][units[0]]
+            if path and not communicates(*cell):
+                first, middle, others = path[-1]
+                if cell == (first[1][others[0]], middle[1][others[0]]) and not set(units) & set(others):
+                    path[-1] = (first, after, others + units)
+                    continue
+            path.append((before, after, units))
+        order = self.source.mesh.order
+        return tuple(
+            Move(
+                self.layout_of(before),
+                self.layout_of(after),
+                tuple(sorted((axis for unit in units for axis in self.units[unit]), key=order.__getitem__)),
+            )
+            for before, after, units in path
+        )
 
 
-def _unsplit(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """The source with the disagreeing dims made whole, written over its own atoms and over the target's."""
-    own, other = source.canonical(), target.canonical()
-    clash = [
-        d
-        for d, (mine, theirs) in enumerate(zip(own.dims, other.dims, strict=True))
-        if _align(Layout(own.mesh, (mine,)), Layout(own.mesh, (theirs,))) is None
-    ]
-    freed = [axis for d in clash for atom in own.dims[d] for axis in atom.axes]
-    assert freed, f"nothing to make whole between {source} and {target}"
-    whole = own.moved({axis: "R" if target.state_of[axis] in ("R", "P") else "I" for axis in freed})
-    dims = list(whole.dims)
-    for d in clash:
-        dims[d] = tuple(Atom(atom.size) for atom in other.dims[d])
-    return whole, Layout(own.mesh, tuple(dims), whole.states)
+def _align(layout: Layout, own: tuple[Atom, ...], other: tuple[Atom, ...]) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
+    """Two divisions of a dim over common atoms, or as they are where there are none."""
+    common = common_atoms(tuple(atom.size for atom in own), tuple(atom.size for atom in other))
+    if common is not None:
+        try:
+            first, second = (Layout(layout.mesh, (dim,)).refine((common,)).dims[0] for dim in (own, other))
+            return first, second
+        except LayoutError:
+            pass
+    return own, other
 
 
-def _shortest(source: Layout, target: Layout, differentiable: bool, price: Price) -> tuple[Move, ...]:
-    """Dijkstra over layouts."""
-    positions = tuple(sorted(set(source.positions.values()) | set(target.positions.values())))
-    units = _units(source, target)
-    ticket = count()
-    best: dict[Layout, tuple[float, ...]] = {source: (0.0,)}
-    parent: dict[Layout, tuple[Layout, Move]] = {}
-    heap: list[tuple[tuple[float, ...], int, Layout]] = [((0.0,), next(ticket), source)]
-    done: set[Layout] = set()
-    while heap:
-        cost, _, layout = heapq.heappop(heap)
-        if layout in done:
-            continue
-        done.add(layout)
-        if layout == target:
-            break
-        for move in _moves(layout, target, positions, units):
-            if move.target in done:
-                continue
-            step = price(move, differentiable)
-            total = tuple(a + b for a, b in zip(cost + (0.0,) * (len(step) - len(cost)), step, strict=True))
-            if move.target not in best or total < best[move.target]:
-                best[move.target] = total
-                parent[move.target] = (layout, move)
-                heapq.heappush(heap, (total, next(ticket), move.target))
-    if target not in done:
-        raise LayoutError(f"no redistribution from {source} to {target}")
-    path: list[Move] = []
-    layout = target
-    while layout != source:
-        layout, move = parent[layout]
-        path.append(move)
-    return _fuse(path[::-1])
-
-
-def _units(source: Layout, target: Layout) -> dict[str, tuple[str, ...]]:
-    """Sub-axis -> the sub-axes that come from the same place and go to the same place, side by side in both: one axis
-    to the search. In the order in which they shard an atom at one of the ends."""
+def _units(source: Layout, target: Layout) -> tuple[tuple[str, ...], ...]:
+    """The sub-axes in runs that come from the same place and go to the same place, side by side in both. In the order
+    in which they shard an atom at one of the ends."""
 
     def neighbours(first: str, second: str) -> bool:
         for layout in (source, target):
@@ -144,78 +235,48 @@ def _units(source: Layout, target: Layout) -> dict[str, tuple[str, ...]]:
             runs.append([axis])
         else:
             joined.append(axis)
-    return {axis: tuple(run) for run in runs for axis in run}
+    return tuple(map(tuple, runs))
 
 
-def _moves(
-    layout: Layout, target: Layout, positions: tuple[tuple[int, int], ...], units: dict[str, tuple[str, ...]]
-) -> Iterator[Move]:
-    """All single moves from a layout; runs of units that leave one atom together move as one."""
-    for d, dim in enumerate(layout.dims):
-        for i, atom in enumerate(dim):
-            for start, axis in enumerate(atom.axes):
-                if units[axis][0] != axis:
-                    continue
-                elsewhere: tuple[str | tuple[int, int], ...] = ("I", "R", "P", *positions)
-                for where in elsewhere:
-                    if where != (d, i):
-                        yield _move(layout, atom.axes[start:], where)
-    by_state: dict[str, list[str]] = {}
-    for axis in layout.mesh.sub_axes:
-        state = layout.state_of[axis]
-        if state != "S":
-            by_state.setdefault(state, []).append(axis)
-    for state, axes in by_state.items():
-        wheres: tuple[str | tuple[int, int], ...] = (
-            ("I",) if state in PARTIAL_KINDS and state != "P" else ("I", "R", "P", *positions)
-        )
-        for where in wheres:
-            if where == state:
-                continue
-            wanted = (
-                [a for a in axes if target.positions.get(a) == where]
-                if isinstance(where, tuple)
-                else [a for a in axes if target.state_of[a] == where]
-            )
-            own_units = dict.fromkeys(units[axis] for axis in axes)
-            for unit in own_units:
-                yield _move(layout, unit, where)
-            if len(wanted) > 1:
-                if isinstance(where, tuple):
-                    order = target.dims[where[0]][where[1]].axes
-                    wanted.sort(key=order.index)
-                yield _move(layout, tuple(wanted), where)
-            if len(own_units) > 1 and len(wanted) != len(axes) and not isinstance(where, tuple):
-                yield _move(layout, tuple(axes), where)
+def _positions(
+    source: Layout, target: Layout, ways: tuple[tuple[tuple[int, ...], ...], ...], room: int, rounding: Rounding
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[tuple[int, ...], ...], ...], bool]:
+    """The atoms that matter to the search, per dim and way their sizes as it sees them, and whether all divide evenly.
 
+    An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL, unless ``rounding``
+    is "none"; where it is "all", so is that of atoms that do not divide evenly. To those that an end shards,
+    others are added up to ``room`` in all, which may be sharded on the way: even ones first, then the largest.
+    """
+    num_devices = source.mesh.num_devices
 
-def _move(layout: Layout, axes: tuple[str, ...], where: str | tuple[int, int]) -> Move:
-    return Move(layout, layout.moved(dict.fromkeys(axes, where)), axes)
+    def is_even(size: int) -> bool:
+        return size % num_devices == 0
 
-
-def _fuse(path: list[Move]) -> tuple[Move, ...]:
-    """Join neighbouring moves that one collective over the product of their axes performs."""
-    fused: list[Move] = []
-    for move in path:
-        last = fused[-1] if fused else None
-        joined = _join(last, move) if last is not None else None
-        if joined is not None:
-            fused[-1] = joined
-        else:
-            fused.append(move)
-    return tuple(fused)
-
-
-def _join(first: Move, second: Move) -> Move | None:
-    if first.cell != second.cell or set(first.axes) & set(second.axes):
-        return None
-    source, target = first.cell
-    if source == "S" and target == "S":
-        return None
-    if source == "S":  # leaving the minor axes first
-        if first.source.positions[first.axes[0]] != second.source.positions[second.axes[0]]:
-            return None
-        return Move(first.source, second.target, second.axes + first.axes)
-    if target == "S" and second.target.positions[second.axes[0]] != first.target.positions[first.axes[0]]:
-        return None
-    return Move(first.source, second.target, first.axes + second.axes)
+    candidates = [
+        (d, way, i) for d, atoms in enumerate(ways) for way in range(len(atoms)) for i in range(len(atoms[way]))
+    ]
+    used = {
+        (d, way, i)
+        for d, way, i in candidates
+        if any(layout.atoms[d] == ways[d][way] and layout.dims[d][i].axes for layout in (source, target))
+    }
+    free = [
+        (d, way, i) for d, way, i in candidates if (d, way, i) not in used and len(ways[d]) == 1 and ways[d][way][i] > 1
+    ]
+    free.sort(key=lambda p: (not is_even(ways[p[0]][p[1]][p[2]]), -ways[p[0]][p[1]][p[2]]))
+    kept = used | set(free[: max(0, room - len(used))]) | {(d, way, i) for d, way, i in candidates if len(ways[d]) > 1}
+    positions = tuple(position for position in candidates if position in kept)
+    sizes = {
+        (d, way, i): PROPORTIONAL
+        if len(ways[d]) == 1
+        and ways[d][way][i] > 1
+        and (rounding == "all" or (rounding == "even" and is_even(ways[d][way][i])))
+        else ways[d][way][i]
+        for d, way, i in positions
+    }
+    # Atoms of a dim that is divided in one way only are as good as dims of their own.
+    dims: list[tuple[tuple[int, ...], ...]] = []
+    for d, both in enumerate(ways):
+        seen = tuple(tuple(sizes[d, w, i] for i in range(len(both[w])) if (d, w, i) in sizes) for w in range(len(both)))
+        dims.extend([seen] if len(both) > 1 else [((size,),) for size in seen[0]])
+    return positions, tuple(dims), all(is_even(ways[d][way][i]) and len(ways[d]) == 1 for d, way, i in positions)

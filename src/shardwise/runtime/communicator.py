@@ -6,16 +6,16 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.layouts.conversions import Collective
+from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.mesh import Mesh
-from shardwise.runtime.moves import Exchange, Steps
+from shardwise.runtime.moves import LocalMove, local_move
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
 _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,9 +23,11 @@ _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
+Local = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Communicator:
-    """Performs this rank's exchanges. Process groups are kept per set of sub-axes."""
+    """Performs this rank's moves. Process groups are kept per set of sub-axes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -33,7 +35,6 @@ class Communicator:
         self.coordinates = mesh.coordinates(self.rank)
         self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
-        self._members: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
         """Create the process groups of some sets of sub-axes; every rank must call this with the same sets."""
@@ -52,80 +53,171 @@ class Communicator:
                     if self.rank in members:
                         self._groups[frozenset(axes)] = group
 
-    def perform(self, steps: Steps) -> torch.Tensor:
-        """Drive one primitive to its result."""
-        try:
-            request = next(steps)
-            steps.send(self.exchange(request))
-        except StopIteration as stop:
-            result: torch.Tensor = stop.value
-            return result
-        raise AssertionError("a primitive performs at most one exchange")
+    def group(self, axes: tuple[str, ...]) -> Any:
+        """The process group of the ranks that differ along ``axes`` only."""
+        return self._groups[frozenset(axes)]
 
-    def exchange(self, request: Exchange) -> list[torch.Tensor]:
-        """Answer a request. Members are in the order of ``request.axes``, not of their ranks."""
+    def note(self, kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
+        """Add a collective to the record, where one is kept."""
         if self.record is not None:
-            self.record.append(Collective(request.kind, request.axes, request.num_bytes))
-        group = self._groups[frozenset(request.axes)]
-        if request.axes not in self._members:
-            self._members[request.axes] = self.mesh.group(request.axes, self.rank)
-        members = self._members[request.axes]
-        order = sorted(range(len(members)), key=members.__getitem__)  # position in the process group -> member
-        if request.kind == "all_reduce":
-            return [_all_reduce(request.tensors[0], group, request.reduction)]
-        if request.kind == "all_gather":
-            return _all_gather(request, group, order)
-        if request.kind == "reduce_scatter":
-            return [_reduce_scatter(request, group, order)]
-        return _all_to_all(request, group, order)
+            self.record.append(Collective(kind, axes, num_bytes))
+
+    def steps(self, moves: Sequence[Move], *, backward: bool, in_place: bool = False) -> list[Local]:
+        """One direction of moves as functions of this rank's tensor, in the order of execution; identities left out.
+
+        ``in_place``: the tensor given to the first function may be overwritten.
+        """
+        found: list[Local] = []
+        for move in reversed(moves) if backward else moves:
+            own = local_move(move, self.coordinates, backward=backward)
+            if not own.is_identity:
+                found.append(self._step(own, in_place and not found))
+        return found
+
+    def _step(self, own: LocalMove, in_place: bool) -> Local:
+        if own.kind is None:
+            unpack = own.unpack
+            return lambda tensor: unpack((tensor,))
+        exchange = Message([own], self, in_place)
+
+        def run(tensor: torch.Tensor) -> torch.Tensor:
+            buffer, _ = exchange.launch([tensor], wait=True)
+            return exchange.land(buffer)[0]
+
+        return run
+
+
+class Message:
+    """One collective that carries one tensor, or several that make the same way. All sizes are known beforehand."""
+
+    def __init__(self, own: Sequence[LocalMove], ranks: Communicator, in_place: bool = False) -> None:
+        first = own[0]
+        assert first.kind is not None, "a local step sends no message"
+        self.own, self.ranks, self.in_place = list(own), ranks, in_place
+        self.kind, self.axes = first.kind, first.axes
+        self.group = ranks.group(first.axes)
+        self.group_name: str = self.group.group_name
+        self.size = ranks.mesh.size_of(first.axes)
+        self.op = REDUCTIONS[first.reduction]
+        # Elements that each member sends (all_gather) or that each member gets (the others), per tensor.
+        self.counts = [[prod(shape) for shape in move.received] for move in own]
+        self.totals = [sum(counts) for counts in zip(*self.counts, strict=True)]
+        self.largest = max(self.totals)
+        self.even = all(total == self.largest for total in self.totals)
+        self.single = len(own) == 1
+
+    def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[torch.Tensor, Any]:
+        """Start the collective: (the buffer it fills, the handle to wait for, None if that is done)."""
+        if self.kind == "all_reduce":
+            buffer, work = self._all_reduce(tensors, wait)
+        elif self.kind == "all_gather":
+            buffer, work = self._all_gather(tensors, wait)
+        elif self.kind == "reduce_scatter":
+            buffer, work = self._reduce_scatter(tensors, wait)
+        else:
+            buffer, work = self._all_to_all(tensors, wait)
+        return buffer, None if wait else work
+
+    def land(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The results, from a buffer that is filled."""
+        if self.kind in ("all_reduce", "reduce_scatter"):
+            if self.single:
+                own = self.own[0]
+                return [buffer if buffer.shape == own.shape else buffer.flatten()[: prod(own.shape)].view(own.shape)]
+            sizes = [prod(move.shape) for move in self.own]
+            pieces = buffer.flatten()[: sum(sizes)].split(sizes)
+            return [piece.view(move.shape) for piece, move in zip(pieces, self.own, strict=True)]
+        if self.single and self.even and self.own[0].receives_memory:
+            return [buffer.view(self.own[0].shape)]
+        if self.kind == "all_gather":
+            rows = buffer.view(self.size, self.largest).unbind(0)
+        else:
+            rows = buffer.split(self.totals)
+        arrived: list[list[torch.Tensor]] = [[] for _ in self.own]
+        for member, row in enumerate(rows):
+            start = 0
+            for pieces, counts, move in zip(arrived, self.counts, self.own, strict=True):
+                pieces.append(row[start : start + counts[member]].view(move.received[member]))
+                start += counts[member]
+        return [move.unpack(pieces) for move, pieces in zip(self.own, arrived, strict=True)]
+
+    # ------------------------------------------------------------------------------------------------- collectives
+
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+        if self.single:
+            (tensor,) = tensors
+            wire = _wire(tensor)
+            buffer = wire if self.in_place or not tensor.is_contiguous() else wire.clone()
+        else:
+            tensor = buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.ranks.note(self.kind, self.axes, buffer.numel() * buffer.element_size())
+        if torch.compiler.is_compiling():
+            buffer = _finished(_traced.all_reduce(buffer, _TRACED_REDUCTIONS[self.own[0].reduction], self.group_name))
+            return buffer.view(tensor.dtype), None
+        work = dist.all_reduce(buffer, op=self.op, group=self.group, async_op=not wait)
+        return buffer.view(tensor.dtype), work
+
+    def _all_gather(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+        sent = _row([_wire(tensor) for tensor in tensors], self.largest)
+        self.ranks.note(self.kind, self.axes, sum(self.totals) * sent.element_size())
+        if torch.compiler.is_compiling():
+            received = _finished(_traced.all_gather_into_tensor(sent, self.size, self.group_name))
+            return received.view(tensors[0].dtype), None
+        received = sent.new_empty(self.size * self.largest)
+        work = _gather_tensor(received, sent, group=self.group, async_op=not wait)
+        return received.view(tensors[0].dtype), work
+
+    def _reduce_scatter(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+        if self.single and self.own[0].sends_memory:
+            sent = tensors[0].contiguous().view(-1)
+            total = sent.numel()
+        else:
+            packed = [move.pack(tensor) for move, tensor in zip(self.own, tensors, strict=True)]
+            parts = [[messages[member] for messages in packed] for member in range(self.size)]
+            largest = max(sum(part.numel() for part in row) for row in parts)
+            total = sum(part.numel() for row in parts for part in row)
+            sent = torch.cat([_row(row, largest) for row in parts])
+        self.ranks.note(self.kind, self.axes, total * sent.element_size())
+        if torch.compiler.is_compiling():
+            return _finished(_traced.reduce_scatter_tensor(sent, "sum", self.size, self.group_name)), None
+        received = sent.new_empty(sent.numel() // self.size)
+        work = _scatter_tensor(received, sent, group=self.group, async_op=not wait)
+        return received, work
+
+    def _all_to_all(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+        packed = [move.pack(tensor) for move, tensor in zip(self.own, tensors, strict=True)]
+        parts = [[_wire(messages[member]).reshape(-1) for messages in packed] for member in range(self.size)]
+        given = [sum(part.numel() for part in row) for row in parts]
+        sent = torch.cat([part for row in parts for part in row])
+        self.ranks.note(self.kind, self.axes, sent.numel() * sent.element_size())
+        if torch.compiler.is_compiling():
+            received = _finished(_traced.all_to_all_single(sent, self.totals, given, self.group_name))
+            return received.view(tensors[0].dtype), None
+        received = sent.new_empty(sum(self.totals))
+        work = dist.all_to_all_single(received, sent, self.totals, given, group=self.group, async_op=not wait)
+        return received.view(tensors[0].dtype), work
+
+
+# What torch.compile can trace: the same collectives as operators.
+_traced = torch.ops._c10d_functional
+_TRACED_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "any": "max"}
+
+
+def _finished(tensor: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _traced.wait_tensor(tensor)
+    return result
+
+
+def _row(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Flat parts one behind the other, padded to a length."""
+    flat = [part.reshape(-1) for part in parts]
+    missing = length - sum(part.numel() for part in flat)
+    if missing:
+        flat.append(flat[0].new_zeros(missing))
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as it travels: contiguous, booleans as bytes."""
     tensor = tensor.contiguous()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
-def _all_reduce(tensor: torch.Tensor, group: Any, reduction: str) -> torch.Tensor:
-    buffer = _wire(tensor).clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(buffer, op=REDUCTIONS[reduction], group=group)
-    return buffer.view(tensor.dtype)
-
-
-def _all_gather(request: Exchange, group: Any, order: list[int]) -> list[torch.Tensor]:
-    sent = _wire(request.tensors[0]).reshape(-1)
-    counts = [prod(shape) for shape in request.shapes]
-    largest = max(counts)
-    if sent.numel() < largest:
-        sent = torch.cat([sent, sent.new_empty(largest - sent.numel())])
-    received = sent.new_empty(len(order) * largest)
-    _gather_tensor(received, sent, group=group)
-    result: list[torch.Tensor] = [sent] * len(order)
-    for position, member in enumerate(order):
-        piece = received[position * largest : position * largest + counts[member]]
-        result[member] = piece.view(request.tensors[0].dtype).view(request.shapes[member])
-    return result
-
-
-def _reduce_scatter(request: Exchange, group: Any, order: list[int]) -> torch.Tensor:
-    largest = max(tensor.numel() for tensor in request.tensors)
-    parts = []
-    for member in order:
-        part = _wire(request.tensors[member]).reshape(-1)
-        parts.append(part if part.numel() == largest else torch.cat([part, part.new_zeros(largest - part.numel())]))
-    received = parts[0].new_empty(largest)
-    _scatter_tensor(received, torch.cat(parts), group=group)
-    return received[: prod(request.shapes[0])].view(request.shapes[0])
-
-
-def _all_to_all(request: Exchange, group: Any, order: list[int]) -> list[torch.Tensor]:
-    dtype = request.tensors[0].dtype
-    sent = torch.cat([_wire(request.tensors[member]).reshape(-1) for member in order])
-    given = [request.tensors[member].numel() for member in order]
-    counts = [prod(request.shapes[member]) for member in order]
-    received = sent.new_empty(sum(counts))
-    dist.all_to_all_single(received, sent, counts, given, group=group)
-    result: list[torch.Tensor] = [sent] * len(order)
-    for member, piece in zip(order, received.split(counts), strict=True):
-        result[member] = piece.view(dtype).view(request.shapes[member])
-    return result

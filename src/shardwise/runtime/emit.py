@@ -4,48 +4,57 @@ between them, conversions whose backward is the other column of the table."""
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardwise.graph.ir import Ref, map_refs, refs
-from shardwise.layouts.conversions import Move
 from shardwise.partition.program import LocalOp, Program
 from shardwise.partition.spmd import Conversion
-from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.moves import run_primitive
+from shardwise.runtime.communicator import Communicator, Local
 
 
 class _Convert(torch.autograd.Function):
     """All moves of one conversion on this rank."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, moves: tuple[Move, ...], ranks: Communicator) -> torch.Tensor:
-        ctx.moves, ctx.ranks = moves, ranks
-        result = tensor
-        for move in moves:
-            result = ranks.perform(run_primitive(move.entry.forward, move, result, ranks.coordinates, backward=False))
-        return result.view_as(result) if result is tensor else result
+    def forward(ctx: Any, tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+        ctx.steps = steps
+        for step in steps.forward:
+            tensor = step(tensor)
+        return tensor
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        for move in reversed(ctx.moves):
-            cotangent = ctx.ranks.perform(
-                run_primitive(move.entry.backward, move, cotangent, ctx.ranks.coordinates, backward=True)
-            )
-        return cotangent, None, None
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        for step in ctx.steps.backward:
+            cotangent = step(cotangent)
+        return cotangent, None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Both directions of a conversion as functions of this rank's tensor."""
+
+    forward: tuple[Local, ...]
+    backward: tuple[Local, ...]
 
 
 class Convert(torch.nn.Module):
     """A conversion as a module, so that it prints with its name and layouts."""
 
-    def __init__(self, conversion: Conversion, ranks: Communicator) -> None:
+    def __init__(self, conversion: Conversion, ranks: Communicator, may_overwrite: tuple[bool, bool]) -> None:
         super().__init__()
-        self.conversion, self.ranks = conversion, ranks
+        self.conversion = conversion
+        self.steps = Steps(
+            tuple(ranks.steps(conversion.moves, backward=False, in_place=may_overwrite[0])),
+            tuple(ranks.steps(conversion.moves, backward=True, in_place=may_overwrite[1])),
+        )
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Convert.apply(tensor, self.conversion.moves, self.ranks)
+        result: torch.Tensor = _Convert.apply(tensor, self.steps)
         return result
 
     def extra_repr(self) -> str:
@@ -65,12 +74,13 @@ def emit(
     graph = fx.Graph()
     root = torch.nn.Module()
     nodes: dict[str, fx.Node] = {}
+    overwritable = _overwritable(program)
     for index, source in enumerate(spmd.graph.sources):
         nodes[source.value] = graph.placeholder(f"source_{index}")
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Conversion):
             name = f"convert_{index}"
-            root.add_module(name, Convert(instruction, ranks))
+            root.add_module(name, Convert(instruction, ranks, overwritable.get(instruction.result, (False, False))))
             nodes[instruction.result] = graph.call_module(name, (nodes[instruction.value],))
         else:
             _emit_call(instruction, graph, nodes, device)
@@ -91,6 +101,47 @@ def emit(
         module.delete_all_unused_submodules()
         module.recompile()
     return module
+
+
+# Operators whose result is new memory that their backward does not need; the gradients of their first two operands are
+# new memory too (that of a bias may be the cotangent itself).
+_OWN_MEMORY = frozenset(
+    {
+        torch.ops.aten.linear.default,
+        torch.ops.aten.matmul.default,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten.embedding.default,
+    }
+)
+
+
+def _overwritable(program: Program) -> dict[str, tuple[bool, bool]]:
+    """Result of a conversion -> whether its first collective may overwrite the value (in forward) and the cotangent (in
+    backward), since nothing else can see that memory."""
+    made_by: dict[str, Any] = {}
+    uses: Counter[str] = Counter()
+    consumers: dict[str, list[Any]] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Conversion):
+            uses[instruction.value] += 1
+            consumers.setdefault(instruction.value, []).append(None)
+            continue
+        made_by.update(dict.fromkeys(instruction.results, instruction.call.target))
+        names = refs((instruction.call.args, tuple(value for _, value in instruction.call.kwargs)))
+        for position, name in enumerate(names):
+            uses[name] += 1
+            consumers.setdefault(name, []).append(instruction.call.target if position < 2 else None)
+    spmd = program.spmd
+    kept = set(refs(spmd.outputs)) | {spmd.loss} | {value for _, value in spmd.mutations}
+    return {
+        c.result: (
+            made_by.get(c.value) in _OWN_MEMORY and uses[c.value] == 1 and c.value not in kept,
+            c.result not in kept and all(target in _OWN_MEMORY for target in consumers.get(c.result, [None])),
+        )
+        for c in spmd.conversions
+    }
 
 
 def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node], device: torch.device | None) -> None:

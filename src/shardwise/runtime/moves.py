@@ -1,156 +1,221 @@
 """Moves as local tensor arithmetic around one exchange with the other ranks.
 
-Each primitive is a generator: it yields the one ``Exchange`` it needs (or none) and receives the tensors of the group,
-so that real ranks and the virtual cluster run the same code and differ only in who performs the exchange.
+Everything that can be known before the first tensor arrives (which part goes where, shapes, members) is worked out once
+per move and rank, in ``local_move``; a step only packs, exchanges and unpacks. Real ranks and the virtual cluster use
+the same ``LocalMove`` and differ only in who performs the exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 import torch
 
-from shardwise.layouts.conversions import Move, Primitive
+from shardwise.layouts.conversions import Move
+from shardwise.layouts.holdings import num_exchanged, rows
 from shardwise.layouts.layout import Layout
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"]
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """A request to the communicator on behalf of one rank.
+class LocalMove:
+    """One direction of a move on one rank.
 
-    ``kind``: ``all_gather`` (every member receives the list of all members' ``tensors[0]``), ``reduce_scatter`` (member
-    i receives the sum of everybody's ``tensors[i]``), ``all_reduce`` (the ``reduction`` of everybody's ``tensors[0]``),
-    ``all_to_all`` (member i receives everybody's ``tensors[i]``). ``shapes``: the shapes that arrive, one per received
-    tensor. Members are ordered along ``axes``, major first.
+    ``kind``: the collective, or None for a local step, which ``unpack`` alone does, on ``[tensor]``. ``pack``: the
+    tensor -> what is sent: one tensor for all_gather and all_reduce, else one for every member of the group.
+    ``unpack``: what was received -> the result; one tensor for all_reduce and reduce_scatter, else one from every
+    member, of the shapes ``received``. Members are the ranks that differ along ``axes`` only, in ascending order.
+
+    ``sends_memory``: the messages of ``pack``, equally large and one behind the other, are the tensor itself as it lies
+    in memory; ``receives_memory``: the received ones are the result, of shape ``shape``. Moves of a dim that comes
+    first are mostly such, and need no copy.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    kind: Kind | None
     axes: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    reduction: str = "sum"
+    reduction: str
+    pack: Callable[[torch.Tensor], list[torch.Tensor]]
+    unpack: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    received: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    sends_memory: bool = False
+    receives_memory: bool = False
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole message on this rank: the gathered tensor of an all_gather, the input of the others."""
-        if self.kind == "all_gather":
-            count = sum(prod(shape) for shape in self.shapes)
-        else:
-            count = sum(tensor.numel() for tensor in self.tensors)
-        return count * self.tensors[0].element_size()
+    def is_identity(self) -> bool:
+        return self.unpack is _first and self.kind is None
 
 
-Steps = Generator[Exchange, list[torch.Tensor], torch.Tensor]
+def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) -> LocalMove:
+    """One direction of a move on the rank at ``coordinates``.
 
-
-def run_primitive(
-    primitive: Primitive, move: Move, tensor: torch.Tensor, coordinates: Mapping[str, int], *, backward: bool
-) -> Steps:
-    """Apply one primitive of a move to the local tensor of the rank at ``coordinates``.
-
-    In forward the tensor goes from ``move.source`` to ``move.target``; in backward the cotangent goes from the layout
-    of the target to that of the source.
+    In forward a tensor goes from ``move.source`` to ``move.target``; in backward the cotangent goes from the layout of
+    the target to that of the source.
     """
+    primitive = move.entry.backward if backward else move.entry.forward
     before, after = (move.target, move.source) if backward else (move.source, move.target)
+    shape = after.local_shape(coordinates)
+
+    def local(step: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> LocalMove:
+        return LocalMove(None, move.axes, "sum", _alone, step, (), shape)
+
     if primitive == "none":
-        return tensor
+        return local(_first)
     if primitive == "keep_one":
-        first = all(coordinates[axis] == 0 for axis in move.axes)
-        return tensor if first else torch.zeros_like(tensor)
+        return local(_first if all(coordinates[axis] == 0 for axis in move.axes) else _zeros)
     if primitive == "slice":
-        return _slice(tensor, before, after, move.axes, coordinates)
+        own = Part(before, coordinates, after, coordinates)
+        return local(lambda tensors: own.read(tensors[0]))
     if primitive == "zero_pad":
-        return _zero_pad(tensor, before, after, move.axes, coordinates)
+        place = Part(after, coordinates, before, coordinates)
+        return local(lambda tensors: place.write(tensors[0].new_zeros(shape), tensors[0]))
     if primitive == "all_reduce":
-        shape = tuple(tensor.shape)
-        (result,) = yield Exchange("all_reduce", move.axes, (tensor,), (shape,), move.reduction)
-        return result
+        return LocalMove("all_reduce", move.axes, move.reduction, _alone, _first, (shape,), shape, True, True)
     members = _members(move, coordinates)
+    sent = [Part(before, coordinates, after, member) for member in members]
+    kept = [Part(after, coordinates, before, member) for member in members]
+    shapes = tuple(part.shape for part in kept)
+
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [part.read(tensor) for part in sent]
+
     if primitive == "reduce_scatter":
-        parts = tuple(_slice(tensor, before, after, move.axes, member) for member in members)
-        (result,) = yield Exchange("reduce_scatter", move.axes, parts, (after.local_shape(coordinates),))
+        in_order = _lie_in_order(sent) and len({part.shape for part in sent}) == 1
+        return LocalMove("reduce_scatter", move.axes, "sum", pack, _first, (shape,), shape, in_order, True)
+    joined = _join_along(kept)
+    in_order = _lie_in_order(kept)
+
+    def unpack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if joined is not None:
+            opened = [tensor.reshape(part.opened) for part, tensor in zip(kept, tensors, strict=True)]
+            return torch.cat(opened, joined).reshape(shape)
+        result = tensors[0].new_empty(shape)
+        for part, tensor in zip(kept, tensors, strict=True):
+            if tensor.numel():
+                part.write(result, tensor)
         return result
-    dim, atom = before.positions[move.axes[0]]
-    held = [before.local_atoms(member) for member in members]
+
     if primitive == "all_gather":
-        sent: tuple[torch.Tensor, ...] = (tensor,)
-    else:
-        assert primitive == "all_to_all", primitive
-        sent = tuple(_slice(tensor, before, after, move.axes, member, holder=coordinates) for member in members)
-        to_dim, to_atom = after.positions[move.axes[0]]
-        wanted = after.atom_pieces(to_dim, to_atom, coordinates)[1]
-        held = [_with_size(atoms, to_dim, to_atom, wanted) for atoms in held]
-    pieces = yield Exchange(primitive, move.axes, sent, tuple(tuple(map(prod, atoms)) for atoms in held))
-    return _join(pieces, held, dim, atom)
+        return LocalMove("all_gather", move.axes, "sum", _alone, unpack, shapes, shape, True, in_order)
+    assert primitive == "all_to_all", primitive
+    kind: Kind = "collective_permute" if num_exchanged(before, after)[1] else "all_to_all"
+    return LocalMove(kind, move.axes, "sum", pack, unpack, shapes, shape, False, in_order)
+
+
+class Part:
+    """The part of a tensor that a rank holds in one layout which (maybe) another rank holds in another layout: where it
+    is in the tensor of the first. Both ranks enumerate it in the same order."""
+
+    def __init__(self, have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int]) -> None:
+        local = have.local_atoms(holder)
+        self.opened: tuple[int, ...] = ()  # shape of the part, with the dims that are cut inside opened into atoms
+        self._whole: tuple[int, ...] = ()  # shape of the tensor, opened in the same way
+        self.narrow: list[tuple[int, int, int]] = []  # (opened dim, start, length)
+        self._index: list[tuple[int, torch.Tensor]] = []  # (opened dim, rows), where atoms do not nest
+        shape: list[int] = []
+        for d, sizes in enumerate(local):
+            at = len(self._whole)
+            if have.atoms[d] != other.atoms[d]:
+                own = rows(have, d, holder)
+                common = sorted(set(own) & set(rows(other, d, member)))
+                where = {row: i for i, row in enumerate(own)}
+                self._index.append((at, torch.tensor([where[row] for row in common], dtype=torch.int64)))
+                self.opened += (len(common),)
+                self._whole += (len(own),)
+                shape.append(len(common))
+                continue
+            cuts = []
+            for i, length in enumerate(sizes):
+                base, _ = have.atom_pieces(d, i, holder)
+                start, count = other.atom_pieces(d, i, member)
+                begin, end = max(base, start), min(base + length, start + count)
+                cuts.append((begin - base, end - begin) if end > begin else (0, 0))
+            shape.append(prod(count for _, count in cuts))
+            if all(cut == (0, length) for cut, length in zip(cuts, sizes, strict=True)):
+                self.opened += (prod(sizes),)
+                self._whole += (prod(sizes),)
+                continue
+            self.opened += tuple(count for _, count in cuts)
+            self._whole += tuple(sizes)
+            self.narrow += [
+                (at + i, *cut) for i, (cut, length) in enumerate(zip(cuts, sizes, strict=True)) if cut != (0, length)
+            ]
+        self.shape = tuple(shape)
+        self._is_open = len(self._whole) > len(self.shape)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part, of shape ``shape``, as a view where that is possible."""
+        if self._is_open:
+            tensor = tensor.reshape(self._whole)
+        for dim, start, length in self.narrow:
+            tensor = tensor.narrow(dim, start, length)
+        for dim, index in self._index:
+            tensor = tensor.index_select(dim, index.to(tensor.device))
+        return tensor.reshape(self.shape) if self._is_open else tensor
+
+    def write(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Put the part into a contiguous tensor; returns that tensor."""
+        view = tensor.view(self._whole) if self._is_open else tensor
+        for dim, start, length in self.narrow:
+            view = view.narrow(dim, start, length)
+        part = part.reshape(self.opened)
+        if not self._index:
+            view.copy_(part)
+            return tensor
+        where: list[torch.Tensor | slice] = [slice(None)] * view.ndim
+        places = [(dim, index.to(tensor.device)) for dim, index in self._index]
+        for count, (dim, index) in enumerate(places):
+            where[dim] = index.view(-1, *[1] * sum(1 for later, _ in places[count + 1 :] if later > dim))
+        if len(places) == 1:
+            view.index_copy_(places[0][0], places[0][1], part)
+            return tensor
+        # Several dims by index: their part must come first, in their order.
+        dims = [dim for dim, _ in places]
+        rest = [dim for dim in range(view.ndim) if dim not in dims]
+        turned = view.permute(*dims, *rest)
+        turned[tuple(where[dim] for dim in dims)] = part.permute(*dims, *rest)
+        return tensor
+
+
+def _join_along(parts: list[Part]) -> int | None:
+    """The (opened) dim along which parts lie one behind the other, all else being whole; None if they do not."""
+    dims = {tuple(dim for dim, _, _ in part.narrow) for part in parts if part.narrow or part._index}
+    if len(dims) != 1 or any(part._index for part in parts) or any(len(part.narrow) != 1 for part in parts):
+        return None
+    ((dim,),) = dims
+    end = 0
+    for part in parts:
+        _, start, length = part.narrow[0]
+        if length and start != end:
+            return None
+        end += length
+    return dim if end == parts[0]._whole[dim] else None
+
+
+def _lie_in_order(parts: list[Part]) -> bool:
+    """Whether the parts, one behind the other, are the contiguous tensor that they are parts of."""
+    dim = _join_along(parts)
+    return dim is not None and prod(parts[0]._whole[:dim]) == 1
 
 
 def _members(move: Move, coordinates: Mapping[str, int]) -> list[dict[str, int]]:
-    """Coordinates of the group's members, in order."""
-    members = []
-    for index in range(move.source.mesh.size_of(move.axes)):
-        member = dict(coordinates)
-        for axis in reversed(move.axes):
-            index, member[axis] = divmod(index, move.source.mesh.sizes[axis])
-        members.append(member)
-    return members
+    """Coordinates of the group's members, in the order of their ranks."""
+    mesh = move.source.mesh
+    group = sorted(mesh.group(move.axes, mesh.rank_of(coordinates)))
+    return [mesh.coordinates(rank) for rank in group]
 
 
-def _slice(
-    tensor: torch.Tensor,
-    before: Layout,
-    after: Layout,
-    axes: tuple[str, ...],
-    member: Mapping[str, int],
-    holder: Mapping[str, int] | None = None,
-) -> torch.Tensor:
-    """What ``member`` holds in ``after``, cut out of the tensor that ``holder`` (by default the member itself) has in
-    ``before``; ``after`` shards one more atom over ``axes``."""
-    dim, atom = after.positions[axes[0]]
-    base, _ = before.atom_pieces(dim, atom, holder or member)
-    start, length = after.atom_pieces(dim, atom, member)
-    atoms = before.local_atoms(holder or member)
-    cut = _open(tensor, atoms, dim).narrow(dim + atom, start - base, length)
-    return _close(cut, dim, len(atoms[dim]))
+def _alone(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor]
 
 
-def _zero_pad(
-    tensor: torch.Tensor, before: Layout, after: Layout, axes: tuple[str, ...], member: Mapping[str, int]
-) -> torch.Tensor:
-    """The tensor in ``before`` (which shards one more atom over ``axes``), placed in zeros of its size in ``after``."""
-    dim, atom = before.positions[axes[0]]
-    base, _ = after.atom_pieces(dim, atom, member)
-    start, length = before.atom_pieces(dim, atom, member)
-    atoms = after.local_atoms(member)
-    whole = _open(tensor.new_zeros(tuple(map(prod, atoms))), atoms, dim)
-    whole.narrow(dim + atom, start - base, length).copy_(_open(tensor, before.local_atoms(member), dim))
-    return _close(whole, dim, len(atoms[dim]))
+def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
 
 
-def _join(pieces: list[torch.Tensor], held: list[tuple[tuple[int, ...], ...]], dim: int, atom: int) -> torch.Tensor:
-    """Concatenate pieces along one atom of one dim; ``held``: the local atom sizes of each piece."""
-    opened = [_open(piece, atoms, dim) for piece, atoms in zip(pieces, held, strict=True)]
-    return _close(torch.cat(opened, dim + atom), dim, len(held[0][dim]))
-
-
-def _open(tensor: torch.Tensor, atoms: tuple[tuple[int, ...], ...], dim: int) -> torch.Tensor:
-    """The tensor with one dim unfolded into its atoms."""
-    if len(atoms[dim]) == 1:
-        return tensor
-    shape = tensor.shape
-    return tensor.reshape(*shape[:dim], *atoms[dim], *shape[dim + 1 :])
-
-
-def _close(tensor: torch.Tensor, dim: int, num_atoms: int) -> torch.Tensor:
-    """The inverse of ``_open``."""
-    if num_atoms == 1:
-        return tensor
-    shape = tensor.shape
-    return tensor.reshape(*shape[:dim], prod(shape[dim : dim + num_atoms]), *shape[dim + num_atoms :])
-
-
-def _with_size(atoms: tuple[tuple[int, ...], ...], dim: int, atom: int, size: int) -> tuple[tuple[int, ...], ...]:
-    changed = tuple(size if i == atom else own for i, own in enumerate(atoms[dim]))
-    return (*atoms[:dim], changed, *atoms[dim + 1 :])
+def _zeros(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.zeros_like(tensors[0])

@@ -7,13 +7,14 @@ which must be exactly those the plan lists.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from shardwise.layouts.conversions import COLLECTIVES, Collective, Move, Primitive
+from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.mesh import Mesh
-from shardwise.runtime.moves import Exchange, Steps, run_primitive
+from shardwise.runtime.moves import LocalMove, local_move
 
 
 class VirtualCluster:
@@ -32,57 +33,49 @@ class VirtualCluster:
             tensors = _VirtualMove.apply(self, move, *tensors)
         return list(tensors)
 
-    def perform(
-        self, primitive: Primitive, move: Move, tensors: Sequence[torch.Tensor], backward: bool
-    ) -> list[torch.Tensor]:
-        """One primitive on all ranks, in lockstep."""
-        steps: list[Steps] = [
-            run_primitive(primitive, move, tensor, coordinates, backward=backward)
-            for tensor, coordinates in zip(tensors, self.coordinates, strict=True)
-        ]
-        if primitive not in COLLECTIVES:
-            return [_finish(step, None) for step in steps]
-        requests = [next(step) for step in steps]
-        self._log(requests)
-        answers = exchange_all(self.mesh, requests)
-        return [_finish(step, answer) for step, answer in zip(steps, answers, strict=True)]
+    def perform(self, move: Move, tensors: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
+        """One direction of a move on all ranks, in lockstep."""
+        own_moves = [local_move(move, coordinates, backward=backward) for coordinates in self.coordinates]
+        if own_moves[0].kind is None:
+            return [own.unpack([tensor]) for own, tensor in zip(own_moves, tensors, strict=True)]
+        packed = [own.pack(tensor) for own, tensor in zip(own_moves, tensors, strict=True)]
+        self._log(own_moves, packed)
+        answers = exchange_all(self.mesh, own_moves, packed)
+        return [own.unpack(answer) for own, answer in zip(own_moves, answers, strict=True)]
 
-    def _log(self, requests: list[Exchange]) -> None:
-        largest = max(request.num_bytes for request in requests)
-        self.record.append(Collective(requests[0].kind, requests[0].axes, largest))
+    def _log(self, own_moves: Sequence[LocalMove], packed: Sequence[Sequence[torch.Tensor]]) -> None:
+        kind = own_moves[0].kind
+        assert kind is not None, "only collectives are recorded"
+        largest = max(num_bytes(own, tensors) for own, tensors in zip(own_moves, packed, strict=True))
+        self.record.append(Collective(kind, own_moves[0].axes, largest))
 
 
-def _finish(step: Steps, answer: list[torch.Tensor] | None) -> torch.Tensor:
-    try:
-        if answer is None:
-            next(step)
-        else:
-            step.send(answer)
-    except StopIteration as stop:
-        result: torch.Tensor = stop.value
-        return result
-    raise AssertionError("a primitive performs at most one exchange")
+def num_bytes(own: LocalMove, packed: Sequence[torch.Tensor]) -> int:
+    """Bytes of the whole message on a rank: the gathered tensor of an all_gather, the input of the others."""
+    if own.kind == "all_gather":
+        return sum(prod(shape) for shape in own.received) * packed[0].element_size()
+    return sum(tensor.numel() for tensor in packed) * packed[0].element_size()
 
 
-def exchange_all(mesh: Mesh, requests: Sequence[Exchange]) -> list[list[torch.Tensor]]:
-    """Answer every rank's request. All ranks ask for the same collective over the same axes."""
-    kinds = {(request.kind, request.axes, request.reduction) for request in requests}
-    assert len(kinds) == 1, f"ranks ask for different collectives: {sorted(kinds)}"
+def exchange_all(
+    mesh: Mesh, own_moves: Sequence[LocalMove], packed: Sequence[list[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """What every rank receives. All ranks take part in the same collective over the same axes."""
+    kinds = {(own.kind, own.axes, own.reduction) for own in own_moves}
+    assert len(kinds) == 1, f"ranks ask for different collectives: {sorted(map(str, kinds))}"
     answers: list[list[torch.Tensor]] = []
-    for rank, request in enumerate(requests):
-        group = mesh.group(request.axes, rank)
+    for rank, own in enumerate(own_moves):
+        group = sorted(mesh.group(own.axes, rank))
         index = group.index(rank)
-        if request.kind == "all_gather":
-            answer = [requests[member].tensors[0].clone() for member in group]
-        elif request.kind == "all_to_all":
-            answer = [requests[member].tensors[index].clone() for member in group]
+        if own.kind == "all_gather":
+            answer = [packed[member][0].clone() for member in group]
+        elif own.kind in ("all_to_all", "collective_permute"):
+            answer = [packed[member][index].clone() for member in group]
         else:
-            position = index if request.kind == "reduce_scatter" else 0
-            answer = [_reduce([requests[member].tensors[position] for member in group], request.reduction)]
-        for tensor, shape in zip(answer, request.shapes, strict=True):
-            assert tuple(tensor.shape) == shape, (
-                f"{request.kind} over {request.axes}: {tuple(tensor.shape)}, not {shape}"
-            )
+            position = index if own.kind == "reduce_scatter" else 0
+            answer = [_reduce([packed[member][position] for member in group], own.reduction)]
+        for tensor, shape in zip(answer, own.received, strict=True):
+            assert tuple(tensor.shape) == shape, f"{own.kind} over {own.axes}: {tuple(tensor.shape)}, not {shape}"
         answers.append(answer)
     return answers
 
@@ -107,12 +100,12 @@ class _VirtualMove(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cluster: VirtualCluster, move: Move, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.cluster, ctx.move = cluster, move
-        results = cluster.perform(move.entry.forward, move, tensors, backward=False)
+        results = cluster.perform(move, tensors, backward=False)
         return tuple(_fresh(result, tensors) for result in results)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        results = ctx.cluster.perform(ctx.move.entry.backward, ctx.move, cotangents, backward=True)
+        results = ctx.cluster.perform(ctx.move, cotangents, backward=True)
         return (None, None, *(_fresh(result, cotangents) for result in results))
 
 

@@ -1,0 +1,79 @@
+"""What devices hold under a layout, as sets of rows, and what two devices have in common under two layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from shardwise.layouts.layout import Layout
+
+EXACT_UP_TO = 1024  # coordinates that are looked at one by one; above it, the first two and the last of every axis
+
+
+def rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
+    """The global rows of a dim that a device holds, in the order in which it holds them."""
+    found = [0]
+    for position, atom in enumerate(layout.dims[dim]):
+        start, length = layout.atom_pieces(dim, position, coordinates)
+        found = [row * atom.size + own for row in found for own in range(start, start + length)]
+    return found
+
+
+def overlap(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int]) -> int:
+    """Number of elements that ``holder`` has under one layout and ``member`` under another one."""
+    count = 1
+    for dim in range(len(have.dims)):
+        count *= _common(have, holder, other, member, dim)
+    return count
+
+
+def _common(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int], dim: int) -> int:
+    if have.atoms[dim] != other.atoms[dim]:
+        return len(set(rows(have, dim, holder)) & set(rows(other, dim, member)))
+    count = 1
+    for atom in range(len(have.dims[dim])):
+        start, length = have.atom_pieces(dim, atom, holder)
+        begin, size = other.atom_pieces(dim, atom, member)
+        count *= max(0, min(start + length, begin + size) - max(start, begin))
+    return count
+
+
+@lru_cache(maxsize=100_000)
+def num_exchanged(before: Layout, after: Layout) -> tuple[int, bool]:
+    """Between two layouts that differ in how they shard: (elements that the busiest rank sends when every rank sends
+    what others need and it does not, whether every rank sends to one other rank at most)."""
+    changed = [d for d, (own, new) in enumerate(zip(before.dims, after.dims, strict=True)) if own != new]
+    axes = [
+        axis
+        for axis in before.mesh.sub_axes
+        if any(axis in atom.axes for layout in (before, after) for d in changed for atom in layout.dims[d])
+    ]
+    # Dims that stay as they are count with their largest shard.
+    rest = prod(
+        -(-atom.size // before.mesh.size_of(atom.axes))
+        for d, dim in enumerate(before.dims)
+        if d not in changed
+        for atom in dim
+    )
+    places = list(_places(before, axes))
+    worst, single = 0, True
+    for holder in places:
+        held = prod(prod(before.local_atoms(holder)[d]) for d in changed)
+        kept = prod(_common(before, holder, after, holder, d) for d in changed)
+        worst = max(worst, held - kept)
+        if single and held > kept:
+            sent = (prod(_common(before, holder, after, member, d) for d in changed) for member in places)
+            single = kept == 0 and held in sent
+    return worst * rest, single
+
+
+def _places(layout: Layout, axes: list[str]) -> Iterator[dict[str, int]]:
+    """Coordinates along some axes, 0 along the others."""
+    sizes = layout.mesh.sizes
+    ranges = [tuple(range(sizes[axis])) for axis in axes]
+    if prod(map(len, ranges)) > EXACT_UP_TO:
+        ranges = [tuple(sorted({0, 1, sizes[axis] - 1})) for axis in axes]
+    for values in product(*ranges):
+        yield {**dict.fromkeys(layout.mesh.sub_axes, 0), **dict(zip(axes, values, strict=True))}
