@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from typing import Any
 
@@ -33,9 +34,11 @@ COLLECTIVES = "<torch._C._distributed_c10d."  # what these built-in functions st
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """A step of this rank. ``milliseconds``: of the untraced step; ``collectives``: kind -> (count, bytes)."""
+    """A step of this rank. ``milliseconds``, ``page_faults`` (fresh memory, which the kernel clears): of the untraced
+    step; ``collectives``: kind -> (count, bytes)."""
 
     milliseconds: float
+    page_faults: float
     operators: Times
     functions: Times
     collectives: Mapping[str, tuple[int, int]]
@@ -86,14 +89,16 @@ def profile_steps(
             step(*batch)
         collectives[name] = mode.found
     seconds: dict[str, list[float]] = defaultdict(list)
+    page_faults: dict[str, list[int]] = defaultdict(list)
     operators: dict[str, list[Times]] = defaultdict(list)
     functions: dict[str, list[Times]] = defaultdict(list)
     for index in range(num_steps):
         for name, step in list(steps.items())[:: 1 if index % 2 else -1]:
             dist.barrier()
-            start = time.perf_counter()
+            start, faults = time.perf_counter(), getrusage(RUSAGE_SELF).ru_minflt
             step(*batch)
             seconds[name].append(time.perf_counter() - start)
+            page_faults[name].append(getrusage(RUSAGE_SELF).ru_minflt - faults)
             dist.barrier()
             with cProfile.Profile() as profile:
                 step(*batch)
@@ -104,7 +109,11 @@ def profile_steps(
             operators[name].append(_operators(traced))
     return {
         name: StepProfile(
-            1e3 * median(seconds[name]), _medians(operators[name]), _medians(functions[name]), collectives[name]
+            1e3 * median(seconds[name]),
+            median(page_faults[name]),
+            _medians(operators[name]),
+            _medians(functions[name]),
+            collectives[name],
         )
         for name in steps
     }
@@ -153,6 +162,7 @@ def profile_table(title: str, profiles: Mapping[str, StepProfile], num_rows: int
     _line(whole, "  in operators, ms", first.operator_milliseconds, second.operator_milliseconds)
     _line(whole, "  in collectives, ms", first.collective_milliseconds, second.collective_milliseconds)
     _line(whole, "  the rest (Python, autograd), ms", first.other_milliseconds, second.other_milliseconds)
+    _line(whole, "page faults", first.page_faults, second.page_faults)
     _line(whole, "operators", first.num_operators, second.num_operators)
     _line(whole, "calls of Python functions", first.num_python_calls, second.num_python_calls)
     for kind in sorted(first.collectives.keys() | second.collectives.keys()):
