@@ -15,7 +15,9 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
-from shardwise.partition.spmd import Conversion, Spmd, build_spmd
+from shardwise.partition.buckets import Bucket
+from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
+from shardwise.partition.steps import Conversion
 from shardwise.plans.decide import decide
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, TensorEntry
 from shardwise.search.modes import MODES, Choice
@@ -101,11 +103,22 @@ def _plan_of(
             )
             for op in graph.ops
         ),
-        conversions=tuple(_conversion_entry(c, spmd) for c in spmd.conversions),
+        conversions=_conversions(spmd),
     )
 
 
-def _conversion_entry(conversion: Conversion, spmd: Spmd) -> ConversionEntry:
+def _conversions(spmd: Spmd) -> tuple[ConversionEntry, ...]:
+    """All conversions in order; buckets are numbered from 1."""
+    entries: list[ConversionEntry] = []
+    number = 0
+    for step in spmd.steps:
+        number += isinstance(step, Bucket)
+        bucket = number if isinstance(step, Bucket) else 0
+        entries += [_conversion_entry(conversion, spmd, bucket) for conversion in conversions_of(step)]
+    return tuple(entries)
+
+
+def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int) -> ConversionEntry:
     dtype = spmd.graph.by_name[conversion.value].dtype
 
     def entries(collectives: tuple[Collective, ...]) -> tuple[CollectiveEntry, ...]:
@@ -122,6 +135,7 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd) -> ConversionEntry:
         text(conversion.target),
         entries(conversion.collectives()),
         entries(backward),
+        bucket,
     )
 
 

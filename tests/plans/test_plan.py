@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.graph.capture import capture
 from shardwise.plans.decide import bind
+from shardwise.plans.plan import VERSION
 
 MESH = sw.Mesh(dp=2, tp=4)
 
@@ -239,8 +240,8 @@ def test_json_that_is_no_plan_is_refused(tmp_path, content):
 
 
 def test_another_version_is_refused(edit):
-    text = refusal(edit(lambda data: data.update(version=2)), edited=False)
-    assert "has plan version 2; this shardwise reads version 1" in text
+    text = refusal(edit(lambda data: data.update(version=99)), edited=False)
+    assert f"has plan version 99; this shardwise reads version {VERSION}" in text
     assert "make the plan again with sw.plan" in text
 
 

@@ -11,7 +11,9 @@ from shardwise.graph.ir import Arg, Op, Ref, map_refs
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
-from shardwise.partition.spmd import Conversion, Spmd, Step
+from shardwise.partition.buckets import Bucket
+from shardwise.partition.spmd import Spmd
+from shardwise.partition.steps import Conversion, Step
 from shardwise.rules.atoms import base_name
 from shardwise.rules.rule import Call, LocalContext, OpRule, Piece
 
@@ -32,15 +34,15 @@ class Program:
 
     rank: int
     spmd: Spmd
-    instructions: tuple[LocalOp | Conversion, ...]
+    instructions: tuple[LocalOp | Conversion | Bucket, ...]
 
 
 def localize(spmd: Spmd, rank: int) -> Program:
     """The program of a rank."""
     coordinates = spmd.mesh.coordinates(rank)
-    instructions: list[LocalOp | Conversion] = []
+    instructions: list[LocalOp | Conversion | Bucket] = []
     for step in spmd.steps:
-        instructions.append(step if isinstance(step, Conversion) else _local_op(step, spmd.mesh, coordinates))
+        instructions.append(_local_op(step, spmd.mesh, coordinates) if isinstance(step, Step) else step)
     return Program(rank, spmd, tuple(instructions))
 
 

@@ -7,51 +7,22 @@ collectives interleave with the computation). Every tensor the model returns is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+import torch
 
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.layouts.conversions import Collective, Move, collective_of
+from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
+from shardwise.partition.buckets import Bucket, fill_buckets
 from shardwise.partition.lower import PlacedOp, lower_all
+from shardwise.partition.steps import Conversion, Step
 from shardwise.rules.rule import OpRule
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``. ``op``: the consumer
-    it was first made for."""
-
-    value: str
-    result: str
-    source: Layout
-    target: Layout
-    moves: tuple[Move, ...]
-    differentiable: bool
-    itemsize: int
-    op: str
-
-    def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
-        """What it communicates, in the order of execution."""
-        if backward and not self.differentiable:
-            return ()
-        moves = self.moves[::-1] if backward else self.moves
-        found = (collective_of(move, self.itemsize, backward=backward) for move in moves)
-        return tuple(collective for collective in found if collective is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An operator over converted operands. ``operands`` follow ``placed.op.operands``."""
-
-    placed: PlacedOp
-    operands: tuple[str, ...]
-    operand_layouts: tuple[Layout, ...]
-    result_layouts: tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
@@ -66,27 +37,28 @@ class Spmd:
     mesh: Mesh
     graph: Graph
     layouts: Mapping[str, Layout]
-    steps: tuple[Step | Conversion, ...]
+    steps: tuple[Step | Conversion | Bucket, ...]
     outputs: tuple[Arg, ...]
     loss: str | None
     mutations: tuple[tuple[str, str], ...]
 
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
-        return tuple(step for step in self.steps if isinstance(step, Conversion))
+        """All conversions in order, those that share their messages side by side."""
+        return tuple(conversion for step in self.steps for conversion in conversions_of(step))
 
     def forward_collectives(self) -> tuple[Collective, ...]:
         """Every collective of one forward pass, in order."""
-        return tuple(c for conversion in self.conversions for c in conversion.collectives())
+        return tuple(c for step in self.steps if not isinstance(step, Step) for c in step.collectives())
 
     def backward_collectives(self) -> tuple[Collective, ...]:
-        """Every collective of one backward pass, in the order in which autograd runs them: newest conversion first, and
-        only those through which a gradient of the loss flows."""
+        """Every collective of one backward pass, in the order in which autograd runs them: newest step first, and only
+        those through which a gradient of the loss flows."""
         return tuple(
             c
-            for conversion in reversed(self.conversions)
-            if self.receives_gradient(conversion)
-            for c in conversion.collectives(backward=True)
+            for step in reversed(self.steps)
+            if not isinstance(step, Step) and any(map(self.receives_gradient, conversions_of(step)))
+            for c in step.collectives(backward=True)
         )
 
     def receives_gradient(self, conversion: Conversion) -> bool:
@@ -101,9 +73,8 @@ class Spmd:
         reached = {self.loss}
         grad = self.graph.by_name
         for step in reversed(self.steps):
-            if isinstance(step, Conversion):
-                if step.result in reached and step.differentiable:
-                    reached.add(step.value)
+            if not isinstance(step, Step):
+                reached.update(c.value for c in conversions_of(step) if c.result in reached and c.differentiable)
             elif any(result in reached and grad[result].requires_grad for result in step.placed.op.results):
                 for name, original in zip(step.operands, step.placed.op.operands, strict=True):
                     if grad[original].requires_grad:
@@ -117,9 +88,13 @@ def build_spmd(
     strategies: Mapping[str, Strategy],
     sources: Mapping[str, Layout],
     mesh: Mesh,
+    *,
+    bucket_bytes: int | None = None,
+    parameter_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Spmd:
     """Insert the conversions. ``rules``: the divided rules; ``sources``: source value -> the layout it is stored or
-    delivered in.
+    delivered in; ``bucket_bytes``: the largest message that several parameters share (``partition.buckets``; 0: none
+    is shared); ``parameter_dtypes``: those that decide about sharing, where they are not the graph's.
 
     Raises LayoutError naming the operator when a strategy is not one of its own.
     """
@@ -132,7 +107,23 @@ def build_spmd(
     outputs = tuple(Ref(builder.whole(out.name)) if isinstance(out, Ref) else out for out in graph.outputs)
     loss = builder.whole(graph.loss) if graph.loss is not None else None
     mutations = tuple((buffer, builder.convert(value, sources[buffer], "")) for buffer, value in graph.mutations)
-    return Spmd(mesh, lowered, builder.layouts, tuple(builder.steps), outputs, loss, mutations)
+    plain = Spmd(mesh, lowered, builder.layouts, tuple(builder.steps), outputs, loss, mutations)
+    parameters = frozenset(source.value for source in lowered.sources if source.kind == "parameter")
+    steps = fill_buckets(
+        builder.steps,
+        parameters,
+        lambda value: (parameter_dtypes or {}).get(value, lowered.by_name[value].dtype),
+        plain.receives_gradient,
+        bucket_bytes,
+    )
+    return replace(plain, steps=steps)
+
+
+def conversions_of(step: Step | Conversion | Bucket) -> tuple[Conversion, ...]:
+    """The conversions of a step: none, one, or those of a bucket."""
+    if isinstance(step, Bucket):
+        return step.conversions
+    return (step,) if isinstance(step, Conversion) else ()
 
 
 def _check(op: Op, rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:

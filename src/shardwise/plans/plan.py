@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardwise.layouts.text import parse_layout
 from shardwise.plans.printing import format_bytes, format_plan
 
 FORMAT = "shardwise-plan"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class ConversionEntry:
     """A value on its way from one layout to another, first needed by ``op`` (empty: delivered to the user).
 
     ``value``: the parameter, buffer or input, or the operator that computes it. ``backward`` is in the order of
-    execution.
+    execution. Conversions of the same ``bucket`` (other than 0) stand side by side and share their messages.
     """
 
     value: str
@@ -75,6 +76,7 @@ class ConversionEntry:
     target: str
     forward: tuple[CollectiveEntry, ...]
     backward: tuple[CollectiveEntry, ...]
+    bucket: int
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,13 @@ class Plan:
         return {entry.name: parse_layout(entry.layout, self.mesh) for entry in entries}
 
     def collectives(self, *, backward: bool = False) -> Iterator[CollectiveEntry]:
-        """All collectives of a forward pass in order (or those of a backward pass, newest conversion first)."""
-        for entry in reversed(self.conversions) if backward else self.conversions:
-            yield from entry.backward if backward else entry.forward
+        """All collectives of a forward pass in order (or those of a backward pass, newest conversion first); what
+        travels in one bucket is one collective."""
+        entries = reversed(self.conversions) if backward else self.conversions
+        for _, together in groupby(enumerate(entries), lambda pair: pair[1].bucket or -pair[0] - 1):
+            sides = [entry.backward if backward else entry.forward for _, entry in together]
+            for same in zip(*sides, strict=True):
+                yield replace(same[0], num_bytes=sum(one.num_bytes for one in same))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

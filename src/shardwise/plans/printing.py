@@ -81,7 +81,8 @@ def _conversion(entry: ConversionEntry, module: str = "") -> str:
         if module and entry.value.startswith((f"{module}.", f"{module}/"))
         else entry.value
     )
-    return f"      {name}: {entry.source} -> {entry.target}    {both}"
+    bucket = f"  in bucket {entry.bucket}" if entry.bucket else ""
+    return f"      {name}: {entry.source} -> {entry.target}    {both}{bucket}"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

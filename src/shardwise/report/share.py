@@ -21,7 +21,8 @@ from rich.table import Table
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.partition.spmd import Spmd, Step, build_spmd
+from shardwise.partition.spmd import Spmd, build_spmd
+from shardwise.partition.steps import Step
 from shardwise.plans.decide import bind
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes

@@ -1,74 +1,38 @@
 """A rank's program as an ``nn.Module`` around a ``torch.fx.GraphModule``: ordinary operators on local tensors and,
-between them, conversions whose backward is the other column of the table."""
+between them, conversions whose backward is the other column of the table (``runtime.transit``)."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardwise.graph.ir import Ref, map_refs, refs
+from shardwise.partition.buckets import Bucket
 from shardwise.partition.program import LocalOp, Program
-from shardwise.partition.spmd import Conversion
-from shardwise.runtime.communicator import Communicator, Local
-
-
-class _Convert(torch.autograd.Function):
-    """All moves of one conversion on this rank."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
-        ctx.steps = steps
-        for step in steps.forward:
-            tensor = step(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        for step in ctx.steps.backward:
-            cotangent = step(cotangent)
-        return cotangent, None
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Both directions of a conversion as functions of this rank's tensor."""
-
-    forward: tuple[Local, ...]
-    backward: tuple[Local, ...]
-
-
-class Convert(torch.nn.Module):
-    """A conversion as a module, so that it prints with its name and layouts."""
-
-    def __init__(self, conversion: Conversion, ranks: Communicator, may_overwrite: tuple[bool, bool]) -> None:
-        super().__init__()
-        self.conversion = conversion
-        self.steps = Steps(
-            tuple(ranks.steps(conversion.moves, backward=False, in_place=may_overwrite[0])),
-            tuple(ranks.steps(conversion.moves, backward=True, in_place=may_overwrite[1])),
-        )
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Convert.apply(tensor, self.steps)
-        return result
-
-    def extra_repr(self) -> str:
-        return f"{self.conversion.source} -> {self.conversion.target}"
+from shardwise.partition.spmd import conversions_of
+from shardwise.partition.steps import Conversion
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.transit import Arrive, Convert, ConvertTogether, Depart, Route
 
 
 def emit(
-    program: Program, ranks: Communicator, *, loss_only: bool = False, device: torch.device | None = None
+    program: Program,
+    ranks: Communicator,
+    *,
+    loss_only: bool = False,
+    device: torch.device | None = None,
+    traceable: bool = False,
 ) -> fx.GraphModule:
     """The program as a GraphModule.
 
     It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of
     mutations). With ``loss_only`` there are no outputs, and what only they need (gathering the logits, say) is left
-    out.
+    out. ``traceable``: for torch.compile, which places the waiting for messages by itself.
     """
     spmd = program.spmd
     graph = fx.Graph()
@@ -77,11 +41,30 @@ def emit(
     overwritable = _overwritable(program)
     for index, source in enumerate(spmd.graph.sources):
         nodes[source.value] = graph.placeholder(f"source_{index}")
+    departures = {} if traceable else _departures(program, ranks)
+    for bucket, own in departures.items():
+        if own.forward.message is None:
+            _depart(own, bucket, root, graph, nodes)
+    waiting = iter([bucket for bucket, own in departures.items() if own.forward.message is not None])
+    _depart_next(waiting, departures, root, graph, nodes)
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Conversion):
             name = f"convert_{index}"
             root.add_module(name, Convert(instruction, ranks, overwritable.get(instruction.result, (False, False))))
             nodes[instruction.result] = graph.call_module(name, (nodes[instruction.value],))
+        elif isinstance(instruction, Bucket):
+            name, results = f"convert_{index}", [c.result for c in instruction.conversions]
+            route = departures.get(index)
+            if route is None:
+                root.add_module(name, ConvertTogether(instruction, ranks))
+                arrived = graph.call_module(name, tuple(nodes[c.value] for c in instruction.conversions))
+            else:
+                if route.forward.message is not None:  # the next one leaves before this one is waited for
+                    _depart_next(waiting, departures, root, graph, nodes)
+                root.add_module(name, Arrive(route))
+                arrived = graph.call_module(name, (nodes[f"flight {index}"], nodes[f"tensors {index}"]))
+            for position, result in enumerate(results):
+                nodes[result] = graph.call_function(operator.getitem, (arrived, position))
         else:
             _emit_call(instruction, graph, nodes, device)
 
@@ -101,6 +84,31 @@ def emit(
         module.delete_all_unused_submodules()
         module.recompile()
     return module
+
+
+def _departures(program: Program, ranks: Communicator) -> dict[int, Route]:
+    """Position of a bucket of parameters -> its route."""
+    return {
+        index: Route.of(instruction, ranks)
+        for index, instruction in enumerate(program.instructions)
+        if isinstance(instruction, Bucket) and instruction.of_parameters
+    }
+
+
+def _depart_next(
+    waiting: Iterator[int], routes: dict[int, Route], root: torch.nn.Module, graph: fx.Graph, nodes: dict[str, fx.Node]
+) -> None:
+    bucket = next(waiting, None)
+    if bucket is not None:
+        _depart(routes[bucket], bucket, root, graph, nodes)
+
+
+def _depart(route: Route, bucket: int, root: torch.nn.Module, graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    name = f"depart_{bucket}"
+    root.add_module(name, Depart(route))
+    left = graph.call_module(name, tuple(nodes[c.value] for c in route.bucket.conversions))
+    nodes[f"flight {bucket}"] = graph.call_function(operator.getitem, (left, 0))
+    nodes[f"tensors {bucket}"] = graph.call_function(operator.getitem, (left, 1))
 
 
 # Operators whose result is new memory that their backward does not need; the gradients of their first two operands are
@@ -124,9 +132,10 @@ def _overwritable(program: Program) -> dict[str, tuple[bool, bool]]:
     uses: Counter[str] = Counter()
     consumers: dict[str, list[Any]] = {}
     for instruction in program.instructions:
-        if isinstance(instruction, Conversion):
-            uses[instruction.value] += 1
-            consumers.setdefault(instruction.value, []).append(None)
+        if not isinstance(instruction, LocalOp):
+            for conversion in conversions_of(instruction):
+                uses[conversion.value] += 1
+                consumers.setdefault(conversion.value, []).append(None)
             continue
         made_by.update(dict.fromkeys(instruction.results, instruction.call.target))
         names = refs((instruction.call.args, tuple(value for _, value in instruction.call.kwargs)))

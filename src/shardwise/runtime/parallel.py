@@ -37,7 +37,8 @@ class Compiled:
 
     captured: Capture
     spmd: Spmd
-    run: Callable[..., Any]
+    program: torch.fx.GraphModule
+    run: Callable[..., Any]  # the program, compiled where that was asked for
     tensors: tuple[torch.Tensor | None, ...]  # per source: the parameter, buffer or constant; None for inputs
     inputs: tuple[Layout, ...]
     written: tuple[int, ...]  # per mutation: the position of its buffer among the sources
@@ -52,6 +53,7 @@ def parallelize(
     seed: int | None = None,
     init: Callable[[str, torch.Tensor], None] | None = None,
     device: torch.device | str | None = None,
+    compile: bool | None = None,
 ) -> Parallel:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
@@ -59,7 +61,8 @@ def parallelize(
     several ranks give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
     calls pass the whole batch on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module
     on the meta device get their values (``runtime.materialize``; by default the seed given to ``sw.deferred``); a
-    module with values keeps them. ``seed`` also starts dropout.
+    module with values keeps them. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
+    programs (by default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks.
@@ -86,7 +89,9 @@ def parallelize(
         )
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-    return Parallel(module, agreed, loss, inputs, seed, init, torch.device(device))
+    device = torch.device(device)
+    compile = device.type == "cuda" if compile is None else compile
+    return Parallel(module, agreed, loss, inputs, seed, init, device, compile)
 
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
@@ -141,10 +146,11 @@ class Parallel(torch.nn.Module):
         seed: int | None,
         init: Callable[[str, torch.Tensor], None] | None,
         device: torch.device,
+        compile: bool,
     ) -> None:
         super().__init__()
         self.plan, self.device, self.inputs = plan, device, inputs
-        self._loss = loss
+        self._loss, self._compile_programs = loss, compile
         self._ranks = Communicator(plan.mesh)
         self._compiled: dict[Any, Compiled] = {}
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
@@ -238,7 +244,9 @@ class Parallel(torch.nn.Module):
         factored, choice = bind(self.plan, captured.graph, training=self.training)
         spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, self.plan.mesh)
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
-        run = emit(localize(spmd, self._ranks.rank), self._ranks, loss_only=loss_only, device=self.device)
+        own = localize(spmd, self._ranks.rank)
+        program = emit(own, self._ranks, loss_only=loss_only, device=self.device, traceable=self._compile_programs)
+        run = torch.compile(program, fullgraph=True, dynamic=False) if self._compile_programs else program
         tensors: list[torch.Tensor | None] = []
         layouts: list[Layout] = []
         for source in captured.graph.sources:
@@ -253,7 +261,7 @@ class Parallel(torch.nn.Module):
                 tensors.append(_attribute(self, source.names[0]))
         position = {source.value: i for i, source in enumerate(captured.graph.sources)}
         written = tuple(position[buffer] for buffer, _ in spmd.mutations)
-        return Compiled(captured, spmd, run, tuple(tensors), tuple(layouts), written)
+        return Compiled(captured, spmd, program, run, tuple(tensors), tuple(layouts), written)
 
     def _example(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor of the global shape of an input."""
@@ -269,9 +277,7 @@ class Parallel(torch.nn.Module):
         """The program compiled last, for reading."""
         if not self._compiled:
             raise ShardwiseError("no program yet: it is made for the first inputs")
-        run = next(reversed(self._compiled.values())).run
-        assert isinstance(run, torch.fx.GraphModule)
-        return run
+        return next(reversed(self._compiled.values())).program
 
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:

@@ -24,7 +24,7 @@ from shardwise.graph.widen import reference_mode, widen
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.partition.program import LocalOp, Program, localize
-from shardwise.partition.spmd import Conversion, Spmd, build_spmd
+from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.plans.decide import bind, same_inputs
 from shardwise.plans.plan import Plan
 from shardwise.runtime.materialize import full_tensors
@@ -119,7 +119,8 @@ def verify(
     args, named = pytree.tree_map_only(torch.Tensor, _widened, (args, named))
     reference = _float64_module(module, seed)
     factored, choice = bind(plan, graph, training=module.training, widened=True)
-    spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh)
+    dtypes = {source.value: captured.graph.by_name[source.value].dtype for source in captured.graph.sources}
+    spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh, parameter_dtypes=dtypes)
     single = _Single(reference, captured, loss, plan.optimizer)
     ranks = _Ranks(spmd, captured, reference, choice.sources, plan.optimizer)
     found: dict[tuple[str, str], Difference] = {}
@@ -303,10 +304,14 @@ def run_virtual(
     envs = [dict(binding) for binding in bindings]
     for instructions in zip(*(program.instructions for program in programs), strict=True):
         first = instructions[0]
-        if isinstance(first, Conversion):
-            converted = cluster.convert([env[first.value] for env in envs], first.moves)
-            for env, tensor in zip(envs, converted, strict=True):
-                env[first.result] = tensor
+        if not isinstance(first, LocalOp):
+            conversions = conversions_of(first)
+            held = [[env[c.value] for env in envs] for c in conversions]
+            for c, tensors in zip(
+                conversions, cluster.convert_together(held, [c.moves for c in conversions]), strict=True
+            ):
+                for env, tensor in zip(envs, tensors, strict=True):
+                    env[c.result] = tensor
             continue
         for env, local in zip(envs, instructions, strict=True):
             assert isinstance(local, LocalOp)
