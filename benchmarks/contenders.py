@@ -29,7 +29,7 @@ TrainStep = Callable[[Tensor, Tensor], Tensor]
 TENSOR_PARALLEL = {"tokens": "v@tp", "blocks.*.attention.qkv": "n@tp", "blocks.*.up": "n@tp", "head": "n@tp"}
 STRATEGIES: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("tp",): {**TENSOR_PARALLEL, "norm": ((1, 1, 1), (1,), (1,))},
-    ("dp", "tp"): {**TENSOR_PARALLEL, "norm": "b0@dp"},
+    ("dp", "tp"): {**TENSOR_PARALLEL, "norm": ((2, 1, 1), (1,), (1,))},
 }
 
 
@@ -184,6 +184,8 @@ def ours(model: Transformer, setting: Setting) -> TrainStep:
             plan = sw.plan(model, setting.batch, mesh.size(), mesh=shape, strategies=STRATEGIES[names])
         else:
             plan = sw.plan(model, setting.batch, mesh.size(), mesh=shape, mode="data_parallel")
+        kinds = {each.kind for entry in plan.conversions for each in (*entry.forward, *entry.backward)}
+        assert kinds <= {"all_reduce"}, f"not the strategy of the hand-written program, which only reduces: {kinds}"
     parallel = sw.parallelize(model, plan)
     return _train(parallel.step, parallel.parameters())
 
