@@ -386,8 +386,13 @@ def cross_entropy_loss(
 ) -> Tensor:
     """Cross entropy over split classes: log-softmax in parts, and the label's entry found by the part that holds it."""
     class_dim = 0 if self.dim() == 1 else 1
+    is_soft = target.shape == self.shape and target.dtype.is_floating_point
+    if not is_soft and not label_smoothing:  # the other probabilities are never needed as such
+        shifted, total = _exponentials(_wide(self), class_dim)
+        losses, counts = _label_losses(shifted, target, weight, ignore_index, total.log().squeeze(class_dim))
+        return _cast(_reduced(losses, counts, reduction), self.dtype)
     log_probabilities = log_softmax(self, class_dim)
-    if target.shape == self.shape and target.dtype.is_floating_point:
+    if is_soft:
         return _soft_label_loss(log_probabilities, target, weight, reduction, label_smoothing)
     losses, counts = _label_losses(log_probabilities, target, weight, ignore_index)
     if label_smoothing:
@@ -405,13 +410,16 @@ def nll_loss(
     return _reduced(losses, counts, reduction)
 
 
-def _label_losses(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Per label: minus its entry of ``scores`` times its class weight, and what it counts in a mean."""
+def _label_losses(
+    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, base: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Per label: ``base`` (or 0) minus its entry of ``scores``, times its class weight, and what it counts in a
+    mean."""
     class_dim = 0 if scores.dim() == 1 else 1
     valid = target != ignore_index
     safe = torch.where(valid, target, 0)
     picked = scores.gather(class_dim, safe.unsqueeze(class_dim)).squeeze(class_dim)
-    losses = torch.where(valid, -picked, 0)
+    losses = torch.where(valid, -picked if base is None else base - picked, 0)
     if weight is None:
         return losses, valid
     counts = torch.where(valid, weight[safe], 0)
