@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.api import plan
     from shardwise.costs.cluster import Cluster
-    from shardwise.errors import CaptureError, LaunchError, LayoutError, NotationError, PlanError, ShardwiseError
+    from shardwise.errors import (
+        CaptureError,
+        CollectiveError,
+        LaunchError,
+        LayoutError,
+        NotationError,
+        OutOfDeviceMemoryError,
+        PlanError,
+        ReplicaError,
+        ShardwiseError,
+    )
     from shardwise.graph.annotate import constrain, shard
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
@@ -30,10 +40,13 @@ _HOMES = {
     "shardwise.costs.cluster": ("Cluster",),
     "shardwise.errors": (
         "CaptureError",
+        "CollectiveError",
         "LaunchError",
         "LayoutError",
         "NotationError",
+        "OutOfDeviceMemoryError",
         "PlanError",
+        "ReplicaError",
         "ShardwiseError",
     ),
     "shardwise.graph.annotate": ("constrain", "shard"),
@@ -66,14 +79,17 @@ def __dir__() -> list[str]:
 __all__ = [
     "CaptureError",
     "Cluster",
+    "CollectiveError",
     "LaunchError",
     "Layout",
     "LayoutError",
     "Mesh",
     "NotationError",
+    "OutOfDeviceMemoryError",
     "Parallel",
     "Plan",
     "PlanError",
+    "ReplicaError",
     "Report",
     "ShardwiseError",
     "UnsplitWarning",

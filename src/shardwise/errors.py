@@ -9,11 +9,16 @@
         LayoutError       a layout or a strategy does not fit the tensor, the operator or the mesh
         PlanError         a plan file or a plan does not fit the model, mesh, inputs or version
         LaunchError       ranks cannot be started, or do not agree
+        CollectiveError   ranks do not complete a collective (a RuntimeError too)
+        OutOfDeviceMemoryError   no memory for a converted value (a MemoryError and a RuntimeError too, as torch's own)
+        ReplicaError      ranks that must hold the same bits do not
 
 Every message says what is wrong, where, the arithmetic and the fix; ``problem`` builds that shape.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class ShardwiseError(ValueError):
@@ -40,8 +45,22 @@ class LaunchError(ShardwiseError):
     """Ranks cannot be started, or do not agree."""
 
 
-def problem(what: str, *, op: str = "", source: str = "", fix: str = "") -> str:
-    """The message layout of every error: what (with the arithmetic), where, and the fix.
+class CollectiveError(ShardwiseError, RuntimeError):
+    """A collective of a program failed or timed out."""
+
+
+class OutOfDeviceMemoryError(ShardwiseError, MemoryError, RuntimeError):
+    """There is no memory for a value in the layout in which it is needed."""
+
+
+class ReplicaError(ShardwiseError):
+    """Ranks that must hold the same bits of a value do not."""
+
+
+def problem(
+    what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()
+) -> str:
+    """The message layout of every error: what (with the arithmetic), where, further facts, and the fix.
 
     >>> print(problem("cannot shard dim 1", op="mlp.up", source="model.py:41", fix="pad dim 1 to 32"))
     cannot shard dim 1
@@ -52,6 +71,7 @@ def problem(what: str, *, op: str = "", source: str = "", fix: str = "") -> str:
     if op or source:
         where = op if not source else f"{op} ({source})" if op else source
         lines.append(f"  op:     {where}")
+    lines += [f"  {name + ':':<7} {text}" for name, text in facts]
     if fix:
         lines.append(f"  fix:    {fix}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.mesh import Mesh
+from shardwise.runtime.faults import Purpose, collective_failed, conversion_failed
 from shardwise.runtime.moves import LocalMove, local_move
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
@@ -27,17 +29,23 @@ Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Communicator:
-    """Performs this rank's moves. Process groups are kept per set of sub-axes."""
+    """Performs this rank's moves. Process groups are kept per set of sub-axes. ``name``: of the module, for errors."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, name: str = "the program") -> None:
+        self.mesh, self.name = mesh, name
+        self.calls = 0  # of the module, so far
+        self.launched = 0  # collectives that were started, those of compiled programs not counted
         self.rank = dist.get_rank()
         self.coordinates = mesh.coordinates(self.rank)
         self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
-        """Create the process groups of some sets of sub-axes; every rank must call this with the same sets."""
+        """Create the process groups of some sets of sub-axes; every rank must call this with the same sets.
+
+        Their collectives time out as those of all ranks do (torch gives new groups half an hour).
+        """
+        timeout = _timeout()
         for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
             if frozenset(axes) in self._groups:
                 continue
@@ -49,7 +57,7 @@ class Communicator:
                 members = tuple(sorted(self.mesh.group(axes, rank)))
                 if members not in seen:
                     seen.add(members)
-                    group = dist.new_group(list(members))
+                    group = dist.new_group(list(members), timeout=timeout)
                     if self.rank in members:
                         self._groups[frozenset(axes)] = group
 
@@ -62,23 +70,24 @@ class Communicator:
         if self.record is not None:
             self.record.append(Collective(kind, axes, num_bytes))
 
-    def steps(self, moves: Sequence[Move], *, backward: bool, in_place: bool = False) -> list[Local]:
-        """One direction of moves as functions of this rank's tensor, in the order of execution; identities left out.
+    def steps(self, moves: Sequence[Move], purpose: Purpose, *, in_place: bool = False) -> list[Local]:
+        """The moves in the direction of ``purpose`` as functions of this rank's tensor, in the order of execution;
+        identities left out.
 
         ``in_place``: the tensor given to the first function may be overwritten.
         """
         found: list[Local] = []
-        for move in reversed(moves) if backward else moves:
-            own = local_move(move, self.coordinates, backward=backward)
+        for move in reversed(moves) if purpose.backward else moves:
+            own = local_move(move, self.coordinates, backward=purpose.backward)
             if not own.is_identity:
-                found.append(self._step(own, in_place and not found))
+                found.append(self._step(own, purpose, in_place and not found))
         return found
 
-    def _step(self, own: LocalMove, in_place: bool) -> Local:
+    def _step(self, own: LocalMove, purpose: Purpose, in_place: bool) -> Local:
         if own.kind is None:
             unpack = own.unpack
             return lambda tensor: unpack((tensor,))
-        exchange = Message([own], self, in_place)
+        exchange = Message([own], self, purpose, in_place)
 
         def run(tensor: torch.Tensor) -> torch.Tensor:
             buffer, _ = exchange.launch([tensor], wait=True)
@@ -88,12 +97,14 @@ class Communicator:
 
 
 class Message:
-    """One collective that carries one tensor, or several that make the same way. All sizes are known beforehand."""
+    """One collective that carries one tensor, or several that make the same way. All sizes are known beforehand.
+    ``number``: that of the collective it performed last, of all that this rank has started."""
 
-    def __init__(self, own: Sequence[LocalMove], ranks: Communicator, in_place: bool = False) -> None:
+    def __init__(self, own: Sequence[LocalMove], ranks: Communicator, purpose: Purpose, in_place: bool = False) -> None:
         first = own[0]
         assert first.kind is not None, "a local step sends no message"
-        self.own, self.ranks, self.in_place = list(own), ranks, in_place
+        self.own, self.ranks, self.purpose, self.in_place = list(own), ranks, purpose, in_place
+        self.number = 0
         self.kind, self.axes = first.kind, first.axes
         self.group = ranks.group(first.axes)
         self.group_name: str = self.group.group_name
@@ -107,7 +118,33 @@ class Message:
         self.single = len(own) == 1
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[torch.Tensor, Any]:
-        """Start the collective: (the buffer it fills, the handle to wait for, None if that is done)."""
+        """Start the collective: (the buffer it fills, the handle to ``finish``, None if that is done).
+
+        Raises CollectiveError, or OutOfDeviceMemoryError.
+        """
+        if torch.compiler.is_compiling():
+            return self._launch(tensors, wait)
+        self.ranks.launched = self.number = self.ranks.launched + 1
+        try:
+            return self._launch(tensors, wait)
+        except (RuntimeError, MemoryError) as error:
+            self._explain(error)
+            raise
+
+    def finish(self, work: Any) -> None:
+        """Wait for a collective. Raises as ``launch`` does."""
+        try:
+            work.wait()
+        except (RuntimeError, MemoryError) as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Exception) -> None:
+        explained = conversion_failed(error, self.purpose) or collective_failed(error, self)
+        if explained is not None:
+            raise explained from error
+
+    def _launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
         if self.kind == "all_reduce":
             buffer, work = self._all_reduce(tensors, wait)
         elif self.kind == "all_gather":
@@ -196,6 +233,14 @@ class Message:
         received = sent.new_empty(sum(self.totals))
         work = dist.all_to_all_single(received, sent, self.totals, given, group=self.group, async_op=not wait)
         return received.view(tensors[0].dtype), work
+
+
+def _timeout() -> timedelta | None:
+    """The time-out of the group of all ranks."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    options: Any = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 # What torch.compile can trace: the same collectives as operators.

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardwise.graph.ir import Ref, map_refs, refs
+from shardwise.graph.ir import Graph, Ref, map_refs, refs
 from shardwise.partition.buckets import Bucket
 from shardwise.partition.program import LocalOp, Program
 from shardwise.partition.spmd import conversions_of
 from shardwise.partition.steps import Conversion
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.linear import LinearStep, OverlappedLinear, join_linears
 from shardwise.runtime.transit import Arrive, Convert, ConvertTogether, Depart, Route
 
 
@@ -41,22 +42,24 @@ def emit(
     overwritable = _overwritable(program)
     for index, source in enumerate(spmd.graph.sources):
         nodes[source.value] = graph.placeholder(f"source_{index}")
-    departures = {} if traceable else _departures(program, ranks)
+    instructions = list(program.instructions) if traceable else join_linears(program)
+    departures = {} if traceable else _departures(instructions, spmd.graph, ranks)
     for bucket, own in departures.items():
         if own.forward.message is None:
             _depart(own, bucket, root, graph, nodes)
     waiting = iter([bucket for bucket, own in departures.items() if own.forward.message is not None])
     _depart_next(waiting, departures, root, graph, nodes)
-    for index, instruction in enumerate(program.instructions):
+    for index, instruction in enumerate(instructions):
         if isinstance(instruction, Conversion):
             name = f"convert_{index}"
-            root.add_module(name, Convert(instruction, ranks, overwritable.get(instruction.result, (False, False))))
+            may_overwrite = overwritable.get(instruction.result, (False, False))
+            root.add_module(name, Convert(instruction, spmd.graph, ranks, may_overwrite))
             nodes[instruction.result] = graph.call_module(name, (nodes[instruction.value],))
         elif isinstance(instruction, Bucket):
             name, results = f"convert_{index}", [c.result for c in instruction.conversions]
             route = departures.get(index)
             if route is None:
-                root.add_module(name, ConvertTogether(instruction, ranks))
+                root.add_module(name, ConvertTogether(instruction, spmd.graph, ranks))
                 arrived = graph.call_module(name, tuple(nodes[c.value] for c in instruction.conversions))
             else:
                 if route.forward.message is not None:  # the next one leaves before this one is waited for
@@ -65,6 +68,8 @@ def emit(
                 arrived = graph.call_module(name, (nodes[f"flight {index}"], nodes[f"tensors {index}"]))
             for position, result in enumerate(results):
                 nodes[result] = graph.call_function(operator.getitem, (arrived, position))
+        elif isinstance(instruction, LinearStep):
+            nodes[instruction.result] = _emit_linear(instruction, f"linear_{index}", root, graph, nodes, program, ranks)
         else:
             _emit_call(instruction, graph, nodes, device)
 
@@ -86,11 +91,31 @@ def emit(
     return module
 
 
-def _departures(program: Program, ranks: Communicator) -> dict[int, Route]:
+def _emit_linear(
+    step: LinearStep,
+    name: str,
+    root: torch.nn.Module,
+    graph: fx.Graph,
+    nodes: dict[str, fx.Node],
+    program: Program,
+    ranks: Communicator,
+) -> fx.Node:
+    operands = tuple(nodes[value] for value in (step.x, step.weight, step.bias) if value is not None)
+    if step.conversion is None:
+        call = graph.call_function(torch.ops.aten.linear.default, operands)
+        call.meta["op"], call.meta["source"] = step.product.op, step.product.source
+        return call
+    root.add_module(name, OverlappedLinear.of(step, program.spmd.graph, ranks))
+    return graph.call_module(name, operands)
+
+
+def _departures(
+    instructions: Sequence[LocalOp | Conversion | Bucket | LinearStep], values: Graph, ranks: Communicator
+) -> dict[int, Route]:
     """Position of a bucket of parameters -> its route."""
     return {
-        index: Route.of(instruction, ranks)
-        for index, instruction in enumerate(program.instructions)
+        index: Route.of(instruction, values, ranks)
+        for index, instruction in enumerate(instructions)
         if isinstance(instruction, Bucket) and instruction.of_parameters
     }
 

@@ -151,7 +151,7 @@ class Parallel(torch.nn.Module):
         super().__init__()
         self.plan, self.device, self.inputs = plan, device, inputs
         self._loss, self._compile_programs = loss, compile
-        self._ranks = Communicator(plan.mesh)
+        self._ranks = Communicator(plan.mesh, type(module).__name__)
         self._compiled: dict[Any, Compiled] = {}
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
         self._seed = torch.tensor(seed or 0, dtype=torch.int64, device=device)
@@ -212,6 +212,7 @@ class Parallel(torch.nn.Module):
         signature = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else ("constant", x) for x in flat)
         key = (self.training, loss_only, spec, signature)
         compiled = self._compiled.get(key)
+        self._ranks.calls += 1
         if compiled is None:
             compiled = self._compiled[key] = self._compile(flat, spec, loss_only)
         given = iter([x.to(self.device) for x in flat if isinstance(x, torch.Tensor)])

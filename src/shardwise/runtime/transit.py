@@ -16,36 +16,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.graph.ir import Graph
 from shardwise.partition.buckets import Bucket
 from shardwise.partition.steps import Conversion
-from shardwise.runtime.communicator import Communicator, Local, Message
+from shardwise.runtime.communicator import Communicator, Message
+from shardwise.runtime.faults import Purpose, conversion_failed
 from shardwise.runtime.moves import LocalMove, local_move
 
 Together = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Both directions of a conversion as functions of this rank's tensor."""
+class Direction:
+    """One direction of a conversion, or of a bucket: functions of this rank's tensor, or of its list of tensors, one
+    after the other. ``purpose``: for errors."""
 
-    forward: tuple[Local, ...]
-    backward: tuple[Local, ...]
+    steps: tuple[Callable[[Any], Any], ...]
+    purpose: Purpose
+
+    def __call__(self, tensors: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._run(tensors)
+        try:
+            return self._run(tensors)
+        except (RuntimeError, MemoryError) as error:
+            explained = conversion_failed(error, self.purpose)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _run(self, tensors: Any) -> Any:
+        for step in self.steps:
+            tensors = step(tensors)
+        return tensors
+
+
+@dataclass(frozen=True)
+class Both:
+    """Both directions of a conversion."""
+
+    forward: Direction
+    backward: Direction
 
 
 class Convert(torch.nn.Module):
     """A conversion as a module, so that it prints with its name and layouts. ``may_overwrite``: whether its first
     collective may use the memory of the value (in forward), of the cotangent (in backward)."""
 
-    def __init__(self, conversion: Conversion, ranks: Communicator, may_overwrite: tuple[bool, bool]) -> None:
+    def __init__(
+        self, conversion: Conversion, graph: Graph, ranks: Communicator, may_overwrite: tuple[bool, bool]
+    ) -> None:
         super().__init__()
         self.conversion = conversion
-        self.steps = Steps(
-            tuple(ranks.steps(conversion.moves, backward=False, in_place=may_overwrite[0])),
-            tuple(ranks.steps(conversion.moves, backward=True, in_place=may_overwrite[1])),
+        forward, backward = (Purpose((conversion,), graph, ranks, backward) for backward in (False, True))
+        self.both = Both(
+            Direction(tuple(ranks.steps(conversion.moves, forward, in_place=may_overwrite[0])), forward),
+            Direction(tuple(ranks.steps(conversion.moves, backward, in_place=may_overwrite[1])), backward),
         )
 
     def forward(self, tensor: Tensor) -> Tensor:
-        result: Tensor = _Convert.apply(tensor, self.steps)  # type: ignore[no-untyped-call]
+        result: Tensor = _Convert.apply(tensor, self.both)  # type: ignore[no-untyped-call]
         return result
 
     def extra_repr(self) -> str:
@@ -56,26 +86,26 @@ class _Convert(torch.autograd.Function):
     """All moves of one conversion on this rank."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, steps: Steps) -> Tensor:
-        ctx.steps = steps
-        for step in steps.forward:
-            tensor = step(tensor)
-        return tensor
+    def forward(ctx: Any, tensor: Tensor, both: Both) -> Tensor:
+        ctx.both = both
+        result: Tensor = both.forward(tensor)
+        return result
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        for step in ctx.steps.backward:
-            cotangent = step(cotangent)
-        return cotangent, None
+        return ctx.both.backward(cotangent), None
 
 
 class ConvertTogether(torch.nn.Module):
     """A bucket whose messages are waited for on the spot."""
 
-    def __init__(self, bucket: Bucket, ranks: Communicator) -> None:
+    def __init__(self, bucket: Bucket, graph: Graph, ranks: Communicator) -> None:
         super().__init__()
         self.bucket = bucket
-        self.forward_steps, self.backward_steps = (_stages(bucket, ranks, backward) for backward in (False, True))
+        forward, backward = (Purpose(bucket.conversions, graph, ranks, backward) for backward in (False, True))
+        self.both = Both(
+            Direction(tuple(_stages(bucket, forward)), forward), Direction(tuple(_stages(bucket, backward)), backward)
+        )
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = _ConvertTogether.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -89,27 +119,22 @@ class _ConvertTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: ConvertTogether, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.module = module
-        return tuple(_through(module.forward_steps, tensors))
+        return tuple(module.both.forward(tensors))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return (None, *_through(ctx.module.backward_steps, cotangents))
+        return (None, *ctx.module.both.backward(cotangents))
 
 
-def _through(stages: Sequence[Together], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    for stage in stages:
-        tensors = stage(tensors)
-    return tensors
-
-
-def _stages(bucket: Bucket, ranks: Communicator, backward: bool) -> list[Together]:
-    """One direction of all moves of a bucket; identities are left out."""
+def _stages(bucket: Bucket, purpose: Purpose) -> list[Together]:
+    """All moves of a bucket, in the direction of ``purpose``; identities are left out."""
+    ranks, backward = purpose.ranks, purpose.backward
     found: list[Together] = []
     together = list(zip(*(conversion.moves for conversion in bucket.conversions), strict=True))
     for moves in reversed(together) if backward else together:
         own = [local_move(move, ranks.coordinates, backward=backward) for move in moves]
         if own[0].kind is not None:
-            found.append(Exchange(Message(own, ranks)))
+            found.append(Exchange(Message(own, ranks, purpose)))
         elif not all(move.is_identity for move in own):
             found.append(_each(own))
     return found
@@ -144,32 +169,34 @@ class Flight:
 class Way:
     """One direction of a bucket: local steps, at most one message, local steps."""
 
-    before: tuple[Together, ...]
+    before: Direction
     message: Message | None
-    after: tuple[Together, ...]
+    after: Direction  # from the buffer of the message
 
     @staticmethod
-    def of(bucket: Bucket, ranks: Communicator, backward: bool) -> Way:
-        stages = _stages(bucket, ranks, backward)
+    def of(bucket: Bucket, purpose: Purpose) -> Way:
+        stages = _stages(bucket, purpose)
         sends = next((i for i, stage in enumerate(stages) if isinstance(stage, Exchange)), None)
         if sends is None:
-            return Way(tuple(stages), None, ())
+            return Way(Direction(tuple(stages), purpose), None, Direction((), purpose))
         exchange = stages[sends]
         assert isinstance(exchange, Exchange), "the stage that sends"
-        return Way(tuple(stages[:sends]), exchange.message, tuple(stages[sends + 1 :]))
+        after: list[Callable[[Any], Any]] = [exchange.message.land, *stages[sends + 1 :]]
+        return Way(Direction(tuple(stages[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
 
     def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Send the message: (the buffer that fills, the handle to wait for)."""
         assert self.message is not None, "nothing is sent this way"
-        return self.message.launch(_through(self.before, tensors), wait=False)
+        return self.message.launch(self.before(tensors), wait=False)
 
     def land(self, sent: tuple[Tensor, Any]) -> Sequence[Tensor]:
         """Wait for the message, and unpack it."""
         assert self.message is not None, "nothing is sent this way"
         buffer, work = sent
         if work is not None:
-            work.wait()
-        return _through(self.after, self.message.land(buffer))
+            self.message.finish(work)
+        landed: Sequence[Tensor] = self.after(buffer)
+        return landed
 
 
 @dataclass(frozen=True)
@@ -183,9 +210,10 @@ class Route:
     shapes: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(bucket: Bucket, ranks: Communicator) -> Route:
+    def of(bucket: Bucket, graph: Graph, ranks: Communicator) -> Route:
         shapes = tuple(c.source.local_shape(ranks.coordinates) for c in bucket.conversions)
-        return Route(bucket, Way.of(bucket, ranks, False), Way.of(bucket, ranks, True), shapes)
+        forward, backward = (Purpose(bucket.conversions, graph, ranks, backward) for backward in (False, True))
+        return Route(bucket, Way.of(bucket, forward), Way.of(bucket, backward), shapes)
 
 
 class Depart(torch.nn.Module):
@@ -242,7 +270,7 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, route: Route, flight: Flight, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route, ctx.flight = route, flight
         if route.forward.message is None:
-            return tuple(_through(route.forward.before, tensors))
+            return tuple(route.forward.before(tensors))
         assert flight.forward is not None, "the message left at Depart"
         sent, flight.forward = flight.forward, None
         return tuple(route.forward.land(sent))
@@ -251,7 +279,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         route = ctx.route
         if route.backward.message is None:
-            return (None, None, *_through(route.backward.before, cotangents))
+            return (None, None, *route.backward.before(cotangents))
         ctx.flight.backward = route.backward.leave(cotangents)
         # Shapes without memory: the gradients themselves are on the way, and nobody may read them before Depart.
         nothing = cotangents[0].new_empty(())

@@ -1,0 +1,262 @@
+"""Why a conversion of a program failed, in words a person can act on.
+
+Nothing here runs, and no text is made, until a collective or an allocation has failed. Then the rank whose collective
+failed writes down in the ranks' key-value store where it waits, and reads where the others do: those of its group that
+are nowhere, or elsewhere, are the ones that did not arrive. Ranks that wait for each other in a row are followed to
+the end of the row.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not re-exported
+
+from shardwise.errors import CollectiveError, OutOfDeviceMemoryError, ShardwiseError, problem
+from shardwise.graph.ir import Graph
+from shardwise.layouts.conversions import collective_of
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.text import format_layout
+from shardwise.partition.steps import Conversion
+from shardwise.plans.printing import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.runtime.communicator import Communicator, Message
+
+_OTHERS_SECONDS = 2.0  # how long a failing rank waits for the others to say where they are
+_POLL_SECONDS = 0.05
+_NUM_NAMED = 8  # ranks or tensors that a message lists
+
+_NETWORK_ERROR_TEXTS = ("third_party/gloo", "nccl", "timed out", "timeout", "closed by peer", "reset by peer")
+_MEMORY_ERROR_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+
+
+@dataclass(frozen=True, eq=False)
+class Purpose:
+    """What a message or a local step is for: one direction of one or more conversions of a program."""
+
+    conversions: tuple[Conversion, ...]
+    graph: Graph
+    ranks: Communicator
+    backward: bool
+
+    @property
+    def largest(self) -> Conversion:
+        """The conversion of the largest tensor."""
+        return max(self.conversions, key=lambda conversion: prod(conversion.target.shape) * conversion.itemsize)
+
+    def operator(self, conversion: Conversion) -> tuple[str, str]:
+        """(name, source line) of the operator that needs the converted value."""
+        op = self.graph.op_by_name.get(conversion.op)
+        if op is None:
+            op = self.graph.producer.get(conversion.value)  # an output of the model: what computed it
+        return (op.name, op.source) if op else (conversion.op, "")
+
+    def layouts(self, conversion: Conversion) -> tuple[Layout, Layout]:
+        """The layouts before and after."""
+        if self.backward:
+            return conversion.target.dual, conversion.source.dual
+        return conversion.source, conversion.target
+
+    def describe(self, conversion: Conversion) -> str:
+        """For example ``layer_norm (of norm/layer_norm, gpt.py:85): f32[8@dp, 24] -> f32[8, 24]``."""
+        dtype = self.graph.by_name[conversion.value].dtype
+        source = self.graph.source_of.get(conversion.value)
+        producer = self.graph.producer.get(conversion.value)
+        made = f" (of {producer.name}, {producer.source})" if producer else ""
+        name = (source.names[0] if source else conversion.value) + made
+        before, after = (format_layout(layout, dtype) for layout in self.layouts(conversion))
+        more = len(self.conversions) - 1
+        together = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
+        return f"{'gradient of ' * self.backward}{name}: {before} -> {after}{together}"
+
+    def num_bytes(self, kind: str, axes: tuple[str, ...]) -> int:
+        """Bytes of the whole message of a collective."""
+        found = (
+            collective_of(move, conversion.itemsize, backward=self.backward)
+            for conversion in self.conversions
+            for move in conversion.moves
+        )
+        return sum(one.num_bytes for one in found if one is not None and (one.kind, one.axes) == (kind, axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Where a rank's program stopped. ``collective``: its number, counted from the start of the program; ``members``:
+    the ranks that take part in it."""
+
+    program: str
+    collective: int
+    what: str
+    members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"collective {self.collective} of {self.program}: {self.what}"
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+
+def collective_failed(error: Exception, message: Message) -> CollectiveError | None:
+    """What to raise instead of ``error``, by which the collective of ``message`` ended; None if it is not one of the
+    network's."""
+    text = str(error)
+    is_network = isinstance(error, dist.DistError) or any(part in text.lower() for part in _NETWORK_ERROR_TEXTS)
+    if isinstance(error, ShardwiseError) or is_out_of_memory(error) or not is_network:
+        return None
+    ranks, purpose = message.ranks, message.purpose
+    first = purpose.conversions[0]
+    name, line = purpose.operator(first)
+    size = format_bytes(purpose.num_bytes(message.kind, message.axes))
+    what = f"{message.kind} over {ranks.mesh.format_axes(message.axes)} ({size})"
+    direction = "backward" if purpose.backward else "forward"
+    where = f"{what} for {name} ({line}), {direction}"
+    members = tuple(sorted(ranks.mesh.group(message.axes, ranks.rank)))
+    own = Waiting(ranks.name, message.number, where, members)
+    late = _timed_out(text)
+    missing, facts = _who_is_missing(own, ranks.rank)
+    if missing:
+        who = f"; {_name(missing)} did not arrive"
+        fix = f"see the first error of {_name(missing)}, or what ended it"
+        if late:
+            fix = (
+                f"see what {_name(missing)} did instead (shardwise run prints where), or allow more time in init_ranks"
+            )
+    else:
+        who = ""
+        fix = "call the module equally often on every rank, with the same inputs and settings; else see the network"
+    details = [
+        ("value", purpose.describe(first)),
+        ("pass", f"{direction}, call {ranks.calls} of {ranks.name}, collective {message.number}"),
+        *(("ranks", fact) for fact in facts),
+        ("error", text.split("\n", 1)[0]),
+    ]
+    what = f"{what} {'timed out' if late else 'failed, a connection was lost'}{who}"
+    return CollectiveError(problem(what, op=name, source=line, fix=fix, facts=details))
+
+
+def _timed_out(text: str) -> bool:
+    return "timed out" in text.lower() or "timeout" in text.lower()
+
+
+def _who_is_missing(own: Waiting, rank: int) -> tuple[list[int], list[str]]:
+    """The ranks that are in no collective though others wait for them, and what is known of the others in words."""
+    others = [member for member in own.members if member != rank]
+    try:
+        known = _ask(own, rank)
+    except Exception as error:  # the store is served by a rank, which may be the one that is gone
+        return [], [
+            f"rank {rank} waits here for {_name(others)}; the store cannot be asked ({error})".split("\n", 1)[0]
+        ]
+    missing: set[int] = set()
+    elsewhere: dict[int, Waiting] = {}
+    asked, waited_for = {rank}, others
+    while waited_for:
+        member = waited_for.pop()
+        if member in asked:
+            continue
+        asked.add(member)
+        if member not in known:
+            missing.add(member)
+            continue
+        if (known[member].what, known[member].collective) != (own.what, own.collective):
+            elsewhere[member] = known[member]
+        waited_for += known[member].members
+    here = sorted(asked - missing - elsewhere.keys())
+    facts = [f"{_name(here)} wait{'s' * (len(here) == 1)} here"]
+    if not missing and not elsewhere:
+        facts = ["all of them arrived"]
+    facts += [f"rank {member} waits in {elsewhere[member]}" for member in sorted(elsewhere)[:_NUM_NAMED]]
+    return sorted(missing), facts
+
+
+def _ask(own: Waiting, rank: int) -> dict[int, Waiting]:
+    """Say where this rank waits, and hear it from the others: those of the group, and those for which they wait.
+
+    Ends when all of them have said so, or after a while.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    before = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=_OTHERS_SECONDS))
+    try:
+        store.set(_key(rank), json.dumps(asdict(own)))
+        known = {rank: own}
+        until = time.monotonic() + _OTHERS_SECONDS
+        while True:
+            silent = {member for waiting in known.values() for member in waiting.members} - known.keys()
+            found = {member: answer for member in silent if (answer := _answer(store, member)) is not None}
+            known |= found
+            if not silent or (not found and time.monotonic() > until):
+                return known
+            if not found:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        with suppress(Exception):
+            store.set_timeout(before)
+
+
+def _answer(store: Store, rank: int) -> Waiting | None:
+    if not store.check([_key(rank)]):
+        return None
+    content = json.loads(store.get(_key(rank)))
+    return Waiting(**{**content, "members": tuple(content["members"])})
+
+
+def _key(rank: int) -> str:
+    return f"shardwise/waiting-{rank}"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 4``; of many only the first."""
+    listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the device or on the host.
+
+    >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"))
+    True
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MEMORY_ERROR_TEXTS)
+
+
+def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryError | None:
+    """What to raise instead of ``error``, by which a conversion ended; None if it is not one of memory."""
+    if isinstance(error, ShardwiseError) or not is_out_of_memory(error):
+        return None
+    largest = purpose.largest
+    before, after = (
+        prod(layout.local_shape(purpose.ranks.coordinates)) * largest.itemsize for layout in purpose.layouts(largest)
+    )
+    whole = prod(largest.target.shape) * largest.itemsize
+    name, line = purpose.operator(largest)
+    value = purpose.describe(largest).split(":", 1)[0]
+    what = f"no memory on rank {purpose.ranks.rank} to bring {value} into the layout in which it is needed"
+    details = [
+        ("value", purpose.describe(largest)),
+        (
+            "bytes",
+            f"{format_bytes(after)} here afterwards, {format_bytes(before)} before; the whole tensor has "
+            f"{format_bytes(whole)}; a buffer of up to {format_bytes(max(before, after))} more on the way",
+        ),
+        ("error", str(error).split("\n", 1)[0]),
+    ]
+    fix = (
+        "keep it split there (strategies= of sw.plan, sw.shard or sw.constrain), or use a smaller batch or more devices"
+    )
+    return OutOfDeviceMemoryError(problem(what, op=name, source=line, fix=fix, facts=details))
