@@ -15,7 +15,7 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
-from shardwise.partition.buckets import Bucket
+from shardwise.partition.buckets import BUCKET_BYTES, Bucket
 from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
 from shardwise.plans.decide import decide
@@ -37,6 +37,7 @@ def plan(
     search: str = "sharding_propagation",
     mesh: Mesh | None = None,
     strategies: Mapping[str, Any] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
 
@@ -45,12 +46,17 @@ def plan(
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
     last inputs. ``optimizer``: the one that ``sw.verify`` steps with. ``mode``: ``"auto"``, ``"semi_auto"``,
     ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``mesh``: by default one axis ``dp`` over all devices.
-    ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules.
+    ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules. ``bucket_bytes``:
+    the largest message in which gradients (or gathered parameters) travel together; 0: each by itself.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend.
     """
     if search not in SEARCHES:
         raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+        raise ShardwiseError(
+            problem(f"bucket_bytes is {bucket_bytes!r}", fix="a whole number of bytes; 0: no buckets; default 25 MiB")
+        )
     if mode not in MODES:
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
     devices = (Cluster.local(cluster) if isinstance(cluster, int) else cluster).num_devices
@@ -66,15 +72,18 @@ def plan(
     args, named = call_arguments(example_inputs, kwargs)
     captured = capture(module, args, named, loss=loss, strategies=strategies)
     factored, choice = decide(captured.graph, captured.annotations, mesh, mode)
-    spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, mesh)
-    return _plan_of(captured.graph, factored.rules, choice, spmd, (mode, search, optimizer, module.training))
+    spmd = build_spmd(
+        captured.graph, factored.rules, choice.strategies, choice.sources, mesh, bucket_bytes=bucket_bytes
+    )
+    settings = (mode, search, optimizer, module.training, bucket_bytes)
+    return _plan_of(captured.graph, factored.rules, choice, spmd, settings)
 
 
 def _plan_of(
-    graph: Graph, rules: Mapping[str, Any], choice: Choice, spmd: Spmd, settings: tuple[str, str, str, bool]
+    graph: Graph, rules: Mapping[str, Any], choice: Choice, spmd: Spmd, settings: tuple[str, str, str, bool, int]
 ) -> Plan:
     mesh = spmd.mesh
-    mode, search, optimizer, training = settings
+    mode, search, optimizer, training, bucket_bytes = settings
 
     def tensors(kind: str) -> tuple[TensorEntry, ...]:
         found = []
@@ -94,6 +103,7 @@ def _plan_of(
         search=search,
         optimizer=optimizer,
         training=training,
+        bucket_bytes=bucket_bytes,
         inputs=tensors("input"),
         parameters=tensors("parameter"),
         buffers=tensors("buffer"),

@@ -1,8 +1,8 @@
 """Conversions that share their messages.
 
 Gradients that are reduced over the same axes travel together, and so do parameters that are gathered over the same
-axes, in buckets of a limited size; conversions that one operator needs of several tensors (keys and values, say) share
-a message too. A message has a price of its own, whatever it carries: few large ones are faster than many small ones.
+axes, in buckets of a limited size; other conversions of values that are there at the same time (keys and values, say)
+share a message too. A message has a price of its own, whatever it carries: few large ones are faster than many small.
 
 Parameters are there from the start, so a bucket of them stands where the first of its members is needed. Backward runs
 the program from its end: a bucket's gradients are complete when its first member has got its own, and its message
@@ -11,6 +11,7 @@ travels while the layers before it are computed. Buckets are therefore filled fr
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from shardwise.partition.steps import Conversion, Step
 # early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
+AHEAD = 32  # steps within which a conversion is made earlier than it is needed, to share a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,14 @@ def fill_buckets(
     sources: frozenset[str],
     dtype_of: Callable[[str], torch.dtype],
     receives_gradient: Callable[[Conversion], bool],
-    bucket_bytes: int | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Step | Conversion | Bucket, ...]:
     """The steps with conversions put into buckets.
 
     ``sources``: the parameters; ``dtype_of``: the dtype of a value, which decides what may share a message and how many
     bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself).
     """
-    limit = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    if limit == 0:
+    if bucket_bytes == 0:
         return tuple(steps)
 
     def way(conversion: Conversion) -> object:
@@ -77,22 +78,28 @@ def fill_buckets(
             continue
         largest = max(c.num_bytes for side in _both(step) for c in side)
         size = largest // step.itemsize * dtype_of(step.value).itemsize
-        found, filled, room = open_buckets.get(way(step), ([], 0, min(limit, FIRST_BUCKET_BYTES)))
+        found, filled, room = open_buckets.get(way(step), ([], 0, min(bucket_bytes, FIRST_BUCKET_BYTES)))
         if found and filled + size > room:
             members[found[-1]] = found[::-1]
-            found, filled, room = [], 0, limit
+            found, filled, room = [], 0, bucket_bytes
         found.append(position)
         open_buckets[way(step)] = found, filled + size, room
     for found, _, _ in open_buckets.values():
         members[found[-1]] = found[::-1]
     of_parameters = frozenset(members)
     taken = {position for found in members.values() for position in found}
+    made_at: defaultdict[str, int] = defaultdict(lambda: -1)  # sources are there from the start
+    for position, step in enumerate(steps):
+        made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, Step) else [step.result], position))
     for position, step in enumerate(steps):
         if position in taken or not isinstance(step, Conversion) or not any(_both(step)):
             continue
         found = [position]
-        while found[-1] + 1 < len(steps) and _joins(steps[found[-1] + 1], step, way) and found[-1] + 1 not in taken:
-            found.append(found[-1] + 1)
+        found += [
+            later
+            for later in range(position + 1, min(position + 1 + AHEAD, len(steps)))
+            if later not in taken and _joins(steps[later], step, way) and made_at[_value(steps[later])] < position
+        ]
         members[position] = found
         taken.update(found)
     result: list[Step | Conversion | Bucket] = []
@@ -118,8 +125,11 @@ def _is_one_message(conversion: Conversion, receives_gradient: Callable[[Convers
     return bool(sends) and forward <= 1 and backward <= 1
 
 
+def _value(step: Step | Conversion) -> str:
+    assert isinstance(step, Conversion), "only conversions join"
+    return step.value
+
+
 def _joins(step: Step | Conversion, first: Conversion, way: Callable[[Conversion], object]) -> bool:
-    """Whether the conversion of another tensor for the same operator may share the messages of the first."""
-    return (
-        isinstance(step, Conversion) and step.op == first.op and step.value != first.value and way(step) == way(first)
-    )
+    """Whether the step is the conversion of another tensor that may share the messages of the first."""
+    return isinstance(step, Conversion) and step.value != first.value and way(step) == way(first)

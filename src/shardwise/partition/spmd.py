@@ -19,7 +19,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
-from shardwise.partition.buckets import Bucket, fill_buckets
+from shardwise.partition.buckets import BUCKET_BYTES, Bucket, fill_buckets
 from shardwise.partition.lower import PlacedOp, lower_all
 from shardwise.partition.steps import Conversion, Step
 from shardwise.rules.rule import OpRule
@@ -89,7 +89,7 @@ def build_spmd(
     sources: Mapping[str, Layout],
     mesh: Mesh,
     *,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
     parameter_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Spmd:
     """Insert the conversions. ``rules``: the divided rules; ``sources``: source value -> the layout it is stored or

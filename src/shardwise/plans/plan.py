@@ -83,7 +83,8 @@ class ConversionEntry:
 class Plan:
     """A complete plan. Two plans are equal when all their entries are, and then their digests are equal too.
 
-    ``training``: whether the module was in training mode. ``operators`` are in execution order.
+    ``training``: whether the module was in training mode. ``bucket_bytes``: the largest message that several parameters
+    share. ``operators`` are in execution order.
     """
 
     mesh: Mesh
@@ -91,6 +92,7 @@ class Plan:
     search: str
     optimizer: str
     training: bool
+    bucket_bytes: int
     inputs: tuple[TensorEntry, ...]
     parameters: tuple[TensorEntry, ...]
     buffers: tuple[TensorEntry, ...]
@@ -189,6 +191,7 @@ class Plan:
             "search": self.search,
             "optimizer": self.optimizer,
             "training": self.training,
+            "bucket_bytes": self.bucket_bytes,
             "inputs": _table(self.inputs),
             "parameters": _table(self.parameters),
             "buffers": _table(self.buffers),
@@ -282,6 +285,7 @@ def _from_body(body: dict[str, Any]) -> Plan:
         search=_field(body, "search", str, "search"),
         optimizer=_field(body, "optimizer", str, "optimizer"),
         training=_field(body, "training", bool, "training"),
+        bucket_bytes=_field(body, "bucket_bytes", int, "bucket_bytes"),
         inputs=table(TensorEntry, "inputs"),
         parameters=table(TensorEntry, "parameters"),
         buffers=table(TensorEntry, "buffers"),

@@ -389,7 +389,7 @@ def cross_entropy_loss(
     is_soft = target.shape == self.shape and target.dtype.is_floating_point
     if not is_soft and not label_smoothing:  # the other probabilities are never needed as such
         shifted, total = _exponentials(_wide(self), class_dim)
-        losses, counts = _label_losses(shifted, target, weight, ignore_index, total.log().squeeze(class_dim))
+        losses, counts = _label_losses(shifted, target, weight, ignore_index, total.squeeze(class_dim))
         return _cast(_reduced(losses, counts, reduction), self.dtype)
     log_probabilities = log_softmax(self, class_dim)
     if is_soft:
@@ -411,15 +411,15 @@ def nll_loss(
 
 
 def _label_losses(
-    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, base: Tensor | None = None
+    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Per label: ``base`` (or 0) minus its entry of ``scores``, times its class weight, and what it counts in a
-    mean."""
+    """Per label: the logarithm of ``total`` (or 0) minus its entry of ``scores``, times its class weight, and what it
+    counts in a mean."""
     class_dim = 0 if scores.dim() == 1 else 1
     valid = target != ignore_index
     safe = torch.where(valid, target, 0)
     picked = scores.gather(class_dim, safe.unsqueeze(class_dim)).squeeze(class_dim)
-    losses = torch.where(valid, -picked if base is None else base - picked, 0)
+    losses = torch.where(valid, -picked if total is None else total.log() - picked, 0)
     if weight is None:
         return losses, valid
     counts = torch.where(valid, weight[safe], 0)

@@ -243,7 +243,14 @@ class Parallel(torch.nn.Module):
         model = self._model[0].train(self.training)
         captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=self._loss))
         factored, choice = bind(self.plan, captured.graph, training=self.training)
-        spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, self.plan.mesh)
+        spmd = build_spmd(
+            captured.graph,
+            factored.rules,
+            choice.strategies,
+            choice.sources,
+            self.plan.mesh,
+            bucket_bytes=self.plan.bucket_bytes,
+        )
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         own = localize(spmd, self._ranks.rank)
         program = emit(own, self._ranks, loss_only=loss_only, device=self.device, traceable=self._compile_programs)

@@ -120,7 +120,15 @@ def verify(
     reference = _float64_module(module, seed)
     factored, choice = bind(plan, graph, training=module.training, widened=True)
     dtypes = {source.value: captured.graph.by_name[source.value].dtype for source in captured.graph.sources}
-    spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh, parameter_dtypes=dtypes)
+    spmd = build_spmd(
+        graph,
+        factored.rules,
+        choice.strategies,
+        choice.sources,
+        plan.mesh,
+        bucket_bytes=plan.bucket_bytes,
+        parameter_dtypes=dtypes,
+    )
     single = _Single(reference, captured, loss, plan.optimizer)
     ranks = _Ranks(spmd, captured, reference, choice.sources, plan.optimizer)
     found: dict[tuple[str, str], Difference] = {}
