@@ -57,9 +57,7 @@ class ReplicaError(ShardwiseError):
     """Ranks that must hold the same bits of a value do not."""
 
 
-def problem(
-    what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()
-) -> str:
+def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()) -> str:
     """The message layout of every error: what (with the arithmetic), where, further facts, and the fix.
 
     >>> print(problem("cannot shard dim 1", op="mlp.up", source="model.py:41", fix="pad dim 1 to 32"))

@@ -67,17 +67,20 @@ class Purpose:
             return conversion.target.dual, conversion.source.dual
         return conversion.source, conversion.target
 
-    def describe(self, conversion: Conversion) -> str:
-        """For example ``layer_norm (of norm/layer_norm, gpt.py:85): f32[8@dp, 24] -> f32[8, 24]``."""
-        dtype = self.graph.by_name[conversion.value].dtype
+    def named(self, conversion: Conversion) -> str:
+        """The converted value: ``blocks.0.mlp.up.weight``, or ``layer_norm (of norm/layer_norm, gpt.py:85)``."""
         source = self.graph.source_of.get(conversion.value)
         producer = self.graph.producer.get(conversion.value)
         made = f" (of {producer.name}, {producer.source})" if producer else ""
-        name = (source.names[0] if source else conversion.value) + made
+        return "gradient of " * self.backward + (source.names[0] if source else conversion.value) + made
+
+    def describe(self, conversion: Conversion) -> str:
+        """The value with its layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more tensors``."""
+        dtype = self.graph.by_name[conversion.value].dtype
         before, after = (format_layout(layout, dtype) for layout in self.layouts(conversion))
         more = len(self.conversions) - 1
         together = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
-        return f"{'gradient of ' * self.backward}{name}: {before} -> {after}{together}"
+        return f"{self.named(conversion)}: {before} -> {after}{together}"
 
     def num_bytes(self, kind: str, axes: tuple[str, ...]) -> int:
         """Bytes of the whole message of a collective."""
@@ -245,8 +248,7 @@ def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryEr
     )
     whole = prod(largest.target.shape) * largest.itemsize
     name, line = purpose.operator(largest)
-    value = purpose.describe(largest).split(":", 1)[0]
-    what = f"no memory on rank {purpose.ranks.rank} to bring {value} into the layout in which it is needed"
+    what = f"no memory on rank {purpose.ranks.rank} to convert {purpose.named(largest)} to the layout that is needed"
     details = [
         ("value", purpose.describe(largest)),
         (

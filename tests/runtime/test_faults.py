@@ -1,0 +1,210 @@
+"""Real gloo ranks, of which one hangs, ends or has no memory left: what it and the others say."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.runtime import faults
+from shardwise.runtime.bootstrap import is_follow_up
+from shardwise.runtime.faults import Waiting, is_out_of_memory
+
+RunRanks = Callable[..., list[Any]]
+Outcome = tuple[str, str, bool]
+MIB = 2**20
+
+
+def outcome(action: Callable[[], Any]) -> Outcome:
+    """(type, message, whether the launcher takes it for a consequence) of what an action raises."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error), is_follow_up(error)
+    return "", "", False
+
+
+# -------------------------------------------------------------------------------------------- ranks that do not come
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def all_but_one_step(lives_on: bool) -> Outcome:
+    """On a rank of Mesh(dp=2, tp=2): rank 3 makes one step less than the others. It lives on until they have noticed,
+    or leaves the group at once."""
+    model, x = TwoLayers(), torch.randn(4, 8)
+    strategies = {"up": "m@dp n@tp", "down": "m@dp k@tp"}
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    plan = None
+    if rank == 0:
+        plan = sw.plan(model, x, sw.Cluster.local(4), mesh=sw.Mesh(dp=2, tp=2), strategies=strategies)
+    par = sw.parallelize(model, plan)
+    par.step(x)
+    if lives_on:
+        dist.barrier()
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+    if rank == 3:
+        while lives_on and not store.check([f"noticed {peer}" for peer in range(3)]):
+            time.sleep(0.05)
+        return "", "", False
+    found = outcome(lambda: par.step(x))
+    store.set(f"noticed {rank}", "")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lives_on", "how"), [(True, "timed out"), (False, "failed, a connection was lost")], ids=["hangs", "has left"]
+)
+def test_a_rank_that_does_not_arrive_is_named_with_the_operator_that_waits_for_it(
+    lives_on: bool, how: str, run_ranks: RunRanks
+) -> None:
+    outcomes = run_ranks(all_but_one_step, 4, lives_on)
+    for kind, text, follow_up in outcomes[:3]:
+        assert kind == "CollectiveError"
+        assert follow_up  # the launcher shows the rank that ended, where one did
+        assert "of TwoLayers, collective " in text
+    _, text, _ = outcomes[2]  # has the same part of the batch as rank 3
+    first, op, *_ = text.split("\n")
+    assert re.fullmatch(rf"(reduce_scatter|all_reduce) over tp \(\d+ B\) {how}; rank 3 did not arrive", first)
+    assert re.fullmatch(r"  op:     /(square|mean) \(test_faults\.py:\d+\)", op)
+    assert "  value:  add_1 (of down/add, test_faults.py:" in text
+    assert ": f32[4@dp, 8] partial(sum@tp) -> f32[" in text
+    assert "forward, call 2 of TwoLayers" in text
+
+
+def test_ranks_that_wait_for_each_other_are_followed_to_the_one_that_is_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = Waiting("Model", 7, "all_reduce over dp", (0, 2))
+    known = {0: here, 2: Waiting("Model", 4, "all_gather over tp", (2, 3)), 5: here}
+    monkeypatch.setattr(faults, "_ask", lambda own, rank: known)
+    missing, facts = faults._who_is_missing(here, 0)
+    assert missing == [3]
+    assert facts == ["rank 0 waits here", "rank 2 waits in collective 4 of Model: all_gather over tp"]
+    known[3] = Waiting("Model", 4, "all_gather over tp", (2, 3))
+    assert faults._who_is_missing(here, 0)[0] == []
+    known[2] = here
+    assert faults._who_is_missing(here, 0) == ([], ["all of them arrived"])
+
+
+def test_a_store_that_has_gone_leaves_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(own: Waiting, rank: int) -> dict[int, Waiting]:
+        raise dist.DistNetworkError("Connection reset")
+
+    monkeypatch.setattr(faults, "_ask", ask)
+    missing, (fact,) = faults._who_is_missing(Waiting("Model", 7, "all_reduce over dp", (0, 2)), 2)
+    assert missing == []
+    assert fact == "rank 2 waits here for rank 0; the store cannot be asked (Connection reset)"
+
+
+SCRIPT = """
+    import os, sys, time
+    import torch
+    import shardwise as sw
+
+    sw.init_ranks("gloo", timeout_seconds=3)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    mean = lambda out: out.mean()
+    x = torch.randn(4, 8)
+    strategies = {"0": "n@tp", "1": "k@tp"}
+    plan = sw.plan(model, x, sw.Cluster.local(2), mesh=sw.Mesh(tp=2), strategies=strategies, loss=mean)
+    par = sw.parallelize(model, plan, loss=mean)
+    par.step(x)
+
+    def load_data():
+        if sw.rank() == 1:
+            os._exit(7) if sys.argv[1] == "exit" else time.sleep(600)
+
+    load_data()
+    par.step(x)
+"""
+
+
+@pytest.mark.parametrize("how", ["hang", "exit"])
+def test_the_launcher_shows_what_hangs_and_before_that_what_ended(how: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "shardwise.cli", "run", "-n", "2", "train.py", how]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    if how == "exit":
+        assert ended.returncode == 7
+        assert "rank 1 failed with exit code 7" in ended.stderr
+        assert "CollectiveError" not in ended.stderr
+    else:
+        assert ended.returncode == 1
+        assert re.search(r"CollectiveError: \w+ over tp \(\d+ B\) timed out; rank 1 did not arrive", ended.stderr)
+        assert "where:  rank 1 was in load_data (train.py:" in ended.stderr
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+class Widens(torch.nn.Module):
+    """A small input, a large output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Linear(1, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x)
+
+
+def gather_more_than_there_is() -> Outcome:
+    """On a rank: its half of the output has 256 MiB, which fit; all of it does not."""
+    num_rows = 2 * 256 * MIB // (64 * 4)
+    model, x = Widens(), torch.zeros(num_rows, 1)
+    plan = sw.plan(model, x, sw.Cluster.local(2), mesh=sw.Mesh(dp=2), strategies={"wide": "m@dp"})
+    par = sw.parallelize(model, plan)
+    with torch.no_grad():
+        par(x[:2])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 512 * MIB, limits[1]))
+        try:
+            return outcome(lambda: par(x))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_memory_that_does_not_suffice_for_a_gathered_value_names_it(run_ranks: RunRanks) -> None:
+    for rank, (kind, text, follow_up) in enumerate(run_ranks(gather_more_than_there_is, 2)):
+        assert kind == "OutOfDeviceMemoryError", text
+        assert not follow_up
+        assert f"no memory on rank {rank} to convert linear (of wide/linear, test_faults.py:" in text
+        assert "f32[2097152@dp, 64] -> f32[2097152, 64]" in text
+        assert "512 MiB here afterwards, 256 MiB before" in text
+
+
+def test_torch_s_own_errors_of_memory_are_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(MemoryError("std::bad_alloc"))
+    assert not is_out_of_memory(RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
+    assert issubclass(sw.OutOfDeviceMemoryError, MemoryError)
+    assert issubclass(sw.OutOfDeviceMemoryError, RuntimeError)
