@@ -388,9 +388,13 @@ def cross_entropy_loss(
     class_dim = 0 if self.dim() == 1 else 1
     is_soft = target.shape == self.shape and target.dtype.is_floating_point
     if not is_soft and not label_smoothing:  # the other probabilities are never needed as such
-        shifted, total = _exponentials(_wide(self), class_dim)
-        losses, counts = _label_losses(shifted, target, weight, ignore_index, total.squeeze(class_dim))
-        return _cast(_reduced(losses, counts, reduction), self.dtype)
+        scores, valid = _wide(self), target != ignore_index
+        maximum, label = scores.detach().amax(class_dim, keepdim=True), torch.where(valid, target, 0)
+        whole = [[scores.shape[class_dim]], [0], [scores.shape[class_dim]]]
+        total, picked = torch.ops.shardwise.label_terms(scores, maximum, label, class_dim, *whole)
+        losses = torch.where(valid, total.log() - picked, 0)
+        counts = valid if weight is None else torch.where(valid, weight[label], 0)
+        return _cast(_reduced(losses if weight is None else losses * counts, counts, reduction), self.dtype)
     log_probabilities = log_softmax(self, class_dim)
     if is_soft:
         return _soft_label_loss(log_probabilities, target, weight, reduction, label_smoothing)
@@ -410,16 +414,13 @@ def nll_loss(
     return _reduced(losses, counts, reduction)
 
 
-def _label_losses(
-    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, total: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Per label: the logarithm of ``total`` (or 0) minus its entry of ``scores``, times its class weight, and what it
-    counts in a mean."""
+def _label_losses(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Per label: minus its entry of ``scores`` times its class weight, and what it counts in a mean."""
     class_dim = 0 if scores.dim() == 1 else 1
     valid = target != ignore_index
     safe = torch.where(valid, target, 0)
     picked = scores.gather(class_dim, safe.unsqueeze(class_dim)).squeeze(class_dim)
-    losses = torch.where(valid, -picked if total is None else total.log() - picked, 0)
+    losses = torch.where(valid, -picked, 0)
     if weight is None:
         return losses, valid
     counts = torch.where(valid, weight[safe], 0)

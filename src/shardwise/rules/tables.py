@@ -15,6 +15,7 @@ from shardwise.rules.dropout import DROPOUT
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.indexing import INDEXING
 from shardwise.rules.joins import JOINS
+from shardwise.rules.label_terms import LABEL_TERMS
 from shardwise.rules.losses import LOSSES
 from shardwise.rules.matmul import MATMUL
 from shardwise.rules.normalization import NORMALIZATION
@@ -49,6 +50,7 @@ RULES: RuleTable = join(
         LOSSES,
         CONSTRUCTORS,
         DROPOUT,
+        LABEL_TERMS,
     )
 )
 
