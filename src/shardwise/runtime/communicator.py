@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.mesh import Mesh
-from shardwise.runtime.faults import Purpose, collective_failed, conversion_failed
+from shardwise.runtime.faults import Purpose, Waiting, collective_failed, conversion_failed, exchange_failed
 from shardwise.runtime.moves import LocalMove, local_move
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
@@ -64,6 +64,20 @@ class Communicator:
     def group(self, axes: tuple[str, ...]) -> Any:
         """The process group of the ranks that differ along ``axes`` only."""
         return self._groups[frozenset(axes)]
+
+    def gather_from_all(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The equally large tensors of all ranks, in a row each. ``what`` it is for, for a CollectiveError."""
+        self.launched += 1
+        rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
+        try:
+            _gather_tensor(rows.view(-1), tensor.reshape(-1))
+        except RuntimeError as error:
+            waiting = Waiting(self.name, self.launched, what, tuple(range(self.mesh.num_devices)))
+            explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
+            if explained is None:
+                raise
+            raise explained from error
+        return rows
 
     def note(self, kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
         """Add a collective to the record, where one is kept."""

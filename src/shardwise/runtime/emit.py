@@ -34,6 +34,8 @@ def emit(
     It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of
     mutations). With ``loss_only`` there are no outputs, and what only they need (gathering the logits, say) is left
     out. ``traceable``: for torch.compile, which places the waiting for messages by itself.
+
+    The node of a value of the Spmd program has its name as ``meta["value"]``.
     """
     spmd = program.spmd
     graph = fx.Graph()
@@ -72,6 +74,9 @@ def emit(
             nodes[instruction.result] = _emit_linear(instruction, f"linear_{index}", root, graph, nodes, program, ranks)
         else:
             _emit_call(instruction, graph, nodes, device)
+
+    for value in spmd.layouts.keys() & nodes.keys():
+        nodes[value].meta["value"] = value
 
     def node(arg: Any) -> Any:
         return map_refs(arg, lambda name: nodes[name])

@@ -112,43 +112,40 @@ class Waiting:
 def collective_failed(error: Exception, message: Message) -> CollectiveError | None:
     """What to raise instead of ``error``, by which the collective of ``message`` ended; None if it is not one of the
     network's."""
+    purpose, mesh = message.purpose, message.ranks.mesh
+    first = purpose.conversions[0]
+    name, line = purpose.operator(first)
+    what = f"{message.kind} over {mesh.format_axes(message.axes)}"
+    size = format_bytes(purpose.num_bytes(message.kind, message.axes))
+    direction = "backward" if purpose.backward else "forward"
+    members = tuple(sorted(mesh.group(message.axes, message.ranks.rank)))
+    own = Waiting(message.ranks.name, message.number, f"{what} for {name} ({line}), {direction}", members)
+    facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {message.ranks.calls}")]
+    return exchange_failed(error, message.ranks.rank, own, f"{what} ({size})", name, line, facts)
+
+
+def exchange_failed(
+    error: Exception, rank: int, own: Waiting, what: str, op: str, source: str, facts: list[tuple[str, str]]
+) -> CollectiveError | None:
+    """The same for any exchange between ranks: ``what`` failed, in which ``rank`` waits as ``own`` says."""
     text = str(error)
     is_network = isinstance(error, dist.DistError) or any(part in text.lower() for part in _NETWORK_ERROR_TEXTS)
     if isinstance(error, ShardwiseError) or is_out_of_memory(error) or not is_network:
         return None
-    ranks, purpose = message.ranks, message.purpose
-    first = purpose.conversions[0]
-    name, line = purpose.operator(first)
-    size = format_bytes(purpose.num_bytes(message.kind, message.axes))
-    what = f"{message.kind} over {ranks.mesh.format_axes(message.axes)} ({size})"
-    direction = "backward" if purpose.backward else "forward"
-    where = f"{what} for {name} ({line}), {direction}"
-    members = tuple(sorted(ranks.mesh.group(message.axes, ranks.rank)))
-    own = Waiting(ranks.name, message.number, where, members)
-    late = _timed_out(text)
-    missing, facts = _who_is_missing(own, ranks.rank)
+    late = "timed out" in text.lower() or "timeout" in text.lower()
+    missing, found = _who_is_missing(own, rank)
+    who, fix = (
+        "",
+        "call the module equally often on every rank, with the same inputs and settings; else see the network",
+    )
     if missing:
-        who = f"; {_name(missing)} did not arrive"
-        fix = f"see the first error of {_name(missing)}, or what ended it"
+        names = _name(missing)
+        who, fix = f"; {names} did not arrive", f"see the first error of {names}, or what ended it"
         if late:
-            fix = (
-                f"see what {_name(missing)} did instead (shardwise run prints where), or allow more time in init_ranks"
-            )
-    else:
-        who = ""
-        fix = "call the module equally often on every rank, with the same inputs and settings; else see the network"
-    details = [
-        ("value", purpose.describe(first)),
-        ("pass", f"{direction}, call {ranks.calls} of {ranks.name}, collective {message.number}"),
-        *(("ranks", fact) for fact in facts),
-        ("error", text.split("\n", 1)[0]),
-    ]
+            fix = f"see what {names} did instead (shardwise run prints where), or allow more time in init_ranks"
+    details = [*facts, *(("ranks", fact) for fact in found), ("error", text.split("\n", 1)[0])]
     what = f"{what} {'timed out' if late else 'failed, a connection was lost'}{who}"
-    return CollectiveError(problem(what, op=name, source=line, fix=fix, facts=details))
-
-
-def _timed_out(text: str) -> bool:
-    return "timed out" in text.lower() or "timeout" in text.lower()
+    return CollectiveError(problem(what, op=op, source=source, fix=fix, facts=details))
 
 
 def _who_is_missing(own: Waiting, rank: int) -> tuple[list[int], list[str]]:

@@ -25,6 +25,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit
 from shardwise.runtime.guards import protect
 from shardwise.runtime.materialize import full_tensors
+from shardwise.runtime.replicas import ReplicaCheck, checked_interval
 from shardwise.runtime.shards import shard
 
 Inputs = Literal["global", "local"]
@@ -54,6 +55,7 @@ def parallelize(
     init: Callable[[str, torch.Tensor], None] | None = None,
     device: torch.device | str | None = None,
     compile: bool | None = None,
+    check_replicas: int | None = None,
 ) -> Parallel:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
@@ -63,6 +65,9 @@ def parallelize(
     on the meta device get their values (``runtime.materialize``; by default the seed given to ``sw.deferred``); a
     module with values keeps them. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
     programs (by default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
+    ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is compared
+    (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
+    not compiled. Rank 0's setting counts.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks.
@@ -91,7 +96,8 @@ def parallelize(
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     device = torch.device(device)
     compile = device.type == "cuda" if compile is None else compile
-    return Parallel(module, agreed, loss, inputs, seed, init, device, compile)
+    every = from_rank_zero(lambda: checked_interval(check_replicas))
+    return Parallel(module, agreed, loss, inputs, seed, init, device, compile, every)
 
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
@@ -147,11 +153,13 @@ class Parallel(torch.nn.Module):
         init: Callable[[str, torch.Tensor], None] | None,
         device: torch.device,
         compile: bool,
+        check_replicas: int = 0,
     ) -> None:
         super().__init__()
         self.plan, self.device, self.inputs = plan, device, inputs
         self._loss, self._compile_programs = loss, compile
         self._ranks = Communicator(plan.mesh, type(module).__name__)
+        self._replicas = ReplicaCheck(check_replicas, self._ranks, device) if check_replicas else None
         self._compiled: dict[Any, Compiled] = {}
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
         self._seed = torch.tensor(seed or 0, dtype=torch.int64, device=device)
@@ -215,10 +223,15 @@ class Parallel(torch.nn.Module):
         self._ranks.calls += 1
         if compiled is None:
             compiled = self._compiled[key] = self._compile(flat, spec, loss_only)
-        given = iter([x.to(self.device) for x in flat if isinstance(x, torch.Tensor)])
-        layouts = iter(compiled.inputs)
-        tensors = [self._own_part(next(given), next(layouts)) if t is None else t for t in compiled.tensors]
-        loss, outputs, written = compiled.run(*tensors)
+        given = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
+        parts = map(self._own_part, given, compiled.inputs)
+        tensors = [next(parts) if t is None else t for t in compiled.tensors]
+        check = self._replicas if self.training and torch.is_grad_enabled() else None
+        if check is not None and check.is_due():
+            batch = () if self.inputs == "local" else given
+            loss, outputs, written = check.run(compiled.program, compiled.spmd, tensors, batch)
+        else:
+            loss, outputs, written = compiled.run(*tensors)
         with torch.no_grad():
             for position, value in zip(compiled.written, written, strict=True):
                 tensors[position].copy_(value)

@@ -1,0 +1,320 @@
+"""Whether ranks that must hold the same bits do: the check behind ``parallelize(..., check_replicas=n)``.
+
+Where a layout is invariant or replicated on a mesh axis, the ranks along that axis hold copies, bit for bit: they come
+out of one collective, or out of the same arithmetic on copies. Nothing enforces that. A batch that is not the same on
+two ranks, a parameter that somebody changed on one of them, or a kernel that sums in another order every time, makes
+copies drift apart, and what is trained is no longer the model.
+
+In a call that is checked, a variant of the program runs: the same operators and conversions on the same tensors, and
+after each of them a fingerprint of its result, of 64 bits. One all-gather of all fingerprints of the forward pass, and
+one of those of the gradients at the end of the backward pass, tells every rank the first value in the order of the
+program whose copies differ. Values are compared along invariant and replicated axes only: shards and summands differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Variable
+
+from shardwise.errors import ReplicaError, ShardwiseError, problem
+from shardwise.graph.normalize import SEED
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.text import format_layout
+from shardwise.partition.spmd import Spmd
+from shardwise.runtime.communicator import Communicator
+
+Kind = Literal["batch", "input", "parameter", "buffer", "constant", "seed", "operator", "conversion", "gradient"]
+
+_LEVELS, _LENGTH = 3, 1 << 14  # lanes of 4 bytes: three levels are enough for 16 TiB
+_BLOCK_LANES = {"cpu": 1 << 16, "cuda": 1 << 22}  # what is multiplied at a time: half a MiB stays in a core's cache
+_NUM_NAMED = 8  # ranks that a message lists
+
+_FIXES: dict[Kind, str] = {
+    "batch": 'pass the same whole batch on every rank (the same order of samples), or only its part: inputs="local"',
+    "input": "ranks along an axis that does not split the batch must get the same samples: choose them by the "
+    "coordinates on the other axes",
+    "parameter": "change parameters on all ranks alike; an optimizer must do the same on each (no random numbers of "
+    "its own, the same learning rate); load the same checkpoint on all",
+    "buffer": "change buffers on all ranks alike, and load the same checkpoint on all",
+    "constant": "build the module from the same values on every rank",
+    "seed": "give parallelize the same seed= on every rank",
+    "operator": "those of its operands that have copies were equal: a kernel that is not deterministic "
+    "(torch.use_deterministic_algorithms(True) finds it), different software or hardware, or a faulty device",
+    "conversion": "a collective gave its ranks different bits: see the network and the devices of these ranks",
+    "gradient": "the values of the forward pass were equal: a backward kernel that is not deterministic "
+    "(torch.use_deterministic_algorithms(True) finds it), a change of gradients on some ranks, or a faulty device",
+}
+
+
+class Fingerprint(torch.nn.Module):
+    """A tensor -> 64 bits of its content, as a scalar on its device.
+
+    Equal bits have equal fingerprints; one bit that differs always shows, and other differences with odds of at least
+    2^32 to 1. The memory of the tensor is read as integers of 4 bytes, each multiplied by an odd random number that
+    belongs to its position; the sum wraps around. So -0.0 differs from 0.0, and a NaN equals the same NaN.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0x5EED)
+        limit = torch.iinfo(torch.int64)
+        factors = torch.randint(limit.min, limit.max, (_LEVELS, _LENGTH), generator=generator, dtype=torch.int64) | 1
+        self.factors = factors.to(device)  # no buffer: not a part of the program's state
+        self.rows = _BLOCK_LANES.get(device.type, _BLOCK_LANES["cpu"]) // _LENGTH
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            if tensor.numel() == 0:
+                return self.factors.new_zeros(())
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            if flat.storage_offset() * flat.itemsize % 4:
+                flat = flat.clone()
+            memory = flat.view(torch.uint8)
+            num_lanes, rest = divmod(memory.numel(), 4)
+            total = self._total(memory[: 4 * num_lanes].view(torch.int32), 0)
+            if rest:
+                total = total + (memory[4 * num_lanes :] * self.factors[_LEVELS - 1, :rest]).sum()
+            return total
+
+    def _total(self, lanes: Tensor, level: int) -> Tensor:
+        factors = self.factors[level]
+        if lanes.numel() <= _LENGTH:
+            return (lanes * factors[: lanes.numel()]).sum()
+        num_rows = lanes.numel() // _LENGTH
+        rows = lanes[: num_rows * _LENGTH].view(num_rows, _LENGTH)
+        sums = [(rows[start : start + self.rows] * factors).sum(1) for start in range(0, num_rows, self.rows)]
+        last = lanes[num_rows * _LENGTH :]
+        sums.append((last * factors[: last.numel()]).sum().view(1))
+        return self._total(torch.cat(sums), level + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a fingerprint is of. ``layout``: None for a batch that is given whole on every rank; ``op`` and ``source``:
+    the operator that computed it or, of a conversion, that needs it."""
+
+    kind: Kind
+    name: str
+    layout: Layout | None
+    dtype: torch.dtype
+    op: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        words = {"batch": "the batch: input", "operator": "the result of", "conversion": "the converted value"}
+        if self.kind == "seed":
+            return "the seed of dropout"
+        return f"{words.get(self.kind, self.kind)} {self.op if self.kind == 'operator' else self.name}"
+
+
+@dataclass(frozen=True)
+class Instrumented:
+    """A program that returns fingerprints besides its results, what they are of, and per fingerprint and rank the first
+    rank that must have the same one (``leaders``, of shape [ranks, fingerprints])."""
+
+    program: fx.GraphModule
+    subjects: tuple[Subject, ...]
+    leaders: Tensor
+
+
+class ReplicaCheck:
+    """The check of one module, in every ``every``-th of its training calls, the first included."""
+
+    def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
+        self.every, self.ranks = every, ranks
+        self.fingerprint = Fingerprint(device)
+        self._count = 0
+        self._instrumented: dict[fx.GraphModule, Instrumented] = {}
+        self._hooks: list[Any] = []
+
+    def is_due(self) -> bool:
+        """Whether this training call is to be checked; to be asked once in every call."""
+        self._unwatch()  # a checked call whose gradients nobody computed
+        self._count += 1
+        return (self._count - 1) % self.every == 0
+
+    def run(
+        self,
+        program: fx.GraphModule,
+        spmd: Spmd,
+        tensors: Sequence[Tensor],
+        batch: Sequence[Tensor],
+    ) -> tuple[Tensor | None, tuple[Any, ...], tuple[Tensor, ...]]:
+        """What ``program(*tensors)`` returns. Raises ReplicaError, on all ranks alike, where copies differ; the next
+        backward pass does so for the gradients of the parameters.
+
+        ``tensors``: this rank's, in the order of the sources; ``batch``: the inputs, where all ranks get the same ones.
+        """
+        if program not in self._instrumented:
+            self._instrumented[program] = self._instrument(program, spmd)
+        own = self._instrumented[program]
+        names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
+        given = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
+        prints = [self.fingerprint(tensor) for tensor in batch]
+        loss, outputs, written, computed = own.program(*tensors)
+        leaders = torch.cat([_leaders([s.layout for s in given], spmd.mesh), own.leaders], dim=1)
+        self._compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
+        self._watch(spmd, tensors)
+        return loss, outputs, written
+
+    # ------------------------------------------------------------------------------------------------------ the program
+
+    def _instrument(self, program: fx.GraphModule, spmd: Spmd) -> Instrumented:
+        """The program with a fingerprint of every value that has copies and is used by anything."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        results = graph.graph_copy(program.graph, copies)
+        sources = spmd.graph.source_of
+        last_placeholder = next(copies[node] for node in reversed(program.graph.nodes) if node.op == "placeholder")
+        subjects: list[Subject] = []
+        prints: list[fx.Node] = []
+        for node, copy in copies.items():
+            name = node.meta.get("value")
+            if name is None or not _has_copies(spmd.layouts[name]):
+                continue
+            if not node.users and (name not in sources or sources[name].kind == "input"):
+                continue
+            after = copy
+            if node.op == "placeholder":  # no placeholder may follow another node
+                after = prints[-1] if prints else last_placeholder
+            with graph.inserting_after(after):
+                prints.append(graph.call_module("fingerprint", (copy,)))
+            subjects.append(_subject(name, spmd))
+        assert isinstance(results, tuple), "a program returns (loss, outputs, written)"
+        graph.output((*results, tuple(prints)))
+        root = torch.nn.Module()
+        for name, module in program.named_children():
+            root.add_module(name, module)
+        root.add_module("fingerprint", self.fingerprint)
+        leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)
+        return Instrumented(fx.GraphModule(root, graph, "CheckedProgram"), tuple(subjects), leaders)
+
+    # ---------------------------------------------------------------------------------------------------- the gradients
+
+    def _watch(self, spmd: Spmd, tensors: Sequence[Tensor]) -> None:
+        """Compare gradients at the end of the backward pass that first reaches one of the parameters."""
+        watched: list[Tensor] = []
+        subjects: list[Subject] = []
+        for source, tensor in zip(spmd.graph.sources, tensors, strict=True):
+            layout = spmd.layouts[source.value].dual
+            if source.kind == "parameter" and tensor.requires_grad and _has_copies(layout):
+                watched.append(tensor)
+                subjects.append(Subject("gradient", f"of {source.names[0]}", layout, tensor.dtype))
+        leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)
+
+        def compare() -> None:
+            grads = [parameter.grad for parameter in watched]
+            zero = torch.zeros((), dtype=torch.int64, device=self.fingerprint.factors.device)
+            prints = [zero if grad is None else self.fingerprint(grad) for grad in grads]
+            self._compare(subjects, prints, leaders, "backward")
+
+        def reached(_: Tensor) -> None:
+            if self._hooks:
+                self._unwatch()
+                Variable._execution_engine.queue_callback(compare)
+
+        self._hooks = [p.register_post_accumulate_grad_hook(reached) for p in watched]
+
+    def _unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # ------------------------------------------------------------------------------------------------------- comparison
+
+    def _compare(self, subjects: Sequence[Subject], prints: Sequence[Tensor], leaders: Tensor, direction: str) -> None:
+        """Exchange fingerprints, and raise ReplicaError for the first subject whose copies differ."""
+        if not subjects:
+            return
+        everywhere = self.ranks.gather_from_all(torch.stack(list(prints)), "the comparison of replicas").cpu()
+        differ = (everywhere != everywhere.gather(0, leaders)).any(0)
+        if not differ.any():
+            return
+        first = int(differ.nonzero()[0])
+        raise ReplicaError(
+            _report(
+                subjects[first],
+                everywhere[:, first].tolist(),
+                leaders[:, first].tolist(),
+                f"{direction}, call {self.ranks.calls} of {self.ranks.name}; "
+                f"{int(differ.sum())} of {len(subjects)} values that have copies differ",
+            )
+        )
+
+
+def _subject(name: str, spmd: Spmd) -> Subject:
+    graph = spmd.graph
+    source = graph.source_of.get(name)
+    if source is not None:
+        kind: Kind = "seed" if source.names[0] == SEED else source.kind
+        return Subject(kind, source.names[0], spmd.layouts[name], graph.by_name[name].dtype)
+    conversion = next((c for c in spmd.conversions if c.result == name), None)
+    if conversion is not None:
+        own = graph.source_of.get(conversion.value)
+        shown = own.names[0] if own else conversion.value
+        consumer = graph.op_by_name.get(conversion.op) or graph.producer.get(conversion.value)
+        where = (consumer.name, consumer.source) if consumer else (conversion.op, "")
+        return Subject("conversion", shown, conversion.target, graph.by_name[conversion.value].dtype, *where)
+    op = graph.producer[name]
+    return Subject("operator", name, spmd.layouts[name], graph.by_name[name].dtype, op.name, op.source)
+
+
+def _has_copies(layout: Layout) -> bool:
+    return any(state in "IR" for state in layout.state_of.values())
+
+
+def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
+    """Per rank and layout the lowest rank that holds the same of a tensor; rank 0 where there is no layout."""
+    known: dict[tuple[str, ...], list[int]] = {}
+    columns: list[list[int]] = []
+    for layout in layouts:
+        copied = mesh.sub_axes if layout is None else tuple(a for a, state in layout.state_of.items() if state in "IR")
+        if copied not in known:
+            same = dict.fromkeys(copied, 0)
+            known[copied] = [mesh.rank_of({**mesh.coordinates(rank), **same}) for rank in range(mesh.num_devices)]
+        columns.append(known[copied])
+    return torch.tensor(columns, dtype=torch.int64).view(len(columns), mesh.num_devices).t()
+
+
+def _report(subject: Subject, prints: list[int], leaders: list[int], where: str) -> str:
+    """The message about one subject: who differs from whom, in the first group of copies that are not equal."""
+    groups: dict[int, dict[int, list[int]]] = {}  # leader -> fingerprint -> ranks
+    for rank, (found, leader) in enumerate(zip(prints, leaders, strict=True)):
+        groups.setdefault(leader, {}).setdefault(found, []).append(rank)
+    split = [group for group in groups.values() if len(group) > 1]
+    most, *others = sorted(split[0].values(), key=lambda ranks: (-len(ranks), ranks))
+    differing = sorted(rank for ranks in others for rank in ranks)
+    what = (
+        f"copies of {subject} are not equal: {_name(differing)} differ{'s' * (len(differing) == 1)} from {_name(most)}"
+    )
+    facts = [("where", where)]
+    if len(others) > 1 or len(split) > 1:
+        among = "; ".join(_name(ranks) for group in split[:_NUM_NAMED] for ranks in group.values())
+        facts.append(("equal", f"only the copies of {among}"))
+    if subject.layout is not None:
+        mesh = subject.layout.mesh
+        copied = tuple(axis for axis, state in subject.layout.state_of.items() if state in "IR")
+        layout = format_layout(subject.layout, subject.dtype)
+        facts.insert(0, ("value", f"{subject.name}: {layout}, copied along {mesh.format_axes(copied)}"))
+    return problem(what, op=subject.op, source=subject.source, fix=_FIXES[subject.kind], facts=facts)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 4``; of many only the first."""
+    listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+def checked_interval(check_replicas: int | None) -> int:
+    """The setting as a number, 0 for never. Raises ShardwiseError for anything else."""
+    every = 0 if check_replicas is None else check_replicas
+    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+        what = f"check_replicas is the number of training calls from check to check, not {check_replicas!r}"
+        raise ShardwiseError(problem(what, fix="give a whole number; 0 or None for no checks"))
+    return every
