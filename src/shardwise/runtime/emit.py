@@ -141,9 +141,8 @@ def _depart(route: Route, bucket: int, root: torch.nn.Module, graph: fx.Graph, n
     nodes[f"tensors {bucket}"] = graph.call_function(operator.getitem, (left, 1))
 
 
-# Operators whose result is new memory that their backward does not need; the gradients of their first two operands are
-# new memory too (that of a bias may be the cotangent itself).
-_OWN_MEMORY = frozenset(
+# Operators whose gradients, of their first two operands, are new memory (that of a bias may be the cotangent itself).
+_NEW_GRADIENTS = frozenset(
     {
         torch.ops.aten.linear.default,
         torch.ops.aten.matmul.default,
@@ -153,6 +152,8 @@ _OWN_MEMORY = frozenset(
         torch.ops.aten.embedding.default,
     }
 )
+# Operators whose result is new memory that their backward does not need.
+_NEW_RESULTS = _NEW_GRADIENTS | {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
 
 def _overwritable(program: Program) -> dict[str, tuple[bool, bool]]:
@@ -176,8 +177,8 @@ def _overwritable(program: Program) -> dict[str, tuple[bool, bool]]:
     kept = set(refs(spmd.outputs)) | {spmd.loss} | {value for _, value in spmd.mutations}
     return {
         c.result: (
-            made_by.get(c.value) in _OWN_MEMORY and uses[c.value] == 1 and c.value not in kept,
-            c.result not in kept and all(target in _OWN_MEMORY for target in consumers.get(c.result, [None])),
+            made_by.get(c.value) in _NEW_RESULTS and uses[c.value] == 1 and c.value not in kept,
+            c.result not in kept and all(target in _NEW_GRADIENTS for target in consumers.get(c.result, [None])),
         )
         for c in spmd.conversions
     }

@@ -1,0 +1,190 @@
+"""Messages on real ranks: buckets change no bit, gathers leave before they are needed, compilation changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from runtime.small_gpt import TENSOR_PARALLEL, batch, make_gpt
+
+RunRanks = Callable[..., list[Any]]
+Record = list[tuple[str, str, int]]
+
+
+def gpt_plan(mesh: sw.Mesh, bucket_bytes: int) -> sw.Plan:
+    strategies = TENSOR_PARALLEL if "tp" in dict(mesh.axes) else None
+    return sw.plan(
+        make_gpt(), batch(8, 0), mesh.num_devices, mesh=mesh, strategies=strategies, bucket_bytes=bucket_bytes
+    )
+
+
+def recorded(par: sw.Parallel) -> Record:
+    assert par._ranks.record is not None
+    found = [(c.kind, par.plan.mesh.format_axes(c.axes), c.num_bytes) for c in par._ranks.record]
+    par._ranks.record.clear()
+    return found
+
+
+def accumulate(par: sw.Parallel) -> tuple[list[float], dict[str, torch.Tensor], Record]:
+    """Two losses, the gradients accumulated over both batches, and the collectives of the second backward."""
+    par._ranks.record = []
+    losses = [par.step(*batch(8, 1)).item()]
+    loss = par(*batch(8, 2))
+    recorded(par)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in par.named_parameters() if p.grad is not None}
+    return [*losses, loss.item()], gradients, recorded(par)
+
+
+def with_and_without_buckets(mesh: sw.Mesh) -> list[Any]:
+    """On a rank: buckets of the default size, of a few tensors, and none."""
+    return [accumulate(sw.parallelize(make_gpt(), gpt_plan(mesh, size))) for size in (2**25, 5000, 0)]
+
+
+@pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), sw.Mesh(dp=2, tp=2)], ids=str)
+def test_buckets_change_the_number_of_messages_and_no_gradient(mesh: sw.Mesh, run_ranks: RunRanks) -> None:
+    """A sum of two numbers does not depend on where in a message they stand: over an axis of two not a bit differs. The
+    last norm is reduced over both axes: four summands, whose order does."""
+    for big, small, none in run_ranks(with_and_without_buckets, mesh.num_devices, mesh, time_limit_seconds=180):
+        for losses, gradients, _ in (big, small):
+            assert losses == none[0]
+            assert gradients.keys() == none[1].keys()
+            for name, gradient in gradients.items():
+                if name.startswith("norm.") and mesh.num_devices == 4:
+                    assert_close_as_sums(gradient, none[1][name], name)
+                else:
+                    assert torch.equal(gradient, none[1][name]), name
+        counts = [len([c for c in record if c[2] > 8 and "dp" in c[1]]) for _, _, record in (big, small, none)]
+        assert counts[0] == (2 if mesh.num_devices == 2 else 4)  # one of them is that of the positions, an activation
+        assert counts[0] < counts[1] < counts[2]
+        assert counts[2] == 28
+
+
+def assert_close_as_sums(gradient: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    """Four summands in another order: at most 3 roundings of the largest partial sum, in either, and two batches."""
+    scale = max(float(other.abs().max()), 1e-6)
+    assert float((gradient - other).abs().max()) <= 2 * 6 * 4 * 2**-53 * scale, name
+
+
+def over_four() -> list[Any]:
+    return [accumulate(sw.parallelize(make_gpt(), gpt_plan(sw.Mesh(dp=4), size))) for size in (2**25, 0)]
+
+
+def test_over_more_ranks_only_the_order_of_additions_differs(run_ranks: RunRanks) -> None:
+    for big, none in run_ranks(over_four, 4, time_limit_seconds=180):
+        assert big[0] == pytest.approx(none[0], rel=1e-15)
+        for name, gradient in big[1].items():
+            assert_close_as_sums(gradient, none[1][name], name)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def make_mlp() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp().double()
+
+
+X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def stored_in_shards() -> sw.Plan:
+    """Data parallelism with parameters kept in shards, which are gathered when they are needed: edited by hand. Buckets
+    hold two layers."""
+    plan = sw.plan(make_mlp(), X, 2, bucket_bytes=2 * 72 * 8)
+    entries = tuple(
+        replace(e, layout=e.layout.replace("[8, 8]", "[8@dp, 8]").replace("[8]", "[8@dp]")) for e in plan.parameters
+    )
+    return replace(plan, parameters=entries, conversions=())
+
+
+def gather_parameters() -> tuple[Any, ...]:
+    """On a rank: loss, gradients and collectives of a step, and the steps of the program that belong to buckets."""
+    par = sw.parallelize(make_mlp(), stored_in_shards())
+    loss = par(X)
+    par._ranks.record = []
+    loss = par(X)
+    forward = recorded(par)
+    loss.backward()
+    backward = recorded(par)
+    transit = [n.target for n in par.program().graph.nodes if n.op == "call_module" and "linear" not in str(n.target)]
+    gradients = {name: p.grad for name, p in par.named_parameters()}
+    return loss.item(), gradients, forward, backward, [str(name).split("_")[0] for name in transit]
+
+
+def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_needed(run_ranks: RunRanks) -> None:
+    model = make_mlp()
+    loss = model(X)
+    loss.backward()
+    report = sw.verify(make_mlp(), X, stored_in_shards())
+    assert report.ok, str(report)
+    for rank, (own, gradients, forward, backward, transit) in enumerate(run_ranks(gather_parameters, 2)):
+        assert own == pytest.approx(loss.item(), rel=1e-14)
+        for name, parameter in model.named_parameters():
+            want = parameter.grad.chunk(2)[rank]
+            torch.testing.assert_close(gradients[name], want, rtol=1e-12, atol=1e-15)
+        assert [kind for kind, _, _ in forward] == ["all_gather", "all_gather", "all_reduce"]
+        assert [kind for kind, _, _ in backward] == ["reduce_scatter", "reduce_scatter"]
+        # The second bucket leaves before the first one is waited for.
+        assert transit[:3] == ["depart", "depart", "convert"], transit
+
+
+def compiled_and_not(mesh: sw.Mesh) -> list[Any]:
+    plan = sw.plan(make_mlp(), X, 2, mesh=mesh, strategies={"layers.0": "n@tp"} if "tp" in dict(mesh.axes) else None)
+    found = []
+    for choice in (False, True):
+        par = sw.parallelize(make_mlp(), plan, compile=choice)
+        optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            losses.append(par.step(X).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, {name: p.detach() for name, p in par.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), sw.Mesh(tp=2)], ids=str)
+def test_torch_compile_computes_the_same(mesh: sw.Mesh, run_ranks: RunRanks) -> None:
+    """Fused kernels round a tanh and a sum differently: 1e-12 of float64 after three steps."""
+    for (eager, parameters), (compiled, others) in run_ranks(compiled_and_not, 2, mesh, time_limit_seconds=400):
+        assert compiled == pytest.approx(eager, rel=1e-12)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(others[name], parameter, rtol=1e-12, atol=1e-14)
+
+
+def frozen_and_unused() -> list[str]:
+    """On a rank: a frozen parameter and one that the loss does not need."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.frozen, self.unused = (nn.Linear(8, 8) for _ in range(3))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.frozen(self.used(x)).square().mean(), self.unused(x)
+
+    torch.manual_seed(0)
+    par = sw.parallelize(Partly().double(), sw.plan(Partly().double(), X, dist.get_world_size()))
+    par.step(X)
+    return [name for name, p in par.named_parameters() if p.grad is not None]
+
+
+def test_parameters_without_gradient_get_none(run_ranks: RunRanks) -> None:
+    assert run_ranks(frozen_and_unused, 2) == [["used.weight", "used.bias"]] * 2
