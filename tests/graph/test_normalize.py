@@ -321,3 +321,19 @@ def test_attention_with_dropout_is_written_out(form):
     out.sum().backward()
     assert torch.isfinite(module.weight.grad).all()
     assert not math.isclose(module.weight.grad.abs().sum(), 0)
+
+
+def test_names_of_new_operators_leave_room_for_those_that_are_kept():
+    """Every bias becomes an ``add``; the model's own ``add_5`` is met after five of them were made."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+        def forward(self, x):
+            for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+                x = x + second(torch.relu(first(x)))
+            return x + x.sin() + x.cos() + x.tanh()
+
+    check_against_eager(Residual(), torch.randn(3, 4))
