@@ -19,8 +19,6 @@ from shardwise.layouts.conversions import Move, Primitive
 from shardwise.layouts.layout import Atom, Layout, common_atoms
 from shardwise.layouts.shortest_path import Cost, Space, State, communicates, moved_units, solve
 
-# (primitive, sub-axes, elements that the busiest rank sends) -> what one direction of a move costs, summed over
-# directions and moves component by component.
 # How sizes become proportions: not at all (prices that are not proportional to the tensor), those that divide evenly
 # (exact, but each size is a search of its own: small tensors only), or all (as if all divided evenly).
 Rounding = Literal["none", "even", "all"]
@@ -29,6 +27,8 @@ PROPORTIONAL = -1  # the size of an atom of which only proportions matter
 
 EXACT_UP_TO = 3  # units; with more, the search sees only the states and atoms that the two ends use
 
+# (primitive, sub-axes, elements that the busiest rank sends) -> what one direction of a move costs, summed over
+# directions and moves component by component.
 Price = Callable[[Primitive, tuple[str, ...], float], Cost]
 
 
@@ -38,8 +38,17 @@ def redistribute(
     """The cheapest moves that turn ``source`` into ``target``.
 
     Both describe the same global tensor on the same mesh. ``differentiable``: whether backward is paid for as well.
-    ``price``: by default elements sent by the busiest rank, then messages. No tensor on the way is larger than the
-    whole one; ``Move.peak_numel`` says what each move needs.
+    ``price``: by default elements sent by the busiest rank, then messages.
+
+    By default the minimum over all lists of moves, for up to three units whose atoms divide evenly and for small uneven
+    tensors (``_positions``); ``tests/layouts`` compares it with an independent search over all pairs, and measures what
+    larger uneven ones lose, which are searched as if they were even. Lists are of moves: dims are divided into no finer
+    atoms than the ends name, and backward mirrors forward. (Each direction alone, from dual to dual with
+    ``differentiable=False``, may send less: ``make bench-redistribution``.)
+
+    Memory: of the cheapest lists, one whose largest local tensor is smallest. That is the larger of both ends', or more
+    where every list within that sends more bytes or messages, and the whole tensor at most; ``Move.peak_numel`` adds
+    what a move holds beside it.
 
     Raises LayoutError when a partial value of another kind than sum would have to arise.
     """
@@ -120,11 +129,11 @@ class _Task:
             Layout(layout.mesh, tuple(side), layout.states) for layout, side in zip((source, target), dims, strict=True)
         )
         units = _units(source, target)
-        room = 3 if len(units) <= EXACT_UP_TO else 0
         num_atoms = sum(len(sizes) for divisions in ways for sizes in divisions)
         small = len(source.mesh.sub_axes) <= 3 and num_atoms <= 3 and len(source.mesh.sub_axes) + num_atoms <= 5
         rounding: Rounding = "none" if not only_proportional else "even" if small else "all"
-        positions, seen, is_even = _positions(source, target, tuple(ways), room, rounding)
+        num_moving = len(units) if len(units) <= EXACT_UP_TO else 0
+        positions, seen, is_even = _positions(source, target, tuple(ways), num_moving, rounding)
         if rounding == "even" and not is_even:
             units = tuple((axis,) for axis in source.mesh.sub_axes)
         fixed: list[tuple[str, ...]] = []
@@ -139,7 +148,10 @@ class _Task:
                 same = tuple(axis for unit in units if set(unit) <= set(same) for axis in unit)
             fixed.append(same)
         constant = {axis for axes in fixed for axis in axes}
-        units = tuple(unit for unit in units if unit[0] not in constant)
+        # By size, so that meshes which differ in the order of their axes share a graph.
+        units = tuple(
+            sorted((unit for unit in units if unit[0] not in constant), key=lambda unit: source.mesh.size_of(unit))
+        )
         number = source.mesh.size_of(axis for unit in units for axis in unit)
         dims_seen = tuple(tuple(tuple(number if s == PROPORTIONAL else s for s in w) for w in dim) for dim in seen)
         return _Task(source, target, units, tuple(ways), positions, tuple(fixed), dims_seen)
@@ -239,13 +251,14 @@ def _units(source: Layout, target: Layout) -> tuple[tuple[str, ...], ...]:
 
 
 def _positions(
-    source: Layout, target: Layout, ways: tuple[tuple[tuple[int, ...], ...], ...], room: int, rounding: Rounding
+    source: Layout, target: Layout, ways: tuple[tuple[tuple[int, ...], ...], ...], num_moving: int, rounding: Rounding
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[tuple[int, ...], ...], ...], bool]:
     """The atoms that matter to the search, per dim and way their sizes as it sees them, and whether all divide evenly.
 
     An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL, unless ``rounding``
     is "none"; where it is "all", so is that of atoms that do not divide evenly. To those that an end shards,
-    others are added up to ``room`` in all, which may be sharded on the way: even ones first, then the largest.
+    others are added which may be sharded on the way, as many as help ``num_moving`` units (0: none): up to three in
+    all, and one less than units in any case; even ones first, then the largest.
     """
     num_devices = source.mesh.num_devices
 
@@ -264,7 +277,8 @@ def _positions(
         (d, way, i) for d, way, i in candidates if (d, way, i) not in used and len(ways[d]) == 1 and ways[d][way][i] > 1
     ]
     free.sort(key=lambda p: (not is_even(ways[p[0]][p[1]][p[2]]), -ways[p[0]][p[1]][p[2]]))
-    kept = used | set(free[: max(0, room - len(used))]) | {(d, way, i) for d, way, i in candidates if len(ways[d]) > 1}
+    num_free = max(3 - len(used), num_moving - 1) if num_moving else 0
+    kept = used | set(free[:num_free]) | {(d, way, i) for d, way, i in candidates if len(ways[d]) > 1}
     positions = tuple(position for position in candidates if position in kept)
     sizes = {
         (d, way, i): PROPORTIONAL

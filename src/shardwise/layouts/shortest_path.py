@@ -9,12 +9,12 @@ that the same problem arises again and again in a model and its solution is foun
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, product
 from math import prod
-from operator import add
+from operator import add, mul, sub
 
 from shardwise.layouts.conversions import CELLS, COLLECTIVES, Primitive, num_sent
 from shardwise.layouts.layout import PARTIAL_KINDS
@@ -112,21 +112,28 @@ KEPT_EDGES = 300_000  # priced edges that a graph remembers
 class _Graph:
     def __init__(self, space: Space, unit_price: UnitPrice) -> None:
         self.space, self.unit_price = space, unit_price
+        self.is_default = unit_price is sent_then_messages  # which does not ask for the units
         self.sizes = space.sizes
         self.atoms: list[int] = []  # per position: its size
-        self.rival: dict[int, tuple[int, ...]] = {}  # position -> positions of the other way of its dim
+        self.spans: list[tuple[range, ...]] = []  # per dim and way its positions
+        self.rival: dict[int, range] = {}  # position -> positions of the other way of its dim
         for ways in space.dims:
             own = []
             for way in ways:
-                own.append(tuple(range(len(self.atoms), len(self.atoms) + len(way))))
+                own.append(range(len(self.atoms), len(self.atoms) + len(way)))
                 self.atoms.extend(way)
+            self.spans.append(tuple(own))
             for mine, theirs in (own, own[::-1]) if len(own) == 2 else ():
                 self.rival.update(dict.fromkeys(mine, theirs))
         # Multiplying by the number of devices keeps all prices whole numbers.
         self.scale = prod(space.sizes)
         self.nothing = (*unit_price("none", (), 0.0), 0.0, 0.0)
         self._numel: dict[Arrangement, int] = {}
-        self._sent: dict[tuple[Arrangement, Arrangement], int] = {}
+        self._placed: dict[tuple[Arrangement, tuple[int, ...]], list[Arrangement]] = {}
+        self.is_alike = len(set(self.atoms)) <= 1 and not self.rival
+        self._sent: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._rows_of: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._counted: dict[tuple[object, ...], tuple[Iterable[int], Iterable[int], Iterable[int]]] = {}
         self._edges: dict[State, list[tuple[State, Cost]]] = {}
         self._num_edges = 0
 
@@ -194,30 +201,35 @@ class _Graph:
         empty = ((),) * len(arrangement)
         for placed in self._placements(empty, units):
             if placed != arrangement:
-                yield (placed, states), "S", "S", moved_units(arrangement, placed)
+                yield (placed, states), "S", "S", () if self.is_default else moved_units(arrangement, placed)
 
-    def _placements(self, arrangement: Arrangement, units: tuple[int, ...]) -> Iterator[Arrangement]:
+    def _placements(self, arrangement: Arrangement, units: tuple[int, ...]) -> list[Arrangement]:
         """All ways to let units shard atoms in addition, as the minor ones."""
-        fixed = tuple(len(own) for own in arrangement)
-        found = [arrangement]
-        for unit in units:
-            found = [
-                (*placed[:p], (*placed[p][:slot], unit, *placed[p][slot:]), *placed[p + 1 :])
-                for placed in found
-                for p in range(len(placed))
-                if unit in self.space.allowed[p]
-                if not any(placed[other] for other in self.rival.get(p, ()))
-                for slot in range(fixed[p], len(placed[p]) + 1)
-            ]
-        yield from found
+        found = self._placed.get((arrangement, units))
+        if found is None:
+            fixed = tuple(len(own) for own in arrangement)
+            found = [arrangement]
+            for unit in units:
+                found = [
+                    (*placed[:p], (*placed[p][:slot], unit, *placed[p][slot:]), *placed[p + 1 :])
+                    for placed in found
+                    for p in range(len(placed))
+                    if unit in self.space.allowed[p]
+                    if not any(placed[other] for other in self.rival.get(p, ()))
+                    for slot in range(fixed[p], len(placed[p]) + 1)
+                ]
+            self._placed[arrangement, units] = found
+        return found
 
     # ------------------------------------------------------------------------------------------------------ prices
 
     def price(self, before: State, after: State, source: str, target: str, units: tuple[int, ...]) -> Cost:
         """Of both directions of an edge, and its tie-breakers."""
         entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
+        forward: float
+        backward: float
         if entry.forward == "all_to_all":
-            forward, backward = self._exchanged(before[0], after[0]), self._exchanged(after[0], before[0])
+            forward, backward = self._exchanged(before[0], after[0])
         else:
             n = prod(self.sizes[unit] for unit in units)
             small, large = self.numel(before[0]) * self.scale, self.numel(after[0]) * self.scale
@@ -231,74 +243,104 @@ class _Graph:
     def numel(self, arrangement: Arrangement) -> int:
         """Elements on the device that holds most."""
         if arrangement not in self._numel:
-            result, first = 1, 0
-            for ways in self.space.dims:
-                spans = []
-                for way in ways:
-                    spans.append(range(first, first + len(way)))
-                    first += len(way)
+            result = 1
+            for spans in self.spans:
                 used = next((span for span in spans if any(arrangement[p] for p in span)), spans[0])
                 for p in used:
-                    result *= -(-self.atoms[p] // prod(self.sizes[unit] for unit in arrangement[p]))
+                    result *= self._largest(p, arrangement[p])
             self._numel[arrangement] = result
         return self._numel[arrangement]
 
-    def _exchanged(self, before: Arrangement, after: Arrangement) -> float:
-        """Elements that the busiest rank sends, scaled."""
-        key = (before, after)
-        if key not in self._sent:
-            self._sent[key] = self._most_sent(before, after)
-        return self._sent[key] * self.scale
-
-    def _most_sent(self, before: Arrangement, after: Arrangement) -> int:
-        rest, changed, first = 1, [], 0
-        for ways in self.space.dims:
-            spans = []
-            for way in ways:
-                spans.append(range(first, first + len(way)))
-                first += len(way)
-            old, new = (next((span for span in spans if any(side[p] for p in span)), None) for side in (before, after))
-            old = old or new or spans[0]
-            new = new or old
-            if old == new:
-                for p in old:
-                    if before[p] == after[p]:
-                        rest *= -(-self.atoms[p] // prod(self.sizes[unit] for unit in before[p]))
-                    else:
-                        changed.append((range(p, p + 1), range(p, p + 1)))
-            else:
-                changed.append((old, new))
-        sides = [(before, old) for old, _ in changed] + [(after, new) for _, new in changed]
-        units = sorted({unit for side, span in sides for p in span for unit in side[p]})
-        ranges = [range(self.sizes[unit]) for unit in units]
-        if prod(map(len, ranges)) > CORNERS_ABOVE:
-            ranges = [sorted({0, 1, self.sizes[unit] - 1}) for unit in units]  # type: ignore[misc]
-        worst = 0
-        for values in product(*ranges):
-            coordinates = dict(zip(units, values, strict=True))
-            held = kept = 1
-            for old, new in changed:
-                own, wanted = self._rows(before, old, coordinates), self._rows(after, new, coordinates)
-                if isinstance(own, range) and isinstance(wanted, range):
-                    common = max(0, min(own.stop, wanted.stop) - max(own.start, wanted.start))
-                else:
-                    common = len(set(own) & set(wanted))
-                held, kept = held * len(own), kept * common
-            worst = max(worst, held - kept)
-        return worst * rest
-
-    def _rows(self, arrangement: Arrangement, span: range, coordinates: dict[int, int]) -> range | list[int]:
-        """Rows of the atoms ``span`` that a device holds."""
-        found: range | list[int] = range(1)
-        for p in span:
-            n, index = 1, 0
-            for unit in arrangement[p]:
-                n *= self.sizes[unit]
-                index = index * self.sizes[unit] + coordinates[unit]
-            size = self.atoms[p]
-            own = range(index * size // n, (index + 1) * size // n)
-            found = own if len(span) == 1 else [row * size + i for row in found for i in own]
+    def _exchanged(self, before: Arrangement, after: Arrangement) -> tuple[int, int]:
+        """Elements that the busiest rank sends from one arrangement to another and back, scaled."""
+        # Where all atoms are alike, only what happens to them counts and not to which.
+        key = tuple(sorted(zip(before, after, strict=True))) if self.is_alike else (before, after)
+        found = self._sent.get(key)
+        if found is None:
+            forward, backward = self._most_sent(before, after)
+            found = self._sent[key] = forward * self.scale, backward * self.scale
         return found
+
+    def _most_sent(self, before: Arrangement, after: Arrangement) -> tuple[int, int]:
+        rest, changed = 1, []
+        for spans in self.spans:
+            old = new = spans[0]
+            if len(spans) > 1:
+                first, second = (next((s for s in spans if any(side[p] for p in s)), None) for side in (before, after))
+                old, new = first or second or old, second or first or old
+            if old is not new:
+                changed.append((old, new))
+                continue
+            for p in old:
+                if before[p] == after[p]:
+                    rest *= self._largest(p, before[p])
+                else:
+                    changed.append((range(p, p + 1), range(p, p + 1)))
+        units = tuple(range(len(self.sizes)))
+        if self.scale > CORNERS_ABOVE:
+            sides = [(before, old) for old, _ in changed] + [(after, new) for _, new in changed]
+            units = tuple(sorted({unit for side, span in sides for p in span for unit in side[p]}))
+        (held, wanted, both), *more = (self._numbers_of_rows(units, before, old, after, new) for old, new in changed)
+        for one, other, common in more:
+            held, wanted, both = map(mul, held, one), map(mul, wanted, other), map(mul, both, common)
+        kept = tuple(both)
+        return max(map(sub, held, kept)) * rest, max(map(sub, wanted, kept)) * rest
+
+    def _largest(self, p: int, units: tuple[int, ...]) -> int:
+        """Rows of an atom on the device that holds most."""
+        found = self._rows_of.get((p, units))
+        if found is None:
+            found = self._rows_of[p, units] = -(-self.atoms[p] // prod(self.sizes[unit] for unit in units))
+        return found
+
+    def _numbers_of_rows(
+        self, units: tuple[int, ...], before: Arrangement, old: range, after: Arrangement, new: range
+    ) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
+        """How many rows of a dim, divided into the atoms ``old`` and then ``new``, every device along ``units`` holds
+        before, after and both times."""
+        key = units, old.start, before[old.start : old.stop], new.start, after[new.start : new.stop]
+        found = self._counted.get(key)
+        if found is None:
+            sides = (tuple((self.atoms[p], side[p]) for p in span) for side, span in ((before, old), (after, new)))
+            found = self._counted[key] = _numbers_of_rows(tuple((unit, self.sizes[unit]) for unit in units), *sides)
+        return found
+
+
+Sharded = tuple[tuple[int, tuple[int, ...]], ...]  # a dim or a part of it: the size of every atom, and what shards it
+
+
+@lru_cache(maxsize=5000)
+def _numbers_of_rows(
+    grid: tuple[tuple[int, int], ...], before: Sharded, after: Sharded
+) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
+    """How many rows every device of the grid (units, sizes) holds before, after and both times."""
+    ranges = [range(size) for _, size in grid]
+    if prod(map(len, ranges)) > CORNERS_ABOVE:
+        ranges = [sorted({0, 1, size - 1}) for _, size in grid]  # type: ignore[misc]
+    sizes, found = dict(grid), []
+    for values in product(*ranges):
+        coordinates = dict(zip(sizes, values, strict=True))
+        own, new = (_rows(side, sizes, coordinates) for side in (before, after))
+        if isinstance(own, range) and isinstance(new, range):
+            common = max(0, min(own.stop, new.stop) - max(own.start, new.start))
+        else:
+            common = len(set(own) & set(new))
+        found.append((len(own), len(new), common))
+    first, second, both = zip(*found, strict=True)
+    return first, second, both
+
+
+def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) -> range | list[int]:
+    """The rows of a dim that a device holds."""
+    found: range | list[int] = range(1)
+    for size, units in sharded:
+        n, index = 1, 0
+        for unit in units:
+            n *= sizes[unit]
+            index = index * sizes[unit] + coordinates[unit]
+        own = range(index * size // n, (index + 1) * size // n)
+        found = own if len(sharded) == 1 else [row * size + i for row in found for i in own]
+    return found
 
 
 def moved_units(before: Arrangement, after: Arrangement) -> tuple[int, ...]:
