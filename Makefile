@@ -4,6 +4,8 @@
 #   make test       the test suite
 #   make sweep      more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
+#   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
+#   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
 #   make openmpi    mpirun for the tests that use it (they are skipped without), where apt-get may install it
@@ -13,7 +15,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test bench-step sweep lint install format clean openmpi
+.PHONY: demo test bench-step bench-redistribution sweep sweep-redistribution lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -36,6 +38,12 @@ bench-step: install
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
+
+bench-redistribution: install
+	$(BIN)/python benchmarks/redistribution.py $(BENCH_ARGS)
+
+sweep-redistribution: install
+	PYTHONPATH=tests $(BIN)/python -m layouts.sweep
 
 lint: install
 	$(BIN)/ruff format --check .
