@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -216,3 +217,41 @@ def test_a_checked_step_has_the_bits_of_an_unchecked_one(run_ranks: RunRanks) ->
             assert found[every][0] == losses
             for own, expected in zip(found[every][1], grads, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+
+
+class Noisy(torch.nn.Module):
+    """Dropout, whose masks need a seed, and running statistics, which every call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.head = torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.5), torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(self.dropout(self.norm(x))), labels)
+
+
+def train_noisily() -> dict[str, Any]:
+    """On a rank: the same calls unchecked, checked, and compiled (in one graph; no code is generated, which takes long)
+    with every second call checked."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    torch.manual_seed(0)
+    model, x, labels = Noisy(), torch.randn(8, 6), torch.arange(8) % 4
+    plan = sw.plan(model, (x, labels), sw.Cluster.local(2)) if dist.get_rank() == 0 else None
+    found: dict[str, Any] = {}
+    for name, compile, every in (("plain", False, None), ("checked", False, 1), ("compiled", True, 2)):
+        par = sw.parallelize(model, plan, seed=7, compile=compile, check_replicas=every)
+        found[name] = [par.step(x, labels).item() for _ in range(3)]
+        found[f"{name} mean"] = par.get_buffer("norm.running_mean").clone()
+    par = sw.parallelize(model, plan, seed=dist.get_rank(), check_replicas=1)
+    found["seed"] = message(lambda: par.step(x, labels))
+    return found
+
+
+def test_random_masks_and_running_statistics_agree_unless_the_seeds_do_not(run_ranks: RunRanks) -> None:
+    for found in run_ranks(train_noisily, 2, time_limit_seconds=120):
+        assert len(set(found["plain"])) == 3  # every call has its own masks
+        assert found["checked"] == found["plain"]
+        assert torch.equal(found["checked mean"], found["plain mean"])
+        assert found["compiled"] == pytest.approx(found["plain"], rel=1e-5)
+        torch.testing.assert_close(found["compiled mean"], found["plain mean"])
+        assert "copies of the seed of dropout are not equal: rank 1 differs from rank 0" in found["seed"]

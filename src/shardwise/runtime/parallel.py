@@ -225,7 +225,8 @@ class Parallel(torch.nn.Module):
             compiled = self._compiled[key] = self._compile(flat, spec, loss_only)
         given = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
         parts = map(self._own_part, given, compiled.inputs)
-        tensors = [next(parts) if t is None else t for t in compiled.tensors]
+        seed = self._seed.clone()  # backward draws the masks again, by then with another seed for the next call
+        tensors = [next(parts) if t is None else seed if t is self._seed else t for t in compiled.tensors]
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         if check is not None and check.is_due():
             batch = () if self.inputs == "local" else given

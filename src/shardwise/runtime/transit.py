@@ -108,7 +108,10 @@ class ConvertTogether(torch.nn.Module):
         )
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = _ConvertTogether.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            # Without gradients, Dynamo (2.13) drops the context of a function with as many tensors as parameters.
+            return tuple(self.both.forward(tensors))
+        result: tuple[Tensor, ...] = _ConvertTogether.apply(self.both, *tensors)  # type: ignore[no-untyped-call]
         return result
 
     def extra_repr(self) -> str:
@@ -117,13 +120,13 @@ class ConvertTogether(torch.nn.Module):
 
 class _ConvertTogether(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, module: ConvertTogether, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.module = module
-        return tuple(module.both.forward(tensors))
+    def forward(ctx: Any, both: Both, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.both = both
+        return tuple(both.forward(tensors))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return (None, *ctx.module.both.backward(cotangents))
+        return (None, *ctx.both.backward(cotangents))
 
 
 def _stages(bucket: Bucket, purpose: Purpose) -> list[Together]:
