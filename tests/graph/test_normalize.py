@@ -336,4 +336,4 @@ def test_names_of_new_operators_leave_room_for_those_that_are_kept():
                 x = x + second(torch.relu(first(x)))
             return x + x.sin() + x.cos() + x.tanh()
 
-    check_against_eager(Residual(), torch.randn(3, 4))
+    check_against_eager(Residual().double(), torch.randn(3, 4, dtype=torch.float64))
