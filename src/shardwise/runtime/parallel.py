@@ -43,6 +43,7 @@ class Compiled:
     tensors: tuple[torch.Tensor | None, ...]  # per source: the parameter, buffer or constant; None for inputs
     inputs: tuple[Layout, ...]
     written: tuple[int, ...]  # per mutation: the position of its buffer among the sources
+    seed: int | None  # the position of the seed of random numbers among the sources
 
 
 def parallelize(
@@ -225,8 +226,9 @@ class Parallel(torch.nn.Module):
             compiled = self._compiled[key] = self._compile(flat, spec, loss_only)
         given = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
         parts = map(self._own_part, given, compiled.inputs)
-        seed = self._seed.clone()  # backward draws the masks again, by then with another seed for the next call
-        tensors = [next(parts) if t is None else seed if t is self._seed else t for t in compiled.tensors]
+        tensors = [next(parts) if t is None else t for t in compiled.tensors]
+        if compiled.seed is not None:  # backward draws the masks again, when self._seed is that of the next call
+            tensors[compiled.seed] = self._seed.clone()
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         if check is not None and check.is_due():
             batch = () if self.inputs == "local" else given
@@ -283,7 +285,8 @@ class Parallel(torch.nn.Module):
                 tensors.append(_attribute(self, source.names[0]))
         position = {source.value: i for i, source in enumerate(captured.graph.sources)}
         written = tuple(position[buffer] for buffer, _ in spmd.mutations)
-        return Compiled(captured, spmd, program, run, tuple(tensors), tuple(layouts), written)
+        seed = position.get(SEED)
+        return Compiled(captured, spmd, program, run, tuple(tensors), tuple(layouts), written, seed)
 
     def _example(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor of the global shape of an input."""
