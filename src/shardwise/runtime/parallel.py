@@ -270,7 +270,7 @@ class Parallel(torch.nn.Module):
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         own = localize(spmd, self._ranks.rank)
         program = emit(own, self._ranks, loss_only=loss_only, device=self.device, traceable=self._compile_programs)
-        run = torch.compile(program, fullgraph=True, dynamic=False) if self._compile_programs else program
+        run = torch.compile(program, dynamic=False) if self._compile_programs else program
         tensors: list[torch.Tensor | None] = []
         layouts: list[Layout] = []
         for source in captured.graph.sources:
