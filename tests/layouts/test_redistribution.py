@@ -21,6 +21,7 @@ from shardwise.layouts.conversions import Move, collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
+from shardwise.runtime.shards import shard
 from shardwise.runtime.virtual import VirtualCluster
 
 BINARY, SIX, FOUR = Mesh(a=2, b=2, c=2), Mesh(a=2, b=3), Mesh(a=2, b=2)
@@ -229,6 +230,28 @@ def test_each_direction_by_its_own_list_is_exact_and_never_sends_more(mesh: Mesh
             assert worst_difference(moved, after, full) < 1e-13
         apart = price_of(there, mesh, differentiable=False) + price_of(back, mesh, differentiable=False)
         assert apart <= price_of(redistribute(source, target), mesh)
+
+
+@pytest.mark.parametrize("mesh", [SIX, BINARY])
+def test_maxima_of_partial_values_are_taken_wherever_they_come_on_the_way(mesh: Mesh) -> None:
+    generator, layouts = torch.Generator().manual_seed(0), layouts_of(Search(mesh, plain(5, 7)))
+    whole = [layout for layout in layouts if not layout.states]
+    for number, layout in enumerate(layouts):
+        if not layout.partial_axes or any(state == "R" for _, state in layout.states):
+            continue
+        source = layout.moved(dict.fromkeys(layout.partial_axes, "Pmax"))
+        bare = layout.moved(dict.fromkeys(layout.partial_axes, "I"))
+        parts: dict[tuple[int, ...], torch.Tensor] = {}
+        held = []
+        for rank in range(mesh.num_devices):
+            place = mesh.coordinates(rank)
+            key = tuple(place[axis] for axis in source.partial_axes)
+            parts.setdefault(key, torch.randn(source.shape, generator=generator))
+            held.append(shard(parts[key], bare, place).clone())
+        full = torch.stack(list(parts.values())).amax(0)
+        for target in whole[number % 3 :: 3]:
+            moved = VirtualCluster(mesh).convert(held, redistribute(source, target, differentiable=False))
+            assert worst_difference(moved, target, full) == 0, f"{source} -> {target}"
 
 
 # ----------------------------------------------------------------------------------------------- all layouts, listed

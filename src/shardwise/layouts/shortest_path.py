@@ -356,7 +356,7 @@ def moved_units(before: Arrangement, after: Arrangement) -> tuple[int, ...]:
 
 def communicates(source: str, target: str) -> bool:
     """Whether a move of this cell sends anything, in forward or in backward."""
-    entry = CELLS[source, target]
+    entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
     return entry.forward in COLLECTIVES or entry.backward in COLLECTIVES
 
 
