@@ -21,6 +21,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.runtime import faults
 from shardwise.runtime.bootstrap import is_follow_up
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import Waiting, is_out_of_memory
 
 RunRanks = Callable[..., list[Any]]
@@ -93,6 +94,18 @@ def test_a_rank_that_does_not_arrive_is_named_with_the_operator_that_waits_for_i
     assert re.fullmatch(f"  value:  {made if lives_on else 'gradient of .*'}", value)
 
 
+def timeouts_of_groups() -> set[float]:
+    """On a rank: those of all process groups, in seconds."""
+    communicator = Communicator(sw.Mesh(dp=2, tp=2))
+    communicator.create_groups([("dp",), ("tp",), ("dp", "tp")])
+    groups = [communicator.group(axes) for axes in (("dp",), ("tp",), ("dp", "tp"))]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_every_group_has_the_time_out_of_all_ranks(run_ranks: RunRanks) -> None:
+    assert run_ranks(timeouts_of_groups, 4, time_limit_seconds=47) == [{47.0}] * 4
+
+
 def test_ranks_that_wait_for_each_other_are_followed_to_the_one_that_is_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,10 +133,12 @@ def test_a_store_that_has_gone_leaves_the_operator(monkeypatch: pytest.MonkeyPat
 
 SCRIPT = """
     import os, sys, time
+    from datetime import timedelta
     import torch
+    import torch.distributed as dist
     import shardwise as sw
 
-    sw.init_ranks("gloo", timeout_seconds=3)
+    sw.init_ranks("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
     mean = lambda out: out.mean()
@@ -132,6 +147,9 @@ SCRIPT = """
     plan = sw.plan(model, x, sw.Cluster.local(2), mesh=sw.Mesh(tp=2), strategies=strategies, loss=mean)
     par = sw.parallelize(model, plan, loss=mean)
     par.step(x)
+    dist.barrier()
+    for group in dist.distributed_c10d._world.pg_map:  # from here on ranks are not slow for other reasons
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
 
     def load_data():
         if sw.rank() == 1:
