@@ -11,7 +11,9 @@ from torch import nn
 
 from graph.against_eager import check_against_eager, operators, run_graph
 from shardwise.graph.capture import capture
-from shardwise.graph.normalize import NORMALIZATIONS
+from shardwise.graph.normalize import NORMALIZATIONS, _drop
+from shardwise.graph.normalize_layers import layer_normalizations
+from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS
 from shardwise.graph.operators import dropout_mask
 
 aten = torch.ops.aten
@@ -214,8 +216,9 @@ def test_every_line_of_the_table_is_reached():
         with torch.no_grad():
             program = torch.export.export(module, tuple(inputs), strict=False)
         reached |= {node.target for node in program.graph.nodes if node.op == "call_function"}
-    random = {aten.bernoulli.p, torch.ops.shardwise.mark.default}  # below, and in test_annotate.py
-    assert set(NORMALIZATIONS) - reached - random == set()
+    elsewhere = {aten.bernoulli.p, torch.ops.shardwise.mark.default}  # below, and in test_annotate.py
+    elsewhere |= set(RANDOM_NORMALIZATIONS) | set(layer_normalizations(_drop))  # in test_normalize_layers.py
+    assert set(NORMALIZATIONS) - reached - elsewhere == set()
 
 
 def test_new_operators_have_the_names_lines_and_scope_of_the_old():

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.graph.operators import dropout
+from shardwise.graph.operators import dropout, uniform
 from shardwise.rules.elementwise import ELEMENTWISE
+from shardwise.rules.label_terms import label_terms
 
 aten = torch.ops.aten
 
@@ -113,6 +114,8 @@ REDUCTIONS = [
     call(aten.mean.default, x(3, 4)),
     call(aten.mean.dim, x(2, 3, 4), [1], True),
     call(aten.mean.dim, x(2, 3, 4), [0, 2]),
+    call(aten.histc.default, plain(unit(3, 4)), 5, 0, 1),
+    call(aten.histc.default, plain(x(5)), 4, -1, 1),
     call(aten.amax.default, plain(x(3, 4)), [1]),
     call(aten.amax.default, x(3, 4), [1], True),
     call(aten.amax.default, ids(9, 3, 4), [0]),
@@ -487,6 +490,52 @@ _SEED = torch.tensor(7)
 
 DROPOUT = [
     call(dropout._opoverload, x(4, 6), _SEED, 0.4, 3, [4, 6], [0, 0]),
+    call(uniform._opoverload, _SEED, 3, [4, 6], [0, 0], [4, 6], [4, 6], torch.float64),
+    unsplit(uniform._opoverload, _SEED, 0, [], [], [], [], torch.float32),
+]
+
+LABEL_TERMS = [
+    call(label_terms._opoverload, x(3, 5), plain(x(3, 1)), ids(5, 3), 1, [5], [0], [5]),
+    call(label_terms._opoverload, x(3, 6, 2), plain(x(3, 1, 2)), ids(6, 3, 2), 1, [6], [0], [6]),
+]
+
+
+def _weights(gates: int, inputs: int, hidden: int, directions: int = 1) -> list[Tensor]:
+    """Of one recurrent layer."""
+    own = [(gates * hidden, inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)]
+    return [x(*shape) for shape in own * directions]
+
+
+RECURRENT = [
+    call(aten.lstm.input, x(2, 3, 4), [x(1, 3, 2), x(1, 3, 2)], _weights(4, 4, 2), True, 1, 0.0, True, False, False),
+    call(
+        aten.lstm.input,
+        x(3, 2, 4),
+        [x(2, 3, 2), x(2, 3, 2)],
+        _weights(4, 4, 2, directions=2),
+        True,
+        1,
+        0.0,
+        True,
+        True,
+        True,
+    ),
+    call(
+        aten.lstm.input,
+        x(2, 3, 4),
+        [x(1, 3, 2), x(1, 3, 5)],
+        [x(20, 4), x(20, 2), x(2, 5)],
+        False,
+        1,
+        0.0,
+        True,
+        False,
+        False,
+    ),
+    call(aten.gru.input, x(2, 3, 4), x(1, 3, 2), _weights(3, 4, 2), True, 1, 0.0, True, False, False),
+    call(aten.gru.input, x(2, 2, 4), x(1, 2, 2), _weights(3, 4, 2), True, 1, 0.0, True, False, True),
+    call(aten.rnn_tanh.input, x(2, 3, 4), x(1, 3, 2), _weights(1, 4, 2), True, 1, 0.0, True, False, False),
+    call(aten.rnn_relu.input, x(3, 2, 4), x(1, 3, 2), _weights(1, 4, 2), True, 1, 0.0, True, False, True),
 ]
 
 # -- point-wise operators ----------------------------------------------------------------------------------------------
@@ -608,5 +657,7 @@ SAMPLES: tuple[Sample, ...] = (
     *LOSSES,
     *CONSTRUCTORS,
     *DROPOUT,
+    *LABEL_TERMS,
+    *RECURRENT,
     *_point_wise(),
 )

@@ -16,15 +16,17 @@ from torch._ops import OpOverload
 from shardwise.errors import CaptureError, problem
 from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value
+from shardwise.graph.ir import Arg, Graph, Op, Ref
+from shardwise.graph.normalize_layers import layer_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
+from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_call
+from shardwise.graph.normalize_random import SEED as SEED
 from shardwise.graph.operators import dropout as dropout_operator
 from shardwise.graph.operators import mark as mark_operator
 from shardwise.graph.schema import arguments, is_random, operator_name
 
 aten = torch.ops.aten
 DROPOUT: OpOverload = dropout_operator._opoverload
-SEED = "_shardwise_seed"
 Results = tuple[Arg, ...] | None
 
 
@@ -133,9 +135,7 @@ def _batch_norm(op: Op, emitter: Emitter) -> Results:
 
 def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
     """Dropout of a value by the hash of seed and global index."""
-    seed = emitter.add_source(Source(SEED, "buffer", (SEED,)), Value(SEED, (), torch.int64))
-    call = emitter.num_random_calls
-    emitter.num_random_calls += 1
+    seed, call = next_call(emitter)
     shape = emitter.value(x).shape
     result: Ref = emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
     return result
@@ -250,4 +250,6 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.scaled_dot_product_attention.default: _attention,
     mark_operator._opoverload: _mark,
     **LOSS_NORMALIZATIONS,
+    **RANDOM_NORMALIZATIONS,
+    **layer_normalizations(_drop),
 }

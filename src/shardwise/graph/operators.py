@@ -1,4 +1,4 @@
-"""Operators of our own that a graph may contain: sharded dropout and the mark that carries ``constrain``.
+"""Operators of our own that a graph may contain: sharded dropout and random numbers, and the mark of ``constrain``.
 
 Dropout under sharding must not depend on who computes what: one seed would give every shard the same mask, different
 seeds would give replicas different masks. So the mask is a *hash of the global index*: element ``i`` of the ``c``-th
@@ -53,13 +53,19 @@ def global_indices(
     return index
 
 
+def hashed(
+    seed: torch.Tensor, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """64 random bits per element of the block, for random call ``call``: int64, shape ``lengths``."""
+    key = splitmix64(splitmix64(seed + _GOLDEN) + call)
+    return splitmix64(key + (global_indices(sizes, offsets, lengths, seed.device) + 1) * _GOLDEN)
+
+
 def dropout_mask(
     seed: torch.Tensor, p: float, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
 ) -> torch.Tensor:
     """Which elements of the block are kept: bool, shape ``lengths``. 53 bits of the hash are compared with ``p``."""
-    key = splitmix64(splitmix64(seed + _GOLDEN) + call)
-    bits = splitmix64(key + (global_indices(sizes, offsets, lengths, seed.device) + 1) * _GOLDEN)
-    return _shift_right(bits, 11) >= int(p * (1 << 53))
+    return _shift_right(hashed(seed, call, sizes, offsets, lengths), 11) >= int(p * (1 << 53))
 
 
 @torch.library.custom_op(
@@ -113,6 +119,47 @@ def _dropout_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | 
 
 
 dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
+
+
+# How many bits of the hash become a number of [0, 1) that its type holds exactly.
+_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+@torch.library.custom_op(
+    "shardwise::uniform",
+    mutates_args=(),
+    schema="(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype) "
+    "-> Tensor",
+)
+def uniform(
+    seed: torch.Tensor,
+    call: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Uniform numbers of [0, 1) that depend only on the seed, the random call and the global index of an element.
+
+    The block of ``lengths`` at ``offsets`` of the tensor of ``sizes``, as a tensor of ``shape`` (``sizes`` may factor
+    its dims, as for ``dropout``).
+    """
+    bits = _shift_right(hashed(seed, call, sizes, offsets, lengths), 64 - _BITS[dtype])
+    return (bits.to(torch.float64) * 2.0 ** -_BITS[dtype]).to(dtype).reshape(tuple(shape))
+
+
+@uniform.register_fake
+def _(
+    seed: torch.Tensor,
+    call: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=seed.device)
 
 
 @torch.library.custom_op("shardwise::mark", mutates_args=(), schema="(Tensor x, str tag) -> Tensor")

@@ -7,16 +7,17 @@ that runs eagerly, and gives it the hashed dropout masks of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import pi
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from shardwise.graph.ir import Arg, Graph
-from shardwise.graph.operators import dropout_mask
+from shardwise.graph.operators import dropout_mask, uniform
 
 NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -47,7 +48,8 @@ def reference_mode(seed: int) -> Iterator[None]:
 
 
 class _Reference(TorchFunctionMode):
-    """Rewrites torch calls: types to float64, dropout to the hashed masks, numbered in the order of execution."""
+    """Rewrites torch calls: types to float64, dropout and random numbers to the hashed ones, numbered in the order of
+    execution."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -71,6 +73,18 @@ class _Reference(TorchFunctionMode):
         mask = dropout_mask(self.seed, p, self.calls, shape, (0,) * len(shape), shape)
         self.calls += 1
         return torch.where(mask, x / (1 - p), torch.zeros((), dtype=x.dtype))
+
+    def uniform(self, shape: Sequence[int]) -> torch.Tensor:
+        """The numbers of the next random call."""
+        self.calls += 1
+        zeros = (0,) * len(shape)
+        drawn: torch.Tensor = uniform(self.seed, self.calls - 1, shape, zeros, shape, shape, torch.float64)
+        return drawn
+
+    def normal(self, shape: Sequence[int]) -> torch.Tensor:
+        """Normal numbers as ``graph/normalize_random.py`` writes them, from two random calls."""
+        first, second = self.uniform(shape), self.uniform(shape)
+        return (torch.log1p(-first) * -2).sqrt() * torch.cos(second * (2 * pi))
 
 
 def _dropout(
@@ -108,8 +122,77 @@ def _attention(
     return mode.drop(scores.softmax(-1), dropout_p) @ value
 
 
+def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """``rand(2, 3)`` or ``rand((2, 3))``."""
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+
+
+def _rand(mode: _Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
+    return mode.uniform(_size(kwargs.get("size") or size))
+
+
+def _randn(mode: _Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
+    return mode.normal(_size(kwargs.get("size") or size))
+
+
+def _rand_like(mode: _Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return mode.uniform(tuple(input.shape))
+
+
+def _randn_like(mode: _Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return mode.normal(tuple(input.shape))
+
+
+def _randint(mode: _Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+    named = dict(zip(("low", "high", "size") if len(args) == 3 else ("high", "size"), args, strict=False)) | kwargs
+    low, shape = named.get("low", 0), tuple(named["size"])
+    drawn: torch.Tensor = (mode.uniform(shape) * (named["high"] - low)).floor()
+    return drawn.to(dtype or torch.int64) + int(low)
+
+
+def _bernoulli(mode: _Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
+    """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
+    if p is None:
+        return (mode.uniform(tuple(input.shape)) < input).to(input.dtype)
+    return (mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype)
+
+
+def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Layer by layer where there is dropout between them."""
+
+    def run(mode: _Reference, *args: Any) -> tuple[torch.Tensor, ...]:
+        if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
+            return function(*args)
+        x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
+        if not train or p == 0:
+            return function(*args)
+        states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+        directions, own = 2 if bidirectional else 1, len(params) // layers
+        finals = []
+        for layer in range(layers):
+            sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
+            rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
+            first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
+            x, *last = function(x, first, params[layer * own : (layer + 1) * own], *rest)
+            finals.append(last)
+            x = mode.drop(x, p) if layer < layers - 1 else x
+        return x, *(torch.cat(together) for together in zip(*finals, strict=True))
+
+    return run
+
+
 CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
-REPLACED: dict[Any, Callable[..., torch.Tensor]] = {
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.rand: _rand,
+    torch.rand_like: _rand_like,
+    torch.randn: _randn,
+    torch.randn_like: _randn_like,
+    torch.randint: _randint,
+    torch.bernoulli: _bernoulli,
+    torch.lstm: _recurrent(torch.lstm),
+    torch.gru: _recurrent(torch.gru),
+    torch.rnn_tanh: _recurrent(torch.rnn_tanh),
+    torch.rnn_relu: _recurrent(torch.rnn_relu),
     torch.nn.functional.dropout: _dropout,
     torch.dropout: _dropout,
     torch.nn.functional.scaled_dot_product_attention: _attention,

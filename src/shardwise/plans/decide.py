@@ -64,12 +64,11 @@ def _fixed(
     fixed: Choices = {}
     idle = {annotation.source: annotation for annotation in annotations}
     for annotation in annotations:
-        op = _subject(graph, factored, annotation)
-        if op is None:
-            continue
-        idle.pop(annotation.source, None)
-        own = {f.name: weight[op.name, f.name] for f in factored.rules[op.name].factors}
-        fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], annotation.strategy, mesh, graph, own)
+        for op in _subjects(graph, factored, annotation):
+            idle.pop(annotation.source, None)
+            rule = factored.rules[op.name]
+            own = {f.name: weight[op.name, f.name] for f in rule.factors}
+            fixed[op.name] = choices_for(op, rules[op.name], rule, annotation.strategy, mesh, graph, own)
     for annotation in idle.values():
         raise LayoutError(
             problem(
@@ -117,21 +116,21 @@ def _alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], .
     return choices
 
 
-def _subject(graph: Graph, factored: Factored, annotation: Annotation) -> Op | None:
-    """The operator that an annotation speaks of: the one in its scope that does the work.
+def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[Op]:
+    """The operator that an annotation speaks of: the one in its scope that does the work, once per call of a module.
 
     Views, casts and the sum with a bias that normalisation split off are not counted.
     """
     inside = [op for op in graph.ops if op.scope == annotation.scope]
     if not inside:
-        return None
+        return []
     working = [op for op in inside if not follows(op, factored) and not _is_split_off(op, inside, graph)] or inside
     if isinstance(annotation.strategy, str) and len(working) > 1:
         names = {word.partition("@")[0] for word in annotation.strategy.split()}
         working = [
             op for op in working if names <= {f.name.partition(".")[0] for f in factored.rules[op.name].factors}
         ] or working
-    if len(working) > 1:
+    if len({(op.target, _parameters(op, graph) or op.name) for op in working}) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
         raise LayoutError(
             problem(
@@ -141,7 +140,13 @@ def _subject(graph: Graph, factored: Factored, annotation: Annotation) -> Op | N
                 fix="annotate the operator it is meant for: a smaller submodule, or the call inside forward",
             )
         )
-    return working[0]
+    return working
+
+
+def _parameters(op: Op, graph: Graph) -> tuple[str, ...]:
+    """The parameters that the operator reads: those of two calls of a module are the same."""
+    sources = (graph.source_of.get(name) for name in op.operands)
+    return tuple(source.value for source in sources if source is not None and source.kind == "parameter")
 
 
 def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:

@@ -1,9 +1,9 @@
-"""Dropout whose mask depends on the seed and the element's global position: the same under every split."""
+"""Dropout and random numbers that depend on the seed and the element's global position: the same under every split."""
 
 from __future__ import annotations
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.operators import dropout
+from shardwise.graph.operators import dropout, uniform
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.calls import replaced
 from shardwise.rules.rule import Call, LocalContext, OpRule, Piece
@@ -26,4 +26,21 @@ def dropout_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [dims, ()], [dims], linear=((0,),), localize=localize)
 
 
-DROPOUT: RuleTable = {dropout._opoverload: dropout_rule}
+def uniform_rule(op: Op, graph: Graph) -> OpRule:
+    """The seed is everywhere, every dim of the result is parallel."""
+    names = dim_names(len(graph.by_name[op.results[0]].shape))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        pieces: list[Piece] = [piece for name in names for piece in context.pieces[name]]
+        return replaced(
+            op,
+            sizes=tuple(piece.size for piece in pieces),
+            offsets=tuple(piece.offset for piece in pieces),
+            lengths=tuple(piece.length for piece in pieces),
+            shape=context.result_shapes[0],
+        )
+
+    return build(op, graph, [()], [single(names)], localize=localize)
+
+
+DROPOUT: RuleTable = {dropout._opoverload: dropout_rule, uniform._opoverload: uniform_rule}

@@ -98,6 +98,16 @@ def _neutral_if_empty(kind: FactorKind, dtype: torch.dtype) -> Localize:
     return localize
 
 
+def _histogram(op: Op, graph: Graph) -> OpRule | None:
+    """Counts of parts add up, if the bins do not depend on the data."""
+    given = arguments(op)
+    if given["min"] == given["max"]:
+        return None
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    kinds: dict[str, FactorKind] = {"bin": "whole", **dict.fromkeys(names, "sum")}
+    return build(op, graph, [single(names)], [single(["bin"])], kinds=kinds)
+
+
 def _any(op: Op, graph: Graph) -> OpRule:
     return reduce_rule(op, graph, "any")
 
@@ -201,6 +211,7 @@ REDUCTIONS: RuleTable = {
     aten.sum.dim_IntList: _sum,
     aten.count_nonzero.default: lambda op, graph: reduce_rule(op, graph, "sum"),
     aten.count_nonzero.dim_IntList: lambda op, graph: reduce_rule(op, graph, "sum"),
+    aten.histc.default: _histogram,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.amax.default: _extreme("max", lowerings.amax),

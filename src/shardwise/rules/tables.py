@@ -19,6 +19,7 @@ from shardwise.rules.label_terms import LABEL_TERMS
 from shardwise.rules.losses import LOSSES
 from shardwise.rules.matmul import MATMUL
 from shardwise.rules.normalization import NORMALIZATION
+from shardwise.rules.recurrent import RECURRENT
 from shardwise.rules.reductions import REDUCTIONS
 from shardwise.rules.rule import OpRule
 from shardwise.rules.shapes import SHAPES
@@ -51,6 +52,7 @@ RULES: RuleTable = join(
         CONSTRUCTORS,
         DROPOUT,
         LABEL_TERMS,
+        RECURRENT,
     )
 )
 

@@ -1,0 +1,136 @@
+"""Layers that PyTorch runs as one operator, written out: recurrent ones, bags of embeddings, weight norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.graph.emitter import Emitter, Rewrite
+from shardwise.graph.ir import Arg, Op, Ref
+from shardwise.graph.schema import arguments
+
+aten = torch.ops.aten
+Results = tuple[Arg, ...] | None
+Drop = Callable[[Emitter, Ref, float], Ref]
+
+
+def recurrent(drop: Drop) -> Rewrite:
+    """LSTM, GRU and RNN with dropout between the layers: one operator per layer, and dropout as everywhere else."""
+
+    def rewrite(op: Op, emitter: Emitter) -> Results:
+        given = arguments(op)
+        layers = given["num_layers"]
+        if not given["train"] or given["dropout"] == 0:
+            return None
+        states = given["hx"] if isinstance(given["hx"], tuple) else (given["hx"],)
+        directions = 2 if given["bidirectional"] else 1
+        own = len(given["params"]) // layers
+        x = given["input"]
+        finals: list[tuple[Ref, ...]] = []
+        for layer in range(layers):
+            first = layer * directions
+            hx = tuple(emitter.emit(aten.slice.Tensor, s, 0, first, first + directions) for s in states)
+            params = given["params"][layer * own : (layer + 1) * own]
+            rest = (given["has_biases"], 1, 0.0, given["train"], given["bidirectional"], given["batch_first"])
+            x, *last = emitter.emit_as_is(op.target, x, hx if isinstance(given["hx"], tuple) else hx[0], params, *rest)
+            finals.append(tuple(last))
+            if layer < layers - 1:
+                x = drop(emitter, x, given["dropout"])
+        return x, *(emitter.emit(aten.cat.default, together, 0) for together in zip(*finals, strict=True))
+
+    return rewrite
+
+
+def _weight_norm(op: Op, emitter: Emitter) -> Results:
+    """``v g / |v|``, the norm over all dims but one (Salimans and Kingma 2016)."""
+    given = arguments(op)
+    rank, kept = len(emitter.value(given["v"]).shape), given["dim"]
+    dims = None if kept == -1 else tuple(d for d in range(rank) if d != kept % rank)
+    norm = emitter.emit(aten.linalg_vector_norm.default, given["v"], 2, dims, kept != -1)
+    return (emitter.emit(aten.mul.Tensor, given["v"], emitter.emit(aten.div.Tensor, given["g"], norm)),)
+
+
+_SUM, _MEAN = 0, 1
+
+
+def _embedding_bag(op: Op, emitter: Emitter) -> Results:
+    """Sums (or means) of embeddings. Bags of equal lengths, which PyTorch makes of a matrix of indices, are rows of a
+    matrix; others are added to the row of their bag. Gradients scaled by frequency and maxima stay as they are.
+    """
+    given, emit = arguments(op), emitter.emit
+    if given["mode"] not in (_SUM, _MEAN) or given["scale_grad_by_freq"]:
+        return None
+    padding = given.get("padding_idx")
+    table = emitter.value(given["weight"]).shape[0]
+    padding = None if padding is None else padding % table
+    count = emitter.value(given["indices"]).shape[0]
+    rows = emit(aten.embedding.default, given["weight"], given["indices"])
+    counted = None  # per index, 1 unless it is padding
+    if padding is not None:
+        counted = emit(aten.to.dtype, emit(aten.ne.Scalar, given["indices"], padding), emitter.value(rows).dtype)
+    for weights in (given["per_sample_weights"], counted):
+        if weights is not None:
+            rows = emit(aten.mul.Tensor, rows, emit(aten.unsqueeze.default, weights, -1))
+    add = _bag_sums(emitter, given, count)
+    total = add(rows)
+    if given["mode"] == _MEAN:
+        ones = (
+            counted if counted is not None else emit(aten.full.default, (count,), 1.0, dtype=emitter.value(rows).dtype)
+        )
+        lengths = emit(aten.clamp_min.default, add(emit(aten.unsqueeze.default, ones, -1)), 1)
+        total = emit(aten.div.Tensor, total, lengths)
+    others = emitter.emit_as_is(op.target, *op.args, **dict(op.kwargs))[1:]  # dropped if nobody reads them
+    return total, *others
+
+
+def _bag_sums(emitter: Emitter, given: dict[str, Any], count: int) -> Callable[[Ref], Ref]:
+    """The function that adds up ``[index, ...]`` by bags."""
+    emit = emitter.emit
+    bags = emitter.value(given["offsets"]).shape[0] - bool(given["include_last_offset"])
+    length = _equal_length(emitter, given["offsets"], count)
+    if length is not None and bags * length == count:
+
+        def add_rows(rows: Ref) -> Ref:
+            columns = emitter.value(rows).shape[1]
+            result: Ref = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, columns)), (1,))
+            return result
+
+        return add_rows
+    ends = emit(aten.unsqueeze.default, given["offsets"], 0)
+    places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
+    bag = emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
+
+    def add_to_bags(rows: Ref) -> Ref:
+        value = emitter.value(rows)
+        zeros = emit(aten.full.default, (bags, value.shape[1]), 0.0, dtype=value.dtype)
+        result: Ref = emit(aten.index_add.default, zeros, 0, bag, rows)
+        return result
+
+    return add_to_bags
+
+
+def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
+    """The step of ``offsets = arange(0, count, step)``."""
+    made = next((op for op in emitter.ops if offsets.name in op.results), None)
+    if made is None or made.target is not aten.arange.start_step:
+        return None
+    given = arguments(made)
+    step = given["step"]
+    exact = isinstance(step, int) and given["start"] == 0 and given["end"] == count
+    return step if exact else None
+
+
+def layer_normalizations(drop: Drop) -> dict[OpOverload, Rewrite]:
+    """``drop`` emits a dropout."""
+    return {
+        aten.lstm.input: recurrent(drop),
+        aten.gru.input: recurrent(drop),
+        aten.rnn_tanh.input: recurrent(drop),
+        aten.rnn_relu.input: recurrent(drop),
+        aten._weight_norm.default: _weight_norm,
+        aten.embedding_bag.default: _embedding_bag,
+        aten.embedding_bag.padding_idx: _embedding_bag,
+    }

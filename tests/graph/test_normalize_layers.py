@@ -1,0 +1,146 @@
+"""Layers that PyTorch runs as one operator, written out, and random tensors: equal to the eager module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from graph.against_eager import check_against_eager, operators
+
+UNEVEN = torch.tensor([0, 2, 2, 5])
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Callable[..., nn.RNNBase], **options: bool) -> None:
+        super().__init__()
+        self.layer = kind(5, 3, num_layers=2, dropout=0.3, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, last = self.layer(x)
+        ends = last if isinstance(last, tuple) else (last,)
+        return states.square().sum() + sum(end.sin().sum() for end in ends)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, partial(nn.RNN, nonlinearity="relu")])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_recurrent_layers_with_dropout_between_them_are_split_by_batch(kind, bidirectional, batch_first):
+    module = Recurrent(kind, bidirectional=bidirectional, batch_first=batch_first).train()
+    x = torch.randn(6, 4, 5) if batch_first else torch.randn(4, 6, 5)
+    for mode in ("auto", "stand_alone"):
+        plan = sw.plan(module, x, 3, mesh=sw.Mesh(dp=3), mode=mode)
+        report = sw.verify(module, x, plan)
+        assert report.ok, str(report)
+
+
+def test_an_lstm_with_projections_and_without_dropout_stays_one_operator():
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(5, 3, num_layers=2, proj_size=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0].square().sum()
+
+    captured = check_against_eager(Projected(), torch.randn(6, 4, 5, dtype=torch.float64))
+    assert operators(captured).count("lstm.input") == 1
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, None])
+def test_weight_norm_is_a_norm_a_division_and_a_product(dim):
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3), dim=dim)
+    captured = check_against_eager(layer, torch.randn(2, 4, 5, dtype=torch.float64))
+    assert "_weight_norm" not in " ".join(operators(captured))
+
+
+class Bags(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.weight = nn.Parameter(torch.randn(7, 3))
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        options = dict(self.options)
+        if options.pop("weighted", False):
+            options["per_sample_weights"] = self.scale.reshape(ids.shape)
+        return F.embedding_bag(ids, self.weight, offsets, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 2}, {"mode": "mean"}, {"mode": "mean", "padding_idx": -5}], ids=str
+)
+@pytest.mark.parametrize("offsets", [None, UNEVEN])
+def test_bags_of_embeddings_are_sums_of_rows(options, offsets):
+    options = {"mode": "sum"} | options
+    ids = torch.tensor([0, 2, 2, 5, 6, 1])
+    given = (ids.reshape(2, 3),) if offsets is None else (ids, offsets)
+    captured = check_against_eager(Bags(**options), *given)
+    assert not any("bag" in name for name in operators(captured))
+
+
+def test_bags_have_weights_and_a_last_offset():
+    ids = torch.tensor([0, 2, 2, 5, 6, 1])
+    check_against_eager(Bags(mode="sum", weighted=True), ids.reshape(3, 2))
+    check_against_eager(Bags(mode="sum", weighted=True, include_last_offset=True), ids, torch.tensor([0, 1, 4, 6]))
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7, 3))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.embedding_bag(self.weight, ids, UNEVEN)[0]
+
+    check_against_eager(Called(), ids)
+
+
+def test_a_bag_of_maxima_stays_one_operator():
+    captured = check_against_eager(Bags(mode="max"), torch.tensor([[0, 2, 2], [5, 6, 1]]))
+    assert any("bag" in name for name in operators(captured))
+
+
+class Noisy(nn.Module):
+    """Every way to draw; ``x`` is [6, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        x = x + torch.rand(6, 4) + torch.rand((6, 1), dtype=x.dtype) * torch.randn(4)
+        x = x * torch.rand_like(x) + torch.randn_like(x)
+        x = x * torch.bernoulli(torch.sigmoid(x.detach())) + x * torch.randint(3, (6, 4)) + torch.randint(-2, 5, (6, 4))
+        return (x * torch.floor(0.7 + torch.rand(6, 1))).square().mean()
+
+
+def test_random_tensors_are_the_same_under_every_plan():
+    module, x = Noisy(), torch.randn(6, 4)
+    for mesh in (sw.Mesh(dp=3), sw.Mesh(dp=2, tp=2)):
+        plan = sw.plan(module, x, mesh.num_devices, mesh=mesh, mode="auto")
+        report = sw.verify(module, x, plan)
+        assert report.ok, str(report)
+        assert len({d.name for d in report.differences if d.kind == "gradient"}) == 1
+
+
+def test_a_module_that_is_called_twice_gets_its_strategy_twice():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.up(x) * self.up(y)).square().mean()
+
+    inputs = (torch.randn(3, 4), torch.randn(3, 4))
+    plan = sw.plan(Twice(), inputs, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp"})
+    assert [s for name, s in plan.strategies.items() if "linear" in name] == ["n@tp", "n@tp"]
+    assert sw.verify(Twice(), inputs, plan).ok
