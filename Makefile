@@ -4,6 +4,7 @@
 #   make test       the test suite
 #   make sweep      more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
+#   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make lint       ruff, mypy and import-linter
@@ -15,7 +16,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test bench-step bench-redistribution sweep sweep-redistribution lint install format clean openmpi
+.PHONY: demo test zoo bench-step bench-redistribution sweep sweep-redistribution lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -38,6 +39,9 @@ bench-step: install
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
+
+zoo: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m models.zoo $(ZOO_ARGS)
 
 bench-redistribution: install
 	$(BIN)/python benchmarks/redistribution.py $(BENCH_ARGS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.operators import dropout, uniform
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.label_terms import label_terms
@@ -499,6 +500,13 @@ LABEL_TERMS = [
     call(label_terms._opoverload, x(3, 6, 2), plain(x(3, 1, 2)), ids(6, 3, 2), 1, [6], [0], [6]),
 ]
 
+EXPERTS = [
+    call(grouped_mm._opoverload, x(6, 4), x(3, 4, 2), torch.tensor([2, 3, 6]), [6], [0], [6], [3], [0], [3]),
+    call(  # an expert without rows, and rows without an expert
+        grouped_mm._opoverload, x(6, 4), x(4, 4, 3), torch.tensor([3, 3, 4, 5]), [6], [0], [6], [4], [0], [4]
+    ),
+]
+
 
 def _weights(gates: int, inputs: int, hidden: int, directions: int = 1) -> list[Tensor]:
     """Of one recurrent layer."""
@@ -659,5 +667,6 @@ SAMPLES: tuple[Sample, ...] = (
     *DROPOUT,
     *LABEL_TERMS,
     *RECURRENT,
+    *EXPERTS,
     *_point_wise(),
 )

@@ -17,7 +17,7 @@ from shardwise.errors import CaptureError, problem
 from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.graph.normalize_layers import layer_normalizations
+from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_call
 from shardwise.graph.normalize_random import SEED as SEED
@@ -35,7 +35,7 @@ def normalize(graph: Graph) -> Graph:
 
     Raises CaptureError for an operator that draws random numbers in another way than dropout.
     """
-    normal = rewrite_graph(graph, NORMALIZATIONS)
+    normal = rewrite_graph(graph, NORMALIZATIONS | foreign_normalizations())
     for op in normal.ops:
         if is_random(op.target) and not _draws_nothing(op):
             raise CaptureError(

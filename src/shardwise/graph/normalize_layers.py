@@ -1,4 +1,4 @@
-"""Layers that PyTorch runs as one operator, written out: recurrent ones, bags of embeddings, weight norm."""
+"""Layers that PyTorch runs as one operator, written out: recurrent ones, bags of embeddings, weight norm, experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.emitter import Emitter, Rewrite
+from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Arg, Op, Ref
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten
+GROUPED_MM: OpOverload = grouped_mm._opoverload
 Results = tuple[Arg, ...] | None
 Drop = Callable[[Emitter, Ref, float], Ref]
 
@@ -123,6 +125,26 @@ def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
     return step if exact else None
 
 
+def _grouped_mm(op: Op, emitter: Emitter) -> Results:
+    """Rows by expert times one matrix per expert; the operator's other forms stay."""
+    x, weight, *given = (op.args + tuple(arg for _, arg in op.kwargs))[:3]
+    others = [arg for name, arg in arguments(op).items() if name in ("bias", "out_dtype")]
+    if not given or given[0] is None or any(arg is not None for arg in others):
+        return None
+    shapes = emitter.value(x).shape, emitter.value(weight).shape
+    if tuple(map(len, shapes)) != (2, 3):
+        return None
+    (rows, _), (experts, _, _) = shapes
+    parts = ((rows,), (0,), (rows,), (experts,), (0,), (experts,))
+    return (emitter.emit(GROUPED_MM, x, weight, given[0], *parts),)
+
+
+def foreign_normalizations() -> dict[OpOverload, Rewrite]:
+    """For operators of other libraries, those that are imported: what ``transformers`` captures mixtures as."""
+    packet = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    return {} if packet is None else {packet.default: _grouped_mm}
+
+
 def layer_normalizations(drop: Drop) -> dict[OpOverload, Rewrite]:
     """``drop`` emits a dropout."""
     return {
@@ -131,6 +153,7 @@ def layer_normalizations(drop: Drop) -> dict[OpOverload, Rewrite]:
         aten.rnn_tanh.input: recurrent(drop),
         aten.rnn_relu.input: recurrent(drop),
         aten._weight_norm.default: _weight_norm,
+        aten._grouped_mm.default: _grouped_mm,
         aten.embedding_bag.default: _embedding_bag,
         aten.embedding_bag.padding_idx: _embedding_bag,
     }

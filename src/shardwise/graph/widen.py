@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph
 from shardwise.graph.operators import dropout_mask, uniform
 
@@ -23,21 +24,24 @@ NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def widen(graph: Graph) -> Graph:
-    """The graph with float64 in place of every lower floating-point type."""
+    """The graph with float64 in place of every lower floating-point type, but for what PyTorch makes of integers in its
+    default type (the quotient of two positions, say)."""
 
     def wide(arg: Arg) -> Arg:
         if isinstance(arg, tuple):
             return tuple(wide(item) for item in arg)
         return torch.float64 if isinstance(arg, torch.dtype) and arg in NARROW else arg
 
-    return replace(
-        graph,
-        values=tuple(replace(value, dtype=wide(value.dtype)) for value in graph.values),
-        ops=tuple(
-            replace(op, args=wide(op.args), kwargs=tuple((key, wide(value)) for key, value in op.kwargs))
-            for op in graph.ops
-        ),
+    ops = tuple(
+        replace(op, args=wide(op.args), kwargs=tuple((key, wide(value)) for key, value in op.kwargs))
+        for op in graph.ops
     )
+    values = {value.name: replace(value, dtype=wide(value.dtype)) for value in graph.values}
+    types = TypeInference()
+    for op in ops:
+        inferred = types.results(op.target, op.args, op.kwargs, values.__getitem__)
+        values |= {name: replace(values[name], dtype=own.dtype) for name, own in zip(op.results, inferred, strict=True)}
+    return replace(graph, values=tuple(values[value.name] for value in graph.values), ops=ops)
 
 
 @contextmanager
@@ -181,6 +185,18 @@ def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..
     return run
 
 
+def _grouped_mm(
+    mode: _Reference, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """PyTorch has none for float64: the rows of one expert after the other, and zeros past the last."""
+    if x.dim() != 2 or weight.dim() != 3 or offs is None:
+        result: torch.Tensor = torch._grouped_mm(x, weight, offs=offs, **kwargs)
+        return result
+    ends = [0, *offs.tolist()]
+    blocks = [x[start:stop] @ own for start, stop, own in zip(ends, ends[1:], weight, strict=False)]
+    return torch.cat([*blocks, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
+
+
 CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.rand: _rand,
@@ -189,6 +205,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.randn_like: _randn_like,
     torch.randint: _randint,
     torch.bernoulli: _bernoulli,
+    torch._grouped_mm: _grouped_mm,
     torch.lstm: _recurrent(torch.lstm),
     torch.gru: _recurrent(torch.gru),
     torch.rnn_tanh: _recurrent(torch.rnn_tanh),

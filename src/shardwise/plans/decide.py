@@ -117,7 +117,8 @@ def _alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], .
 
 
 def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[Op]:
-    """The operator that an annotation speaks of: the one in its scope that does the work, once per call of a module.
+    """The operator that an annotation speaks of: the one in its scope that does the work; several if they are the same
+    operator on parameters of the same module.
 
     Views, casts and the sum with a bias that normalisation split off are not counted.
     """
@@ -130,7 +131,7 @@ def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[
         working = [
             op for op in working if names <= {f.name.partition(".")[0] for f in factored.rules[op.name].factors}
         ] or working
-    if len({(op.target, _parameters(op, graph) or op.name) for op in working}) > 1:
+    if len({(op.target, _owners(op, graph, factored) or op.name) for op in working}) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
         raise LayoutError(
             problem(
@@ -143,10 +144,17 @@ def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[
     return working
 
 
-def _parameters(op: Op, graph: Graph) -> tuple[str, ...]:
-    """The parameters that the operator reads: those of two calls of a module are the same."""
-    sources = (graph.source_of.get(name) for name in op.operands)
-    return tuple(source.value for source in sources if source is not None and source.kind == "parameter")
+def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:
+    """The modules whose parameters the operator reads, through views: the same in two calls of a module, and for all
+    experts of a mixture."""
+    owners = []
+    for name in op.operands:
+        while name in graph.producer and follows(graph.producer[name], factored) and graph.producer[name].operands:
+            name = graph.producer[name].operands[0]
+        source = graph.source_of.get(name)
+        if source is not None and source.kind == "parameter":
+            owners.append(source.names[0].rpartition(".")[0])
+    return tuple(owners)
 
 
 def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:

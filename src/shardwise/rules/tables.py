@@ -13,6 +13,7 @@ from shardwise.rules.constructors import CONSTRUCTORS
 from shardwise.rules.convolution import CONVOLUTION
 from shardwise.rules.dropout import DROPOUT
 from shardwise.rules.elementwise import ELEMENTWISE
+from shardwise.rules.experts import EXPERTS
 from shardwise.rules.indexing import INDEXING
 from shardwise.rules.joins import JOINS
 from shardwise.rules.label_terms import LABEL_TERMS
@@ -53,6 +54,7 @@ RULES: RuleTable = join(
         DROPOUT,
         LABEL_TERMS,
         RECURRENT,
+        EXPERTS,
     )
 )
 

@@ -1,0 +1,28 @@
+"""A part of the zoo, models of each kind: under data parallel, tensor parallel and random plans they equal one device.
+
+``make zoo`` runs all of it, with more plans.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from models.zoo import KNOWN, ZOO, attempt
+
+# Relative positions and a shared projection, rolled windows and dropped paths, experts, weight norm and group norm,
+# transposed convolution and batch norm, bags of embeddings, recurrence.
+PART = ("deberta", "swin", "mixtral", "wav2vec2", "unet", "dlrm", "lstm")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
+
+
+@pytest.mark.parametrize("name", PART)
+def test_a_model_of_the_zoo_equals_one_device_under_every_plan(name):
+    outcome = attempt(name, ZOO[name], num_plans=1, batch=4)
+    assert outcome.failures == []
+    assert outcome.passed == outcome.plans == 3
+    assert not outcome.without_rule
+
+
+def test_what_is_known_to_fail_is_in_the_zoo():
+    assert KNOWN.keys() <= ZOO.keys()
