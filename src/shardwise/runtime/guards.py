@@ -15,6 +15,7 @@ gradients: ``p.grad.norm()`` is this rank's part.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import CellType
@@ -126,24 +127,31 @@ def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Held | None
 def _check_strangers(strangers: list[torch.Tensor], shards: list[tuple[torch.Tensor, Held]], *, beside: bool) -> None:
     """Raise ShardwiseError for a ``detach()``, ``.data`` or view of a shard, which this rank would take for a whole
     tensor, and for tensor subclasses, which bring a norm of their own, ``beside`` tensors of ours."""
-    memory = {_memory(tensor): held for tensor, held in shards if tensor.numel()}
+    memory = sorted(((*_memory(tensor), held) for tensor, held in shards if tensor.numel()), key=lambda own: own[0])
+    starts = [start for start, _, _ in memory]
     for tensor in strangers:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             if beside:
                 raise ShardwiseError(f"a norm over shards and {type(tensor).__name__} together is not supported")
             continue
-        if tensor.numel() and _memory(tensor) in memory:
+        if not tensor.numel():
+            continue
+        start, end = _memory(tensor)
+        before = bisect_left(starts, end) - 1  # the last shard that begins before the tensor ends
+        if before >= 0 and memory[before][1] > start:
             raise ShardwiseError(
                 problem(
-                    f"this tensor is part of, or is detached from, a shard of {memory[_memory(tensor)].name}: its norm "
+                    f"this tensor is part of, or is detached from, a shard of {memory[before][2].name}: its norm "
                     "would be that of this rank",
                     fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
                 )
             )
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends, in bytes. Gradients that travelled in one bucket lie in one storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 # --------------------------------------------------------------------------------------------------------- loss scaling
