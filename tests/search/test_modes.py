@@ -30,7 +30,9 @@ def test_stand_alone_splits_nothing_and_communicates_nothing(x):
 def test_data_parallel_splits_the_batch_over_all_axes_and_reduces_every_gradient_once(x):
     plan = planned(Mlp(), (x,), mesh=MESH, mode="data_parallel")
     assert strategies(plan, *PRODUCTS) == ["m@(dp,tp)", "d0@(dp,tp)", "m@(dp,tp)"]
-    assert kinds(plan, backward=True) == ["all_reduce@(dp,tp)"] * 4
+    assert kinds(plan, backward=True) == ["all_reduce@(dp,tp)"]  # the four of them in one message
+    apart = planned(Mlp(), (x,), mesh=MESH, mode="data_parallel", bucket_bytes=0)
+    assert kinds(apart, backward=True) == ["all_reduce@(dp,tp)"] * 4
     assert plan.inputs[0].layout == "f32[16@(dp,tp), 8]"
     assert {entry.layout for entry in plan.parameters} == {"f32[16, 8]", "f32[16]", "f32[8, 16]", "f32[8]"}
 
