@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -16,7 +17,9 @@ from shardwise.report.flops import FLOPS, flops_of
 from shardwise.report.share import SplitShare, share_of_plan, share_table
 from shardwise.rules.attention import ATTENTION
 from shardwise.rules.convolution import CONVOLUTION
+from shardwise.rules.experts import EXPERTS
 from shardwise.rules.matmul import MATMUL
+from shardwise.rules.recurrent import RECURRENT
 
 
 class Call(nn.Module):
@@ -77,7 +80,19 @@ def test_flops_of_products_that_are_added_up_are_those_of_the_products():
 
 def test_every_contraction_convolution_and_attention_with_a_rule_is_counted():
     convolutions = {target for target in CONVOLUTION if "conv" in str(target)}
-    assert FLOPS.keys() == MATMUL.keys() | convolutions | ATTENTION.keys()
+    assert FLOPS.keys() == MATMUL.keys() | convolutions | ATTENTION.keys() | RECURRENT.keys() | EXPERTS.keys()
+
+
+def test_flops_of_recurrent_layers_and_experts_are_those_of_their_products():
+    layer = nn.LSTM(5, 2)
+    graph = capture(layer, (normal(4, 3, 5),)).graph
+    (op,) = (op for op in graph.ops if op.target in RECURRENT)
+    shapes = tuple(graph.by_name[name].shape for name in op.operands)
+    assert flops_of(op, shapes, ()) == 4 * 3 * 2 * (8 * 5 + 8 * 2)
+    (target,) = EXPERTS
+    experts = replace(op, target=target)
+    assert flops_of(experts, ((6, 4), (3, 4, 7), (3,)), ()) == 2 * 6 * 4 * 7
+    assert flops_of(experts, ((6, 4), (1, 4, 7), (3,)), ()) == 2 * 2 * 4 * 7  # one of three experts
 
 
 class Pair(nn.Module):

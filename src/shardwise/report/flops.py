@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Op
 from shardwise.graph.schema import arguments
 
@@ -75,6 +76,17 @@ def _attention(op: Op, operands: Shapes, results: Shapes) -> int:
     return 2 * (prod(query) + prod(results[0])) * key[-2]
 
 
+def _recurrent(op: Op, operands: Shapes, results: Shapes) -> int:
+    """Every step of every sample meets every weight matrix."""
+    return 2 * prod(operands[0][:2]) * sum(prod(shape) for shape in operands[1:] if len(shape) == 2)
+
+
+def _grouped_mm(op: Op, operands: Shapes, results: Shapes) -> int:
+    """Every row meets the matrix of one expert; experts have equally many rows, for want of better."""
+    (rows, _), (experts, size, columns), (all_experts,) = operands
+    return 2 * rows * size * columns * experts // all_experts
+
+
 FLOPS: dict[torch._ops.OpOverload, Flops] = {
     aten.linear.default: _contraction(0),
     aten.matmul.default: _contraction(0),
@@ -104,4 +116,6 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
         ),
         _convolution,
     ),
+    **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
+    grouped_mm._opoverload: _grouped_mm,
 }
