@@ -119,6 +119,8 @@ class Noisy(nn.Module):
         x = x + torch.rand(6, 4) + torch.rand((6, 1), dtype=x.dtype) * torch.randn(4)
         x = x * torch.rand_like(x) + torch.randn_like(x)
         x = x * torch.bernoulli(torch.sigmoid(x.detach())) + x * torch.randint(3, (6, 4)) + torch.randint(-2, 5, (6, 4))
+        x = x + torch.empty(6, 1).uniform_(-1, 2) + torch.empty_like(x).exponential_(2.0) * F.gumbel_softmax(x)
+        x = x * torch.randint_like(x, 1, 5) + torch.randint_like(x, 3) + x[torch.randperm(6)]
         return (x * torch.floor(0.7 + torch.rand(6, 1))).square().mean()
 
 
@@ -129,6 +131,39 @@ def test_random_tensors_are_the_same_under_every_plan():
         report = sw.verify(module, x, plan)
         assert report.ok, str(report)
         assert len({d.name for d in report.differences if d.kind == "gradient"}) == 1
+
+
+class Attention(nn.Module):
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.layer, self.need_weights = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True), need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x, need_weights=self.need_weights)[0]
+
+
+INSIDE = {
+    "attention": Attention(need_weights=False),
+    "attention with weights": Attention(need_weights=True),
+    "encoder layer": nn.TransformerEncoderLayer(4, 2, 8, 0.2, batch_first=True),
+    "channels": nn.Dropout1d(0.4),
+    "in place": nn.Dropout(0.4, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_verification_draws_the_same_dropout_inside_functions_of_pytorch(name):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.layer = nn.Parameter(torch.randn(4)), INSIDE[name]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * self.weight).square().mean()
+
+    module, x = Scaled().train(), torch.randn(6, 3, 4)
+    report = sw.verify(module, x, sw.plan(module, x, 3))
+    assert report.ok, str(report)
 
 
 def test_a_module_that_is_called_twice_gets_its_strategy_twice():

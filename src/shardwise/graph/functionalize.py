@@ -385,13 +385,19 @@ def _functional_form(op: Op) -> OpOverload:
     """What an in-place operator, or one with ``out=``, writes is computed by the one with the same other arguments."""
     schema = op.target._schema
     name = operator_name(op.target).removesuffix("_")
-    wanted = [(a.name, str(a.type)) for a in schema.arguments if a.name != "out"]
+    wanted = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
     packet = getattr(aten, name, None)
     for overload in () if packet is None else packet.overloads():
         functional: OpOverload = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in functional._schema.arguments] == wanted and returns_one_tensor(functional):
+        own = [(_argument_name(a.name), str(a.type)) for a in functional._schema.arguments]
+        if own == wanted and returns_one_tensor(functional):
             return functional
     raise _write_error(f"{operator_name(op.target)} has no form without mutation", op, "make a new tensor")
+
+
+def _argument_name(name: str) -> str:
+    """``dropout_(self, p, train)`` belongs to ``dropout(input, p, train)``."""
+    return "self" if name == "input" else name
 
 
 def _write_error(what: str, op: Op, fix: str) -> CaptureError:

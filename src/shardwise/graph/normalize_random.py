@@ -64,8 +64,12 @@ def _made(draw: Any) -> Rewrite:
 def _integers(op: Op, emitter: Emitter) -> Results:
     """``low + floor(u (high - low))``."""
     given = arguments(op)
-    low, dtype = given.get("low", 0), given["dtype"] or torch.int64
-    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, tuple(given["size"]), torch.float64), given["high"] - low)
+    low = given.get("low", 0)
+    if "self" in given:
+        shape, dtype = emitter.value(given["self"]).shape, given["dtype"] or emitter.value(given["self"]).dtype
+    else:
+        shape, dtype = tuple(given["size"]), given["dtype"] or torch.int64
+    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, torch.float64), given["high"] - low)
     whole = emitter.emit(aten.to.dtype, emitter.emit(aten.floor.default, scaled), dtype)
     return (emitter.emit(aten.add.Tensor, whole, low),)
 
@@ -78,6 +82,31 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.to.dtype, emitter.emit(aten.lt.Tensor, drawn, given["self"]), value.dtype),)
 
 
+def _between(op: Op, emitter: Emitter) -> Results:
+    """``uniform_(low, high)``."""
+    given = arguments(op)
+    value = emitter.value(given["self"])
+    width = emitter.emit(aten.mul.Tensor, _uniform(emitter, value.shape, torch.float64), given["to"] - given["from"])
+    return (emitter.emit(aten.to.dtype, emitter.emit(aten.add.Tensor, width, given["from"]), value.dtype),)
+
+
+def _exponential(op: Op, emitter: Emitter) -> Results:
+    """``-log(1 - u) / rate``."""
+    given = arguments(op)
+    value = emitter.value(given["self"])
+    negative = emitter.emit(aten.neg.default, _uniform(emitter, value.shape, torch.float64))
+    scaled = emitter.emit(aten.div.Tensor, emitter.emit(aten.log1p.default, negative), -given["lambd"])
+    return (emitter.emit(aten.to.dtype, scaled, value.dtype),)
+
+
+def _permutation(op: Op, emitter: Emitter) -> Results:
+    """The order of as many uniform numbers."""
+    given = arguments(op)
+    order = emitter.emit(aten.argsort.default, _uniform(emitter, (given["n"],), torch.float64))
+    dtype = given["dtype"] or torch.int64
+    return (order if dtype == torch.int64 else emitter.emit(aten.to.dtype, order, dtype),)
+
+
 RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.rand.default: _made(_uniform),
     aten.rand_like.default: _made(_uniform),
@@ -85,5 +114,10 @@ RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.randn_like.default: _made(_normal),
     aten.randint.default: _integers,
     aten.randint.low: _integers,
+    aten.randint_like.default: _integers,
+    aten.randint_like.low_dtype: _integers,
+    aten.randperm.default: _permutation,
+    aten.uniform.default: _between,
+    aten.exponential.default: _exponential,
     aten.bernoulli.default: _bernoulli,
 }

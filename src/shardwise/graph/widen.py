@@ -46,9 +46,20 @@ def widen(graph: Graph) -> Graph:
 
 @contextmanager
 def reference_mode(seed: int) -> Iterator[None]:
-    """Run eager code with widened casts and with the dropout masks of the graph under ``seed``."""
-    with _Reference(seed):
-        yield
+    """Run eager code with widened casts and with the dropout masks of the graph under ``seed``.
+
+    A function mode sees a call of ``torch.nn.functional`` as one, and none of those inside it, such as the dropout of
+    ``multi_head_attention_forward``. So these functions are told meanwhile that there is no mode, and their insides
+    meet it.
+    """
+    functions = vars(torch.nn.functional)
+    asked = {name: functions[name] for name in functions if name.startswith("has_torch_function")}
+    functions.update(dict.fromkeys(asked, lambda *operands: False))
+    try:
+        with _Reference(seed):
+            yield
+    finally:
+        functions.update(asked)
 
 
 class _Reference(TorchFunctionMode):
@@ -97,6 +108,17 @@ def _dropout(
     if not training or p == 0:
         return input
     return mode.drop(input, p)
+
+
+def _feature_dropout(mode: _Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Drops whole channels."""
+    if not train or p == 0:
+        return input
+    return input * mode.drop(torch.ones(*input.shape[:2], *[1] * (input.dim() - 2), dtype=torch.float64), p)
+
+
+def _dropout_(mode: _Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return input.copy_(_dropout(mode, input, p, train))
 
 
 def _attention(
@@ -154,6 +176,32 @@ def _randint(mode: _Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> 
     return drawn.to(dtype or torch.int64) + int(low)
 
 
+def _randint_like(
+    mode: _Reference, input: torch.Tensor, *bounds: int, high: int | None = None, low: int = 0, **kwargs: Any
+) -> torch.Tensor:
+    first, last = bounds if len(bounds) == 2 else (low, bounds[0] if bounds else high)
+    return _randint(mode, first, last, tuple(input.shape), dtype=kwargs.get("dtype") or input.dtype)
+
+
+def _randperm(mode: _Reference, n: int, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+    return mode.uniform((n,)).argsort().to(dtype or torch.int64)
+
+
+def _uniform_(mode: _Reference, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    low, high = kwargs.get("from", low), kwargs.get("to", high)
+    return _filled(x, mode.uniform(tuple(x.shape)) * (high - low) + low)
+
+
+def _exponential_(mode: _Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, torch.log1p(-mode.uniform(tuple(x.shape))) / -lambd)
+
+
+def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """``x`` with new values; one of lower precision can not hold them, and a widened tensor goes on in its place."""
+    x.copy_(drawn)
+    return drawn if x.dtype in NARROW else x
+
+
 def _bernoulli(mode: _Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
     """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
     if p is None:
@@ -204,13 +252,19 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.randn: _randn,
     torch.randn_like: _randn_like,
     torch.randint: _randint,
+    torch.randint_like: _randint_like,
+    torch.randperm: _randperm,
     torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.Tensor.uniform_: _uniform_,
+    torch.Tensor.exponential_: _exponential_,
     torch._grouped_mm: _grouped_mm,
     torch.lstm: _recurrent(torch.lstm),
     torch.gru: _recurrent(torch.gru),
     torch.rnn_tanh: _recurrent(torch.rnn_tanh),
     torch.rnn_relu: _recurrent(torch.rnn_relu),
-    torch.nn.functional.dropout: _dropout,
     torch.dropout: _dropout,
+    torch.dropout_: _dropout_,
+    torch.feature_dropout: _feature_dropout,
     torch.nn.functional.scaled_dot_product_attention: _attention,
 }
