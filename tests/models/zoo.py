@@ -187,8 +187,8 @@ def _note(outcome: Outcome, label: str, error: Exception, debug: bool) -> None:
 
 def zoo_table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(show_lines=True, title="The zoo")
-    for header in ("model", "ops", "without rule", "FLOPs", "param. bytes", "passed", "worst error", "s", "fails with"):
-        table.add_column(header, justify="left" if header in ("model", "without rule", "fails with") else "right")
+    for header in ("model", "ops", "without rule", "FLOPs", "param. bytes", "passed", "worst error", "s", "notes"):
+        table.add_column(header, justify="left" if header in ("model", "without rule", "notes") else "right")
     for outcome in outcomes:
         share, failures = outcome.share, outcome.failures
         more = [f"... {len(failures) - 2} more"] if len(failures) > 2 else []
@@ -202,9 +202,17 @@ def zoo_table(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.passed} / {outcome.plans}",
             f"{outcome.worst:.1e}",
             f"{outcome.seconds:.0f}",
-            "\n".join([*failures[:2], *more, *known]) or "-",
+            "\n".join([*failures[:2], *more, *known, *_reasons(share)]) or "-",
         )
     return table
+
+
+def _reasons(share: SplitShare | None) -> Iterator[str]:
+    """What costs a share of less than 95 % the most."""
+    if share is not None:
+        for part, items in ((share.flops, share.operators_unsplit), (share.parameters, share.parameters_unsplit)):
+            if part is not None and part < 0.95:
+                yield from (f"{item.name}: {item.of_total:.1%}, {item.reason}" for item in items[:2])
 
 
 def _percent(share: float | None) -> str:
