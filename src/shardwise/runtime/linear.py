@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardwise.partition.program import LocalOp, Program
 from shardwise.partition.spmd import conversions_of
 from shardwise.partition.steps import Conversion
 from shardwise.runtime.communicator import Communicator, Message
-from shardwise.runtime.faults import Purpose
+from shardwise.runtime.faults import Purpose, refuse_create_graph
 from shardwise.runtime.moves import local_move
 
 aten = torch.ops.aten
@@ -44,7 +45,6 @@ class LinearStep:
 def join_linears(program: Program) -> list[LocalOp | Conversion | Bucket | LinearStep]:
     """The instructions of a program with linear layers put together. Every step stands where its last part stood."""
     uses = _uses(program)
-    coordinates = program.spmd.mesh.coordinates(program.rank)
     layouts = program.spmd.layouts
     conversion_of = {i.result: i for i in program.instructions if isinstance(i, Conversion)}
     instructions: list[LocalOp | Conversion | Bucket | LinearStep] = list(program.instructions)
@@ -59,8 +59,8 @@ def join_linears(program: Program) -> list[LocalOp | Conversion | Bucket | Linea
             for own, bias in (names, names[::-1]):
                 if own is None or bias is None or own not in products or uses[own] > 1:
                     continue
-                width = layouts[own].local_shape(coordinates)[-1]
-                if layouts[bias].local_shape(coordinates) == (width,) and _same_dtype(program, own, bias):
+                # By the global shapes: what is joined decides the order of messages, and must not depend on the rank.
+                if layouts[bias].shape == layouts[own].shape[-1:] and _same_dtype(program, own, bias):
                     at = products.pop(own)
                     product = instructions[at]
                     assert isinstance(product, LocalOp), "a product is joined once"
@@ -157,11 +157,13 @@ class _OverlappedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
         x, weight = ctx.saved_tensors
-        rows = cotangent.reshape(-1, cotangent.shape[-1])
+        num_rows = prod(x.shape[:-1])  # not -1: a rank may have no column at all
+        rows = cotangent.reshape(num_rows, cotangent.shape[-1])
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         sent = ctx.message.launch([(rows @ weight).view(x.shape)], wait=False) if needs_x else None
-        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        of_weight = rows.t() @ x.reshape(num_rows, x.shape[-1]) if needs_weight else None
         of_bias = rows.sum(0) if needs_bias else None
         of_x = _arrived(ctx.message, *sent) if sent is not None else None
         return of_x, of_weight, of_bias, None
