@@ -6,6 +6,7 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from math import prod
@@ -39,6 +40,9 @@ class Communicator:
         self.coordinates = mesh.coordinates(self.rank)
         self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return copy.copy(self)  # process groups are shared: every rank would have to make new ones at the same time
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
         """Create the process groups of some sets of sub-axes; every rank must call this with the same sets.

@@ -259,3 +259,18 @@ def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryEr
         "keep it split there (strategies= of sw.plan, sw.shard or sw.constrain), or use a smaller batch or more devices"
     )
     return OutOfDeviceMemoryError(problem(what, op=name, source=line, fix=fix, facts=details))
+
+
+# ---------------------------------------------------------------------------------------------------- second gradients
+
+
+def refuse_create_graph() -> None:
+    """Called in the backward of everything that communicates: raise ShardwiseError where autograd records it, since a
+    collective on its way back has no gradient of its own, and second derivatives would lack what it carries."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ShardwiseError(
+            problem(
+                "gradients of gradients do not pass the collectives of a plan",
+                fix="call backward or torch.autograd.grad without create_graph=True",
+            )
+        )

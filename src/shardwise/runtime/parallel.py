@@ -44,6 +44,7 @@ class Compiled:
     inputs: tuple[Layout, ...]
     written: tuple[int, ...]  # per mutation: the position of its buffer among the sources
     seed: int | None  # the position of the seed of random numbers among the sources
+    frozen: tuple[tuple[str, int], ...]  # parameters that had no gradient when the module was split: name, position
 
 
 def parallelize(
@@ -191,6 +192,9 @@ class Parallel(torch.nn.Module):
             _container(self, owner).register_buffer(leaf, own, persistent=persistent)
         protect(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": {}}  # programs hold tensors and process groups: a copy makes its own
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         protect(self)  # a deep copy holds shards, too
@@ -225,6 +229,8 @@ class Parallel(torch.nn.Module):
         if compiled is None:
             compiled = self._compiled[key] = self._compile(flat, spec, loss_only)
         given = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled():
+            _check_gradients(compiled, given)
         parts = map(self._own_part, given, compiled.inputs)
         tensors = [next(parts) if t is None else t for t in compiled.tensors]
         if compiled.seed is not None:  # backward draws the masks again, when self._seed is that of the next call
@@ -249,6 +255,12 @@ class Parallel(torch.nn.Module):
         return shard(tensor, layout, self._ranks.coordinates)
 
     def _compile(self, flat: list[Any], spec: Any, loss_only: bool) -> Compiled:
+        # Rank 0 captures and the others do not: nothing of it may reach the hooks that the caller has set for tensors
+        # which are saved (torch.utils.checkpoint counts them), and no constant may be an inference tensor.
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return self._compiled_for(flat, spec, loss_only)
+
+    def _compiled_for(self, flat: list[Any], spec: Any, loss_only: bool) -> Compiled:
         named = pytree.tree_flatten_with_path(pytree.tree_unflatten(flat, spec))[0]
         given = {leaf_name(path): (x.dtype, tuple(x.shape)) for path, x in named if isinstance(x, torch.Tensor)}
         faults = input_faults(self.plan, given)
@@ -286,7 +298,12 @@ class Parallel(torch.nn.Module):
         position = {source.value: i for i, source in enumerate(captured.graph.sources)}
         written = tuple(position[buffer] for buffer, _ in spmd.mutations)
         seed = position.get(SEED)
-        return Compiled(captured, spmd, program, run, tuple(tensors), tuple(layouts), written, seed)
+        frozen = tuple(
+            (source.names[0], i)
+            for i, source in enumerate(captured.graph.sources)
+            if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
+        )
+        return Compiled(captured, spmd, program, run, tuple(tensors), tuple(layouts), written, seed, frozen)
 
     def _example(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor of the global shape of an input."""
@@ -303,6 +320,40 @@ class Parallel(torch.nn.Module):
         if not self._compiled:
             raise ShardwiseError("no program yet: it is made for the first inputs")
         return next(reversed(self._compiled.values())).program
+
+
+def _check_gradients(compiled: Compiled, given: list[torch.Tensor]) -> None:
+    """Raise ShardwiseError for gradients that the program has no collectives for, and that would be one rank's part."""
+    names = [source.names[0] for source in compiled.captured.graph.sources if source.kind == "input"]
+    wanted = [name for name, tensor in zip(names, given, strict=False) if tensor.requires_grad]
+    if wanted:
+        raise ShardwiseError(
+            problem(
+                f"gradients of inputs are not computed under a plan, and {_listed(wanted)} requires one",
+                fix="pass input.detach(), or make what computes the input a part of the module that is split",
+            )
+        )
+    thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
+    if thawed:
+        raise ShardwiseError(
+            problem(
+                f"{_listed(thawed)} was frozen when the module was split and requires a gradient now, which no "
+                "collective would reduce",
+                fix="set requires_grad_(True) before sw.plan and sw.parallelize; freezing later is possible",
+            )
+        )
+
+
+def _requires_grad(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:

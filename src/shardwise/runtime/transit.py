@@ -20,7 +20,7 @@ from shardwise.graph.ir import Graph
 from shardwise.partition.buckets import Bucket
 from shardwise.partition.steps import Conversion
 from shardwise.runtime.communicator import Communicator, Message
-from shardwise.runtime.faults import Purpose, conversion_failed
+from shardwise.runtime.faults import Purpose, conversion_failed, refuse_create_graph
 from shardwise.runtime.moves import LocalMove, local_move
 
 Together = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -93,6 +93,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        refuse_create_graph()
         return ctx.both.backward(cotangent), None
 
 
@@ -126,6 +127,7 @@ class _ConvertTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        refuse_create_graph()
         return (None, *ctx.both.backward(cotangents))
 
 
@@ -261,6 +263,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        refuse_create_graph()
         route, flight = ctx.route, ctx.flight
         if route.backward.message is None:
             return (None, None, *cotangents)
@@ -280,12 +283,14 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        refuse_create_graph()
         route = ctx.route
         if route.backward.message is None:
             return (None, None, *route.backward.before(cotangents))
         ctx.flight.backward = route.backward.leave(cotangents)
-        # Shapes without memory: the gradients themselves are on the way, and nobody may read them before Depart.
-        nothing = cotangents[0].new_empty(())
+        # Shapes without memory: the gradients themselves are on the way, and nobody may read them before Depart. (Zero
+        # and not any number: torch's anomaly detection looks for nan in whatever a backward returns.)
+        nothing = cotangents[0].new_zeros(())
         return (None, None, *(nothing.expand(shape) for shape in route.shapes))
 
 
