@@ -124,8 +124,8 @@ def test_a_parameter_may_be_frozen_later_and_not_thawed(run_ranks: RunRanks) -> 
 
 
 def uneven() -> list[list[str]]:
-    """Columns over ranks: none on some rank, one on some and two on others, beside a bias of one element. Its gradient is
-    a message of its own, and must have the same place in the order of messages on every rank."""
+    """Columns over ranks: none on some rank, one on some and two on others, beside a bias of one element. Its gradient
+    is a message of its own, and must have the same place in the order of messages on every rank."""
     found = []
     for width in (2, 3, 4, 5):
         par = split("tp", width, bucket_bytes=0)
