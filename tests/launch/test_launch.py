@@ -58,12 +58,14 @@ Job = Callable[..., Outcome]
 
 @pytest.fixture(autouse=True)
 def interrupts_are_heard() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, which all that they start inherits."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell starts background jobs with SIGINT ignored, nohup with SIGHUP; all that they start inherits that."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGHUP)}
+    for signum, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if before[signum] == signal.SIG_IGN:
+            signal.signal(signum, usual)
     yield
-    signal.signal(signal.SIGINT, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture
