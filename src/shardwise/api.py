@@ -118,12 +118,13 @@ def _plan_of(
 
 
 def _conversions(spmd: Spmd) -> tuple[ConversionEntry, ...]:
-    """All conversions in order; buckets are numbered from 1."""
+    """All conversions in order; buckets of several are numbered from 1."""
     entries: list[ConversionEntry] = []
     number = 0
     for step in spmd.steps:
-        number += isinstance(step, Bucket)
-        bucket = number if isinstance(step, Bucket) else 0
+        shares = isinstance(step, Bucket) and len(step.conversions) > 1
+        number += shares
+        bucket = number if shares else 0
         entries += [_conversion_entry(conversion, spmd, bucket) for conversion in conversions_of(step)]
     return tuple(entries)
 

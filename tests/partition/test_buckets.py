@@ -8,7 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.partition.buckets import FIRST_BUCKET_BYTES, fill_buckets
+from shardwise.graph.capture import capture
+from shardwise.partition.buckets import FIRST_BUCKET_BYTES, Bucket, fill_buckets
+from shardwise.partition.spmd import build_spmd
+from shardwise.partition.steps import Conversion
+from shardwise.plans.decide import decide
 
 
 class Deep(nn.Module):
@@ -133,3 +137,16 @@ def test_a_conversion_by_itself_is_no_bucket():
     assert filled == ()
     plan = sw.plan(nn.Sequential(nn.Linear(4, 4, bias=False)), torch.randn(8, 4), 2, loss=lambda y: y.sum())
     assert not any(entry.bucket for entry in plan.conversions)
+
+
+def test_a_gradient_larger_than_a_bucket_leaves_early_too():
+    """It shares its message with nobody, and is sent while backward goes on all the same."""
+    captured = capture(Deep(), (X,))
+    factored, choice = decide(captured.graph, (), sw.Mesh(dp=4), "data_parallel")
+    spmd = build_spmd(
+        captured.graph, factored.rules, choice.strategies, choice.sources, sw.Mesh(dp=4), bucket_bytes=1000
+    )
+    alone = [step for step in spmd.steps if isinstance(step, Bucket) and len(step.conversions) == 1]
+    assert [step.of_parameters for step in alone] == [True] * 16  # two biases are more than 1,000 bytes
+    parameters = {source.value for source in captured.graph.sources if source.kind == "parameter"}
+    assert not any(step.value in parameters for step in spmd.steps if isinstance(step, Conversion))

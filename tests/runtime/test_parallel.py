@@ -212,7 +212,7 @@ def test_constructors_make_their_tensors_on_the_device_of_the_rank(strategy: str
     pointwise = [op.name for op in captured.graph.ops if str(op.target) in ("aten.mul.Tensor", "aten.add.Tensor")]
     fixed = {name: {"tp": strategy[:2]} for name in pointwise}
     choice = choose(captured.graph, factored, mesh, "auto", fixed)
-    spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, mesh)
+    spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, mesh, bucket_bytes=0)
     no_ranks = SimpleNamespace(steps=lambda moves, purpose, *, in_place: [])
     module = emit(localize(spmd, 1), no_ranks, device=torch.device("meta"))
     made = [node for node in module.graph.nodes if node.op == "call_function" and not node.all_input_nodes]

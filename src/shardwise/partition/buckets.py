@@ -31,7 +31,8 @@ AHEAD = 32  # steps within which a conversion is made earlier than it is needed,
 class Bucket:
     """Conversions whose moves are of the same kinds over the same axes: each of their collectives is one message.
 
-    ``of_parameters``: whether they convert parameters, so that messages may leave early and arrive late.
+    ``of_parameters``: whether they convert parameters, so that messages may leave early and arrive late. A parameter
+    larger than a bucket is one of its own.
     """
 
     conversions: tuple[Conversion, ...]
@@ -104,7 +105,7 @@ def fill_buckets(
         taken.update(found)
     result: list[Step | Conversion | Bucket] = []
     for position, step in enumerate(steps):
-        if position in members and len(members[position]) > 1:
+        if position in of_parameters or len(members.get(position, ())) > 1:
             together = [steps[i] for i in members[position]]
             conversions = tuple(one for one in together if isinstance(one, Conversion))
             result.append(Bucket(conversions, position in of_parameters))
