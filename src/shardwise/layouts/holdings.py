@@ -21,14 +21,6 @@ def rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
     return found
 
 
-def overlap(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int]) -> int:
-    """Number of elements that ``holder`` has under one layout and ``member`` under another one."""
-    count = 1
-    for dim in range(len(have.dims)):
-        count *= _common(have, holder, other, member, dim)
-    return count
-
-
 def _common(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int], dim: int) -> int:
     if have.atoms[dim] != other.atoms[dim]:
         return len(set(rows(have, dim, holder)) & set(rows(other, dim, member)))

@@ -9,7 +9,7 @@ that the same problem arises again and again in a model and its solution is foun
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, product
@@ -314,9 +314,9 @@ def _numbers_of_rows(
     grid: tuple[tuple[int, int], ...], before: Sharded, after: Sharded
 ) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
     """How many rows every device of the grid (units, sizes) holds before, after and both times."""
-    ranges = [range(size) for _, size in grid]
+    ranges: list[Sequence[int]] = [range(size) for _, size in grid]
     if prod(map(len, ranges)) > CORNERS_ABOVE:
-        ranges = [sorted({0, 1, size - 1}) for _, size in grid]  # type: ignore[misc]
+        ranges = [sorted({0, 1, size - 1}) for _, size in grid]
     sizes, found = dict(grid), []
     for values in product(*ranges):
         coordinates = dict(zip(sizes, values, strict=True))

@@ -47,7 +47,7 @@ def join_linears(program: Program) -> list[LocalOp | Conversion | Bucket | Linea
     uses = _uses(program)
     layouts = program.spmd.layouts
     conversion_of = {i.result: i for i in program.instructions if isinstance(i, Conversion)}
-    instructions: list[LocalOp | Conversion | Bucket | LinearStep] = list(program.instructions)
+    instructions: list[LocalOp | Conversion | Bucket | LinearStep | None] = list(program.instructions)
     products: dict[str, int] = {}  # result of a product that only one instruction uses -> its position
     for position, instruction in enumerate(instructions):
         if not isinstance(instruction, LocalOp):
@@ -66,7 +66,7 @@ def join_linears(program: Program) -> list[LocalOp | Conversion | Bucket | Linea
                     assert isinstance(product, LocalOp), "a product is joined once"
                     step = _step(product, bias, instruction.results[0], conversion_of, uses)
                     instructions[position] = step
-                    instructions[at] = _GONE
+                    instructions[at] = None
                     break
     for at in products.values():
         product = instructions[at]
@@ -78,11 +78,8 @@ def join_linears(program: Program) -> list[LocalOp | Conversion | Bucket | Linea
     return [
         instruction
         for instruction in instructions
-        if instruction is not _GONE and not (isinstance(instruction, Conversion) and instruction.result in taken)
+        if instruction is not None and not (isinstance(instruction, Conversion) and instruction.result in taken)
     ]
-
-
-_GONE = LinearStep(LocalOp("", "", None, ()), "", "", None, None, "")  # type: ignore[arg-type]
 
 
 def _step(
