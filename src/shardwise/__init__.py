@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from shardwise.layouts.mesh import Mesh
     from shardwise.plans.decide import UnsplitWarning
     from shardwise.plans.plan import Plan
+    from shardwise.rules.custom import rule
     from shardwise.runtime.deferred import deferred
     from shardwise.runtime.elementwise import elementwise_optimizer
     from shardwise.runtime.norms import clip_grad_norm
     from shardwise.runtime.parallel import Parallel, parallelize
     from shardwise.runtime.ranks import finish, init_ranks, rank, world_size
+    from shardwise.runtime.rule_check import RuleReport, check_rule
     from shardwise.runtime.verify import Report, verify
 
 __version__ = "0.1.0"
@@ -54,11 +56,13 @@ _HOMES = {
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.decide": ("UnsplitWarning",),
     "shardwise.plans.plan": ("Plan",),
+    "shardwise.rules.custom": ("rule",),
     "shardwise.runtime.deferred": ("deferred",),
     "shardwise.runtime.elementwise": ("elementwise_optimizer",),
     "shardwise.runtime.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel", "parallelize"),
     "shardwise.runtime.ranks": ("finish", "init_ranks", "rank", "world_size"),
+    "shardwise.runtime.rule_check": ("RuleReport", "check_rule"),
     "shardwise.runtime.verify": ("Report", "verify"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -91,8 +95,10 @@ __all__ = [
     "PlanError",
     "ReplicaError",
     "Report",
+    "RuleReport",
     "ShardwiseError",
     "UnsplitWarning",
+    "check_rule",
     "clip_grad_norm",
     "constrain",
     "deferred",
@@ -102,6 +108,7 @@ __all__ = [
     "parallelize",
     "plan",
     "rank",
+    "rule",
     "shard",
     "verify",
     "world_size",

@@ -215,7 +215,10 @@ def _reject_custom_function(filename: str, line: str) -> None:
         what, fix = "re-entrant activation checkpointing hides its gradients", "checkpoint(..., use_reentrant=False)"
     else:
         what = "a torch.autograd.Function is traced through, so its own backward would be lost"
-        fix = "write its forward with ordinary operators, or register it as an operator with torch.library.custom_op"
+        fix = (
+            "write its forward with ordinary operators, or call it inside a torch.library.custom_op that "
+            "register_autograd gives the same backward; sw.rule says how that operator may be split"
+        )
     raise CaptureError(problem(what, source=line, fix=fix))
 
 

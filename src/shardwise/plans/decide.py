@@ -43,7 +43,11 @@ def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
         rules[op.name] = rule
     if missing:
         named = ", ".join(f"{target} ({op.name}, {op.source})" for target, op in missing.items())
-        warnings.warn(f"no rule for {named}: they run unsplit on gathered operands", UnsplitWarning, stacklevel=4)
+        warnings.warn(
+            f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
+            UnsplitWarning,
+            stacklevel=4,
+        )
     return rules
 
 

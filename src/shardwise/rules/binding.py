@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import LayoutError, problem
+from shardwise.errors import LayoutError, NotationError, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.rules.notation import ELLIPSIS, Pattern, format_dims, parse_rule
 from shardwise.rules.rule import Dims, Factor, FactorKind, Localize, Lowering, OpRule
@@ -42,13 +42,17 @@ def rule(
     localize: Localize | None = None,
     lowering: Lowering | None = None,
 ) -> RuleTemplate:
-    """A template: ``rule("m k, k n -> m n", reduction={"k": "sum"}, linear=((0,), (1,)))``."""
+    """A template: ``rule("m k, k n -> m n", reduction={"k": "sum"}, linear=((0,), (1,)))``.
+
+    Raises NotationError for a text that does not parse, or has none of the factors that are named beside it.
+    """
     kinds: dict[str, FactorKind] = dict(reduction or {})
     kinds.update(dict.fromkeys(lowered, "lowered"))
     kinds.update(dict.fromkeys(whole, "whole"))
     pattern = parse_rule(text)
     known = {name for dims in pattern.operands + pattern.results for dim in dims for name in dim}
-    assert known >= kinds.keys(), f"{text!r} has no factor {sorted(kinds.keys() - known)}"
+    if not known >= kinds.keys():
+        raise NotationError(f"{text!r} has no factor {', '.join(sorted(kinds.keys() - known))}")
     return RuleTemplate(pattern, kinds, linear, localize, lowering)
 
 
@@ -129,13 +133,21 @@ def build(
     for factor in factors:
         held = [dims for name, dims in zip(op.results, results, strict=True) if graph.by_name[name].numel]
         places = [any(factor.name in dim for dim in dims) for dims in held or results]
-        assert factor.kind != "parallel" or all(places), (
-            f"{op.target}: {factor.name} is parallel but not in all results"
-        )
-        reduced = factor.kind in ("sum", "max", "min", "any")
-        assert not reduced or not any(places), f"{op.target}: {factor.name} is reduced but in a result"
-        assert factor.kind != "lowered" or lowering is not None, f"{op.target}: {factor.name} has no lowering"
+        fault = kind_fault(factor.name, factor.kind, places, lowering)
+        if fault:
+            raise LayoutError(problem(f"{op.target}: {fault}", op=op.name, source=op.source))
     return OpRule(factors, operands, results, _additive(op, graph, linear), localize, lowering)
+
+
+def kind_fault(name: str, kind: FactorKind, in_results: Sequence[bool], lowering: Lowering | None) -> str:
+    """What contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
+    if kind == "parallel" and not all(in_results):
+        return f'{name} is parallel but not in all results: is it reduction={{"{name}": "sum"}}, lowered or whole?'
+    if kind in ("sum", "max", "min", "any") and any(in_results):
+        return f"{name} is reduced ({kind}) but in a result"
+    if kind == "lowered" and lowering is None:
+        return f"{name} is lowered, and there is no lowering"
+    return ""
 
 
 def _solve(op: Op, graph: Graph, tensors: Sequence[tuple[str, Dims]], known: dict[str, int]) -> dict[str, int]:

@@ -59,12 +59,16 @@ RULES: RuleTable = join(
 )
 
 
+# Rules of operators that are not ours, by ``shardwise.rule`` (custom.py).
+CUSTOM: dict[OpOverload, RuleTemplate | RuleFunction] = {}
+
+
 def rule_of(op: Op, graph: Graph) -> OpRule | None:
     """The rule of ``op``, or None: nothing is known about the operator, or not with these arguments.
 
     Raises LayoutError when the shapes in the graph contradict the rule.
     """
-    entry = RULES.get(op.target)
+    entry = RULES.get(op.target) or CUSTOM.get(op.target)
     if entry is None:
         return None
     return bind(entry, op, graph) if isinstance(entry, RuleTemplate) else entry(op, graph)
