@@ -9,7 +9,9 @@ arithmetic, the same on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -24,16 +26,25 @@ _MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
-def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift of int64 (torch's ``>>`` copies the sign)."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+def _shift_right_(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift of int64 in place (torch's ``>>`` copies the sign)."""
+    bits >>= count
+    bits &= (1 << (64 - count)) - 1
+    return bits
 
 
 def splitmix64(bits: torch.Tensor) -> torch.Tensor:
     """The 64-bit finalizer of splitmix64, element-wise on int64."""
-    bits = (bits ^ _shift_right(bits, 30)) * _MULTIPLIER_1
-    bits = (bits ^ _shift_right(bits, 27)) * _MULTIPLIER_2
-    return bits ^ _shift_right(bits, 31)
+    return _splitmix64_(bits.clone())
+
+
+def _splitmix64_(bits: torch.Tensor) -> torch.Tensor:
+    """``splitmix64`` in place."""
+    for count, multiplier in ((30, _MULTIPLIER_1), (27, _MULTIPLIER_2), (31, 1)):
+        bits ^= _shift_right_(bits.clone(), count)
+        if multiplier != 1:
+            bits *= multiplier
+    return bits
 
 
 def global_indices(
@@ -53,19 +64,48 @@ def global_indices(
     return index
 
 
+# On a CPU the hash is computed in pieces of so many elements, whose dozen passes stay in the cache.
+_PIECE = 1 << 15
+
+
 def hashed(
     seed: torch.Tensor, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
 ) -> torch.Tensor:
     """64 random bits per element of the block, for random call ``call``: int64, shape ``lengths``."""
-    key = splitmix64(splitmix64(seed + _GOLDEN) + call)
-    return splitmix64(key + (global_indices(sizes, offsets, lengths, seed.device) + 1) * _GOLDEN)
+    key = splitmix64(splitmix64(seed + _GOLDEN) + call) + _GOLDEN
+    if seed.device.type != "cpu" or prod(lengths) <= _PIECE:
+        return _hashed_indices(key, global_indices(sizes, offsets, lengths, seed.device))
+    bits = torch.empty(tuple(lengths), dtype=torch.int64)
+    for start, stop in _pieces(lengths):
+        first = tuple(a + b for a, b in zip(offsets, start, strict=True))
+        own = tuple(b - a for a, b in zip(start, stop, strict=True))
+        bits[tuple(map(slice, start, stop))] = _hashed_indices(key, global_indices(sizes, first, own, seed.device))
+    return bits
+
+
+def _hashed_indices(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The bits of the elements with these global indices; ``index`` is overwritten."""
+    index *= _GOLDEN
+    index += key
+    return _splitmix64_(index)
+
+
+def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(first, one past the last) per dim of blocks of at most ``_PIECE`` elements that fill a block of ``lengths``."""
+    dim = next(d for d in range(len(lengths)) if prod(lengths[d + 1 :]) <= _PIECE)
+    rows = _PIECE // prod(lengths[dim + 1 :])
+    rest = tuple(lengths[dim + 1 :])
+    for outer in product(*map(range, lengths[:dim])):
+        for row in range(0, lengths[dim], rows):
+            last = min(row + rows, lengths[dim])
+            yield (*outer, row, *[0] * len(rest)), (*(i + 1 for i in outer), last, *rest)
 
 
 def dropout_mask(
     seed: torch.Tensor, p: float, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
 ) -> torch.Tensor:
     """Which elements of the block are kept: bool, shape ``lengths``. 53 bits of the hash are compared with ``p``."""
-    return _shift_right(hashed(seed, call, sizes, offsets, lengths), 11) >= int(p * (1 << 53))
+    return _shift_right_(hashed(seed, call, sizes, offsets, lengths), 11) >= int(p * (1 << 53))
 
 
 @torch.library.custom_op(
@@ -145,7 +185,7 @@ def uniform(
     The block of ``lengths`` at ``offsets`` of the tensor of ``sizes``, as a tensor of ``shape`` (``sizes`` may factor
     its dims, as for ``dropout``).
     """
-    bits = _shift_right(hashed(seed, call, sizes, offsets, lengths), 64 - _BITS[dtype])
+    bits = _shift_right_(hashed(seed, call, sizes, offsets, lengths), 64 - _BITS[dtype])
     return (bits.to(torch.float64) * 2.0 ** -_BITS[dtype]).to(dtype).reshape(tuple(shape))
 
 
