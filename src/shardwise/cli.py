@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from shardwise.errors import LaunchError, ShardwiseError, problem
-from shardwise.runtime.hosts import Host, find_host, read_hostfile, read_rank_table
+from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.runtime.launch import launch
 
 EXIT_USAGE = 2

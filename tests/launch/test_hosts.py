@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.runtime.hosts import Host, expand_counts, expand_nodelist, find_host, read_hostfile, read_rank_table
+from shardwise.hosts import Host, expand_counts, expand_nodelist, find_host, read_hostfile, read_rank_table
 
 
 @pytest.fixture

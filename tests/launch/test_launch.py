@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.runtime.hosts import Host
+from shardwise.hosts import Host
 from shardwise.runtime.launch import free_port, launch, num_cores
 
 PROMPTLY = 10.0  # seconds; the scripts' own sleeps are 60

@@ -1,25 +1,209 @@
-"""The cluster: the hardware that a plan is made for. So far the number of devices; links, speeds and memory come with
-the prices."""
+"""The cluster: the hardware that a plan is made for, as data.
+
+A *device* computes and holds memory. A *level* connects units of the level below it: GPUs to a node, nodes to a
+cluster (or to pods, and pods to a cluster). Ranks are numbered so that neighbours are close: with nodes of 8, rank
+``r`` sits in node ``r // 8``. Figures are in SI base units: bytes, seconds, FLOP/s, B/s (one direction). Where each of
+them comes from is said in ``sources``. ``costs/cluster_file.py`` reads and writes the TOML files, ``docs/clusters.md``
+describes them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
 
-from shardwise.errors import ShardwiseError
+from shardwise.costs.units import Figures, format_quantity
+from shardwise.errors import ShardwiseError, problem
+
+# A dtype without a figure of its own runs at that of the next one (converted, as V100 runs bfloat16 through float32).
+_RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32", "f32": "f64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator (or one CPU rank).
+
+    ``flops``: dtype (``f64``, ``f32``, ``tf32``, ``bf16``, ``f16``, ``f8``) -> peak FLOP/s of dense matmuls.
+    ``memory_bytes``: what a program can have. ``memory_bandwidth``: peak B/s. ``kernel_latency``: seconds of an
+    operator that does next to nothing. Three figures say how much of the peaks is reached, and calibration measures
+    them: ``matmul_efficiency``, the fraction of the peak in large matmuls, by dtype; ``matmul_half_flops``, the FLOPs
+    of a matmul that reaches half of that (a matmul of ``f`` FLOPs takes as long as ``f + matmul_half_flops`` at the
+    full rate); ``memory_efficiency``, the fraction of the bandwidth that large element-wise operators reach.
+    """
+
+    name: str
+    flops: Figures
+    memory_bytes: float
+    memory_bandwidth: float
+    kernel_latency: float
+    matmul_efficiency: Figures = field(default_factory=Figures)
+    matmul_half_flops: float = 0.0
+    memory_efficiency: float = 1.0
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak FLOP/s of a dtype, or of the one that it is computed in."""
+        return self.flops[self._computed_in(dtype)]
+
+    def matmul_flops(self, dtype: str) -> float:
+        """FLOP/s that large matmuls reach."""
+        known = self._computed_in(dtype)
+        return self.flops[known] * self.matmul_efficiency.get(known, 1.0)
+
+    def bytes_per_second(self) -> float:
+        """B/s that large element-wise operators reach."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+    def _computed_in(self, dtype: str) -> str:
+        tried: list[str] = []
+        known = dtype
+        while known not in self.flops:
+            tried.append(known)
+            known = _RUNS_AS.get(known, "")
+            if not known or known in tried:
+                what = f"{self.name} has no figure for {dtype}, nor for a dtype that could stand for it"
+                raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
+        return known
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What connects ``size`` units of the level below (devices, for the first level) to one unit of this level.
+
+    ``bandwidth``: B/s in one direction of one link, as a large ring all-reduce gets it ("bus bandwidth").
+    ``latency``: seconds per message from one device to the next. ``shared_by``: the number of devices that share one
+    link (1: a network card for every device; 8: one for every node of 8). ``launch``: seconds that a collective over
+    this level takes before the first byte leaves. ``group_bandwidths``: (number of units, B/s) where a group of so many
+    units gets another bandwidth than all of them, in ascending order; numbers between are interpolated.
+    ``efficiency``: kind of collective -> the fraction of the bandwidth that it gets (1 if it is not named).
+    ``hierarchical``: whether the library works level by level in groups over this one (HCCL), not in one ring.
+    """
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float
+    shared_by: int = 1
+    launch: float = 0.0
+    group_bandwidths: tuple[tuple[int, float], ...] = ()
+    efficiency: Figures = field(default_factory=Figures)
+    hierarchical: bool = False
+
+    def link_bandwidth(self, num_units: float) -> float:
+        """B/s of one link for a group that spans ``num_units`` units."""
+        known = self.group_bandwidths
+        if not known:
+            return self.bandwidth
+        if num_units <= known[0][0]:
+            return known[0][1]
+        for (low, slow), (high, fast) in pairwise(known):
+            if num_units <= high:
+                return slow + (fast - slow) * (num_units - low) / (high - low)
+        return known[-1][1]
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``num_devices`` equal devices, called ``name``."""
+    """``num_devices`` equal devices on levels, innermost first.
+
+    ``mixed``: (device name, number), when the devices are not equal; ``device`` then has the worst of each figure,
+    which is what a step that waits for all of them gets. ``sources``: figure -> where it comes from.
+    """
 
     name: str
-    num_devices: int
+    device: Device
+    levels: tuple[Level, ...]
+    mixed: tuple[tuple[str, int], ...] = ()
+    sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.num_devices, bool) or not isinstance(self.num_devices, int) or self.num_devices < 1:
-            raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {self.num_devices!r}")
+    @property
+    def num_devices(self) -> int:
+        return prod(level.size for level in self.levels)
+
+    @staticmethod
+    def load(name: str | Path, *, hosts: str | Path | None = None) -> Cluster:
+        """A bundled cluster (``"h100-16x8"``: 16 nodes of 8; ``"h100"``: one node) or a TOML file.
+
+        ``hosts``: a hostfile or a rank table (``.json``), which says how many nodes and devices there are.
+        Raises ShardwiseError with all that is wrong.
+        """
+        from shardwise.costs.cluster_file import load
+
+        return load(name, hosts)
 
     @staticmethod
     def local(num_devices: int) -> Cluster:
-        """Devices of this machine: CPU ranks, or its GPUs."""
-        return Cluster("local", num_devices)
+        """Devices of this machine: CPU ranks, with the figures of ``clusters/local.toml``; ``shardwise calibrate``
+        measures those of yours."""
+        return Cluster.load("local").with_devices(num_devices).renamed("local")
+
+    def with_devices(self, num_devices: int) -> Cluster:
+        """The same hardware with another number of devices: inner levels are filled first.
+
+        Raises ShardwiseError unless full units of all inner levels make that number.
+        """
+        if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+            raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {num_devices!r}")
+        sizes: list[int] = []
+        rest = num_devices
+        for level in self.levels[:-1]:
+            size = min(level.size, rest)
+            if rest % size:
+                what = (
+                    f"{self.name} cannot have {num_devices} devices: {rest} is not a multiple of {level.name} = {size}"
+                )
+                raise ShardwiseError(problem(what, fix=f"choose at most {size}, or a multiple of it"))
+            sizes.append(size)
+            rest //= size
+        return self.resized((*sizes, rest)).renamed(f"{self.name} with {num_devices} devices")
+
+    def resized(self, sizes: Sequence[int]) -> Cluster:
+        """The same hardware with other sizes of levels, innermost first; outer levels of size 1 are left out."""
+        levels = [replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True)]
+        while len(levels) > 1 and levels[-1].size == 1:
+            levels.pop()
+        return replace(self, levels=tuple(levels))
+
+    def renamed(self, name: str) -> Cluster:
+        return replace(self, name=name)
+
+    def __str__(self) -> str:
+        """For example ``h100-16x8: 128 x NVIDIA H100 SXM (79.65 GiB), node of 8 at 360 GB/s, cluster of 16 at ...``."""
+        levels = ", ".join(
+            f"{level.name} of {level.size} at {format_quantity(level.bandwidth, 'B/s')}"
+            + (f" shared by {level.shared_by}" if level.shared_by > 1 else "")
+            for level in self.levels
+        )
+        memory = format_quantity(self.device.memory_bytes, "B")
+        text = f"{self.name}: {self.num_devices} x {self.device.name} ({memory}), {levels}"
+        if self.mixed:
+            text += "; planned with the slowest figures of " + ", ".join(f"{n} x {name}" for name, n in self.mixed)
+        return text
+
+
+def slowest(devices: Sequence[Device]) -> Device:
+    """The worst of every figure of several devices: FLOP/s that all dtypes of any of them have, the least memory, the
+    longest latency. Rates that large operators reach are the least of any device, at the efficiency it gives them."""
+    first, names = devices[0], " / ".join(dict.fromkeys(device.name for device in devices))
+    if len(set(devices)) == 1:
+        return first
+    dtypes = sorted({dtype for device in devices for dtype in device.flops})
+    flops = {dtype: min(device.peak_flops(dtype) for device in devices) for dtype in dtypes}
+    reached = {dtype: min(device.matmul_flops(dtype) for device in devices) for dtype in dtypes}
+    bandwidth = min(device.memory_bandwidth for device in devices)
+    return Device(
+        name=names,
+        flops=Figures(flops),
+        memory_bytes=min(device.memory_bytes for device in devices),
+        memory_bandwidth=bandwidth,
+        kernel_latency=max(device.kernel_latency for device in devices),
+        matmul_efficiency=Figures({dtype: reached[dtype] / flops[dtype] for dtype in dtypes}),
+        matmul_half_flops=max(device.matmul_half_flops for device in devices),
+        memory_efficiency=min(device.bytes_per_second() for device in devices) / bandwidth,
+    )
+
+
+DEVICE_FIELDS = tuple(entry.name for entry in fields(Device))
+LEVEL_FIELDS = tuple(entry.name for entry in fields(Level))

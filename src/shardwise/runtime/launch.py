@@ -18,7 +18,7 @@ from typing import IO
 
 from shardwise.errors import LaunchError, problem
 from shardwise.runtime import bootstrap
-from shardwise.runtime.hosts import Host
+from shardwise.hosts import Host
 from shardwise.runtime.job import Job
 from shardwise.runtime.places import DEFAULT_PORT
 

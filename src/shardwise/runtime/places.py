@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.errors import LaunchError, problem
-from shardwise.runtime.hosts import expand_counts, expand_nodelist, read_rank_table
+from shardwise.hosts import expand_counts, expand_nodelist, read_rank_table
 
 Environment = Mapping[str, str]
 

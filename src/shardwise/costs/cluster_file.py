@@ -1,0 +1,364 @@
+"""Cluster files: TOML, read and written (``docs/clusters.md`` describes the format).
+
+Bundled ones lie in ``costs/clusters/``, one per family of nodes; ``h100-16x8`` is the family ``h100`` with 16 nodes of
+8.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from shardwise.costs.cluster import Cluster, Device, Level, slowest
+from shardwise.costs.units import Figures, format_quantity, parse_quantity
+from shardwise.errors import ShardwiseError, problem
+from shardwise.hosts import Host, read_hostfile, read_rank_table
+
+DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange")
+
+# Key in the file -> (field, unit, whether it must be there, whether it may be 0). "" is a plain number.
+_DEVICE_KEYS = {
+    "memory": ("memory_bytes", "B", True, False),
+    "memory_bandwidth": ("memory_bandwidth", "B/s", True, False),
+    "kernel_latency": ("kernel_latency", "s", True, True),
+    "matmul_half_flops": ("matmul_half_flops", "FLOP", False, True),
+    "memory_efficiency": ("memory_efficiency", "", False, False),
+}
+_LEVEL_KEYS = {
+    "bandwidth": ("bandwidth", "B/s", True, False),
+    "latency": ("latency", "s", True, True),
+    "launch": ("launch", "s", False, True),
+}
+_SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
+
+
+def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
+    """See ``Cluster.load``."""
+    text = str(name)
+    if text.endswith(".toml"):
+        try:
+            cluster = parse(Path(text).read_text(encoding="utf-8"), text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="give its path")) from error
+    else:
+        cluster = _bundled(text)
+    return cluster if hosts is None else on_hosts(cluster, hosts)
+
+
+def families() -> tuple[str, ...]:
+    """The names of the bundled families."""
+    folder = resources.files("shardwise.costs").joinpath("clusters")
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+@cache
+def family(name: str) -> Cluster:
+    """A bundled family at its largest."""
+    path = resources.files("shardwise.costs").joinpath("clusters", f"{name}.toml")
+    return parse(path.read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def _bundled(name: str) -> Cluster:
+    sized = None if name in families() else _SIZED.fullmatch(name)
+    chosen = sized["family"] if sized else name
+    if chosen not in families():
+        what = f"there is no cluster {name!r}"
+        facts = [("bundled", ", ".join(families()))]
+        raise ShardwiseError(problem(what, facts=facts, fix="name one (h100-16x8: 16 nodes of 8), or a .toml file"))
+    largest = family(chosen)
+    most = (largest.levels[0].size, prod(level.size for level in largest.levels[1:]))
+    devices, nodes = (int(sized["devices"]), int(sized["nodes"])) if sized else (most[0], 1)
+    if not (1 <= devices <= most[0] and 1 <= nodes <= most[1]):
+        what = f"{name} has {nodes} nodes of {devices}; {chosen} describes 1 to {most[1]} nodes of 1 to {most[0]}"
+        raise ShardwiseError(problem(what, fix="choose numbers in this range, or write a cluster file"))
+    sizes = (devices, nodes) if len(largest.levels) > 1 else (devices,)
+    return largest.resized(sizes).renamed(name)
+
+
+def on_hosts(cluster: Cluster, path: str | Path) -> Cluster:
+    """The cluster with as many nodes, and devices per node, as a hostfile or a rank table (``.json``) names.
+
+    Raises ShardwiseError unless every host has as many ranks, and neighbouring ones.
+    """
+    hosts = read_rank_table(str(path)) if str(path).endswith(".json") else read_hostfile(str(path))
+    counts = {len(host.ranks) for host in hosts}
+    if len(counts) > 1:
+        listed = ", ".join(f"{host.name}: {len(host.ranks)}" for host in hosts[:8])
+        raise ShardwiseError(
+            problem(f"the hosts of {path} have different numbers of ranks ({listed})", fix="use as many on each")
+        )
+    ordered = sorted(hosts, key=lambda host: host.ranks)
+    scattered = [host for host in ordered if host.ranks != tuple(range(host.ranks[0], host.ranks[-1] + 1))]
+    if scattered:
+        what = f"host {scattered[0].name} of {path} has the ranks {', '.join(map(str, scattered[0].ranks[:8]))}"
+        raise ShardwiseError(problem(what, fix="give each host neighbouring ranks: the mesh takes them for close"))
+    return _with_nodes(cluster, ordered, str(path))
+
+
+def _with_nodes(cluster: Cluster, hosts: list[Host], path: str) -> Cluster:
+    devices, nodes = len(hosts[0].ranks), len(hosts)
+    if nodes > 1 and len(cluster.levels) == 1:
+        what = f"{path} names {nodes} hosts, but {cluster.name} has no level between nodes"
+        raise ShardwiseError(problem(what, fix="add a [[levels]] for the network to the cluster file"))
+    rest = prod(level.size for level in cluster.levels[1:])
+    if devices > cluster.levels[0].size or nodes > rest:
+        what = f"{path} has {nodes} hosts of {devices}, {cluster.name} has {rest} nodes of {cluster.levels[0].size}"
+        raise ShardwiseError(problem(what, fix="choose a cluster that is large enough"))
+    sized = cluster.resized((devices, *(level.size for level in cluster.levels[1:])))
+    return sized.with_devices(nodes * devices).renamed(f"{cluster.name} on {nodes} hosts of {devices}")
+
+
+# -------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass
+class _Reader:
+    """Takes figures out of the tables of a file and collects whatever is wrong with them."""
+
+    path: str
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+
+    def complain(self, where: str, what: str) -> None:
+        self.wrong.append((where, what))
+
+    def figure(self, value: object, unit: str, where: str, may_be_zero: bool = False) -> float:
+        """A figure, or NaN with a complaint."""
+        try:
+            number = parse_quantity(value, unit)
+        except ShardwiseError as error:
+            self.complain(where, str(error))
+            return float("nan")
+        if number == 0 and not may_be_zero:
+            self.complain(where, f"{value!r} is not positive")
+        return number
+
+    def figures(
+        self, table: Mapping[str, Any], keys: Mapping[str, tuple[str, str, bool, bool]], where: str
+    ) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for key, (name, unit, required, may_be_zero) in keys.items():
+            if key in table:
+                found[name] = self.figure(table[key], unit, f"{where}.{key}", may_be_zero)
+            elif required:
+                self.complain(f"{where}.{key}", "is missing")
+        return found
+
+    def named(
+        self,
+        table: Mapping[str, Any],
+        key: str,
+        unit: str,
+        where: str,
+        names: tuple[str, ...],
+        most: float | None = None,
+    ) -> Figures:
+        """A table of figures by name: dtypes or kinds of collectives."""
+        found = self.table(table, key, where)
+        for name in found.keys() - set(names):
+            self.complain(f"{where}.{key}.{name}", f"is not one of {', '.join(names)}")
+        values = {name: self.figure(found[name], unit, f"{where}.{key}.{name}") for name in names if name in found}
+        for name, value in values.items():
+            if most is not None and value > most:
+                self.complain(f"{where}.{key}.{name}", f"{value:g} is more than {most:g}")
+        return Figures(values)
+
+    def table(self, holder: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+        found = holder.get(key, {})
+        if isinstance(found, dict):
+            return found
+        self.complain(f"{where}.{key}", "is not a table")
+        return {}
+
+    def tables(self, holder: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+        found = holder.get(key, [])
+        if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+            return found
+        self.complain(key, f"is not a list of tables ([[{key}]])")
+        return []
+
+    def text(self, table: Mapping[str, Any], key: str, where: str) -> str:
+        found = table.get(key)
+        if not isinstance(found, str) or not found:
+            self.complain(f"{where}.{key}".lstrip("."), "is missing" if found is None else f"{found!r} is not a name")
+            return ""
+        return found
+
+    def count(self, table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+        found = table.get(key, default)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            what = "is missing" if found is None else f"{found!r} is not a whole number from 1"
+            self.complain(f"{where}.{key}", what)
+            return 1
+        return found
+
+    def flag(self, table: Mapping[str, Any], key: str, where: str) -> bool:
+        found = table.get(key, False)
+        if not isinstance(found, bool):
+            self.complain(f"{where}.{key}", f"{found!r} is neither true nor false")
+        return bool(found)
+
+    def unknown(self, table: Mapping[str, Any], known: set[str], where: str) -> None:
+        for key in table.keys() - known:
+            self.complain(f"{where}.{key}".lstrip("."), f"is not known; there is {', '.join(sorted(known))}")
+
+    def finish(self) -> None:
+        if self.wrong:
+            what = (
+                f"the cluster file has {len(self.wrong)} faults"
+                if len(self.wrong) > 1
+                else "the cluster file has a fault"
+            )
+            listed = [f"  {where}: {text}" for where, text in self.wrong]
+            fix = "correct them; docs/clusters.md describes the format"
+            raise ShardwiseError("\n".join([problem(what, source=self.path), *listed, f"  fix:    {fix}"]))
+
+
+def parse(text: str, path: str = "cluster.toml") -> Cluster:
+    """The cluster that a TOML text describes. Raises ShardwiseError with all faults."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ShardwiseError(problem(f"the cluster file is not TOML: {error}", source=path, fix="correct it")) from None
+    reader = _Reader(path)
+    reader.unknown(content, {"name", "device", "devices", "levels", "sources", "measured"}, "")
+    name = reader.text(content, "name", "")
+    levels = tuple(_level(reader, entry, f"levels[{i}]") for i, entry in enumerate(reader.tables(content, "levels")))
+    if not levels:
+        reader.complain("levels", "is missing: a cluster has at least one, what connects the devices of a node")
+    counted = _devices(reader, content)
+    num_devices = prod(level.size for level in levels)
+    if "devices" in content and counted and sum(count for _, count in counted) != num_devices:
+        sizes = " x ".join(str(level.size) for level in levels)
+        total = sum(count for _, count in counted)
+        reader.complain("devices", f"are {total}, but the levels hold {sizes} = {num_devices}")
+    sources = tuple((key, str(value)) for key, value in reader.table(content, "sources", "").items())
+    reader.finish()
+    kinds = {device.name: sum(count for other, count in counted if other == device) for device, _ in counted}
+    mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
+    return Cluster(name, slowest([device for device, _ in counted]), levels, mixed, sources)
+
+
+def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, int]]:
+    """The devices of ``[device]`` or ``[[devices]]`` with their counts; a count is 0 where all are of one kind."""
+    if ("device" in content) == ("devices" in content):
+        both = "both [device] and [[devices]] are there" if "device" in content else "[device] is missing"
+        reader.complain("device", f"{both}: [device] describes equal devices, [[devices]] several kinds with a count")
+        return []
+    if "device" in content:
+        return [(_device(reader, reader.table(content, "device", ""), "device"), 0)]
+    return [
+        (_device(reader, entry, f"devices[{i}]", {"count"}), reader.count(entry, "count", f"devices[{i}]"))
+        for i, entry in enumerate(reader.tables(content, "devices"))
+    ]
+
+
+def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
+    known = {"like", "name", "flops", "matmul_efficiency", *_DEVICE_KEYS} | (also or set())
+    reader.unknown(table, known, where)
+    base = None
+    if "like" in table:
+        if table["like"] in families():
+            base = family(table["like"]).device
+        else:
+            reader.complain(f"{where}.like", f"{table['like']!r} is not one of {', '.join(families())}")
+    keys = {
+        key: (name, unit, required and base is None, zero) for key, (name, unit, required, zero) in _DEVICE_KEYS.items()
+    }
+    changes: dict[str, Any] = dict(reader.figures(table, keys, where))
+    if changes.get("memory_efficiency", 1.0) > 1:
+        reader.complain(f"{where}.memory_efficiency", f"{changes['memory_efficiency']:g} is more than 1")
+    flops = reader.named(table, "flops", "FLOP/s", where, DTYPES)
+    efficiency = reader.named(table, "matmul_efficiency", "", where, DTYPES, most=1.0)
+    if base is not None:
+        changes |= {"flops": Figures({**base.flops, **flops})}
+        changes |= {"matmul_efficiency": Figures({**base.matmul_efficiency, **efficiency})}
+        changes |= {"name": str(table["name"])} if "name" in table else {}
+        return replace(base, **changes)
+    if not flops:
+        reader.complain(f"{where}.flops", "is missing: peak FLOP/s of at least one dtype, such as bf16")
+    defaults: dict[str, Any] = {"memory_bytes": 0.0, "memory_bandwidth": 0.0, "kernel_latency": 0.0}
+    return Device(
+        name=reader.text(table, "name", where), flops=flops, matmul_efficiency=efficiency, **(defaults | changes)
+    )
+
+
+def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
+    reader.unknown(
+        table, {"name", "size", "shared_by", "group_bandwidths", "efficiency", "hierarchical", *_LEVEL_KEYS}, where
+    )
+    figures = reader.figures(table, _LEVEL_KEYS, where)
+    by_size: list[tuple[int, float]] = []
+    for key, value in reader.table(table, "group_bandwidths", where).items():
+        if key.isdecimal() and int(key) > 1:
+            by_size.append((int(key), reader.figure(value, "B/s", f"{where}.group_bandwidths.{key}")))
+        else:
+            reader.complain(f"{where}.group_bandwidths.{key}", "is not a number of units from 2")
+    return Level(
+        name=reader.text(table, "name", where),
+        size=reader.count(table, "size", where),
+        shared_by=reader.count(table, "shared_by", where, 1),
+        hierarchical=reader.flag(table, "hierarchical", where),
+        group_bandwidths=tuple(sorted(by_size)),
+        efficiency=reader.named(table, "efficiency", "", where, KINDS),
+        **({"bandwidth": 0.0, "latency": 0.0} | figures),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- writing
+
+
+def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -> str:
+    """The TOML text of a cluster of equal devices; ``measured``: further facts for a table of that name (texts,
+    numbers, and lists of texts), which the reader leaves alone."""
+    device = cluster.device
+    lines = [f"name = {_quoted(cluster.name)}", "", "[device]", f"name = {_quoted(device.name)}"]
+    lines += _figures(_DEVICE_KEYS, lambda name: getattr(device, name))
+    lines += _named("device.flops", device.flops, "FLOP/s")
+    lines += _named("device.matmul_efficiency", device.matmul_efficiency, "")
+    for level in cluster.levels:
+        lines += ["", "[[levels]]", f"name = {_quoted(level.name)}", f"size = {level.size}"]
+        lines += _figures(_LEVEL_KEYS, lambda name, level=level: getattr(level, name))  # type: ignore[misc]
+        lines += [f"shared_by = {level.shared_by}"]
+        lines += ["hierarchical = true"] if level.hierarchical else []
+        by_size = {str(size): bandwidth for size, bandwidth in level.group_bandwidths}
+        lines += _named("levels.group_bandwidths", by_size, "B/s")
+        lines += _named("levels.efficiency", level.efficiency, "")
+    if cluster.sources:
+        lines += ["", "[sources]", *(f"{_quoted(key)} = {_quoted(value)}" for key, value in cluster.sources)]
+    if measured:
+        lines += ["", "[measured]", *(f"{key} = {_toml(value)}" for key, value in measured.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(keys: Mapping[str, tuple[str, str, bool, bool]], value_of: Callable[[str], float]) -> Iterator[str]:
+    for key, (name, unit, *_) in keys.items():
+        yield f"{key} = {_figure(value_of(name), unit)}"
+
+
+def _named(title: str, figures: Mapping[str, float], unit: str) -> list[str]:
+    if not figures:
+        return []
+    return ["", f"[{title}]", *(f"{name} = {_figure(value, unit)}" for name, value in figures.items())]
+
+
+def _figure(value: float, unit: str) -> str:
+    return _quoted(format_quantity(value, unit)) if unit else f"{value:.4g}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[\n" + "".join(f"  {_toml(entry)},\n" for entry in value) + "]"
+    return _quoted(value) if isinstance(value, str) else f"{value:g}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

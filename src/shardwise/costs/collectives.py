@@ -1,0 +1,254 @@
+"""Seconds of collectives: latency + bandwidth, over the levels that a group of devices really spans.
+
+**Which links.** Ranks are numbered row-major over the mesh, the last axis closest, and neighbours fill nodes. With
+nodes of 8, a group over the outer axis of ``Mesh(dp=16, tp=8)`` has one member in each of 16 nodes; a group over ``tp``
+has all its members in one. ``Span`` says so in numbers. All groups over the same axes communicate at the same time, so
+of the links of a level a group has the share of its members: eight groups over ``dp`` have one of a node's eight
+network cards each (or an eighth of the only one).
+
+**Rings** (``_ring``). Of a message of ``b`` bytes on ``n`` devices, an all-gather or a reduce-scatter carries
+``b (n - 1) / n`` over every link of a ring, an all-reduce twice that (Patarasu and Yuan, "Bandwidth optimal all-reduce
+algorithms", 2009). The slowest level sets the pace. There are ``n - 1`` or ``2 (n - 1)`` steps, of which as many cross
+a level as there are units on it, as in NCCL's own model of itself (NVIDIA/nccl, src/graph/tuning.cc).
+
+**Trees** (``_tree``). Over several nodes an all-reduce may also take the double binary tree (Sanders, Speck and Traeff,
+2009), whose latency grows with the logarithm of the nodes.
+
+**Hierarchies** (``_hierarchy``), where a level says that its library works so: reduce-scatter on the inner levels,
+all-reduce of the slices across, all-gather inside. Only a slice of the message crosses.
+
+**Cross-sections** (``_all_to_all``). Of a rank's ``b`` bytes, the part for devices of other units crosses that level.
+
+Each algorithm is affine in the bytes; the cheapest is taken, as NCCL does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import inf, log2, prod
+
+from shardwise.costs.cluster import Cluster, Level
+from shardwise.errors import PlanError, problem
+from shardwise.layouts.mesh import Mesh
+
+# How fast a tree is beside a ring: "busBw*.9" in NVIDIA/nccl, src/graph/tuning.cc (v2.8).
+TREE_PACE = 0.9
+
+# The message for which ``coefficients`` chooses the algorithm, if it is not told the size: a bucket of gradients.
+TYPICAL_BYTES = 25 * 2**20
+
+# How many times a ring carries (n - 1) / n of the message.
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+
+KINDS = (*_PASSES, "all_to_all", "collective_permute", "halo_exchange")
+
+Affine = tuple[float, float]  # seconds, seconds per byte
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the members of a group are. ``units[l]``: how many units of the level below ``l`` have any (``units[0]`` is
+    the number of members, ``units[1]`` that of nodes); the last entry is 1."""
+
+    units: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.units[0]
+
+    def members(self, level: int) -> float:
+        """Members in one unit of the level below: 1 for level 0, members per node for level 1."""
+        return self.size / self.units[level]
+
+    def branches(self, level: int) -> float:
+        """How many units of the level below are connected to one unit of this level."""
+        return self.units[level] / self.units[level + 1]
+
+    def used(self) -> tuple[int, ...]:
+        """The levels that messages cross."""
+        return tuple(level for level in range(len(self.units) - 1) if self.units[level] > self.units[level + 1])
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a cluster as the groups of a mesh see them.
+
+    Raises PlanError if the mesh has another number of devices than the cluster.
+    """
+
+    cluster: Cluster
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        if self.mesh.num_devices != self.cluster.num_devices:
+            sizes = " x ".join(str(size) for _, size in self.mesh.axes) or "1"
+            what = f"{self.mesh} has {sizes} = {self.mesh.num_devices} devices, {self.cluster.name} has"
+            what += f" {self.cluster.num_devices}"
+            raise PlanError(problem(what, fix=f"choose axes whose sizes multiply to {self.cluster.num_devices}"))
+
+    def seconds(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
+        """Seconds of a collective over the product of sub-axes, of ``num_bytes`` as ``Collective.num_bytes`` counts
+        them, while all other groups over these axes do the same."""
+        return min(fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes))
+
+    def coefficients(self, kind: str, axes: tuple[str, ...], num_bytes: float = TYPICAL_BYTES) -> Affine:
+        """(seconds, seconds per byte) of the algorithm that is the fastest for ``num_bytes``."""
+        return min(self.algorithms(kind, axes), key=lambda affine: affine[0] + affine[1] * num_bytes)
+
+    def algorithms(self, kind: str, axes: tuple[str, ...]) -> tuple[Affine, ...]:
+        """(seconds, seconds per byte) of each algorithm."""
+        found = self._known.get((kind, axes))
+        if found is None:
+            found = self._known[kind, axes] = affines(kind, self.cluster.levels, self.span(axes))
+        return found
+
+    def span(self, axes: Iterable[str]) -> Span:
+        """Where the members of the groups over some sub-axes (or whole axes) are; of the group that is spread most, if
+        they differ."""
+        group = [self._strides[part] for axis in axes for part in self.mesh.expand(axis)]
+        rest = [stride for part, stride in self._strides.items() if stride not in group]
+        units, unit = [prod(size for _, size in group)], 1
+        for level in self.cluster.levels[:-1]:
+            unit *= level.size
+            units.append(_num_units(group, rest, unit))
+        return Span((*units, 1))
+
+    def level_names(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the levels that a group over these sub-axes spans, innermost first."""
+        return tuple(self.cluster.levels[level].name for level in self.span(axes).used())
+
+    def price(self, itemsize: int) -> LinkPrice:
+        """What ``redistribute(price=...)`` takes, for tensors of this many bytes per element."""
+        return LinkPrice(self, itemsize)
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, tuple[str, ...]], tuple[Affine, ...]]:
+        return {}
+
+    @cached_property
+    def _strides(self) -> dict[str, tuple[int, int]]:
+        """Sub-axis -> (distance of neighbours along it, in ranks; size)."""
+        found, stride = {}, 1
+        for axis in reversed(self.mesh.sub_axes):
+            found[axis] = stride, self.mesh.sizes[axis]
+            stride *= self.mesh.sizes[axis]
+        return found
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.cluster, self.mesh))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPrice:
+    """Prices one direction of a move in seconds (``layouts.redistribute.Price``)."""
+
+    links: Links
+    itemsize: int
+
+    def __call__(self, primitive: str, axes: tuple[str, ...], elements: float) -> tuple[float]:
+        """``elements``: those that the busiest rank sends, as ``Move.num_sent`` counts them."""
+        if primitive not in KINDS:
+            return (0.0,)
+        size = self.links.mesh.size_of(axes)
+        whole = elements * size / (size - 1) / _PASSES.get(primitive, 1)
+        return (self.links.seconds(primitive, axes, whole * self.itemsize),)
+
+
+def _num_units(group: list[tuple[int, int]], rest: list[tuple[int, int]], unit: int) -> int:
+    """How many blocks of ``unit`` neighbouring ranks a group touches, whose sub-axes are (stride, size) pairs."""
+    aligned = all(stride % unit == 0 or unit % (stride * size) == 0 for stride, size in (*group, *rest))
+    if aligned:
+        return prod(size for stride, size in group if stride % unit == 0)
+    members, starts = _offsets(group), _offsets(rest)
+    return max(len({(start + member) // unit for member in members}) for start in starts)
+
+
+def _offsets(axes: list[tuple[int, int]]) -> list[int]:
+    return [sum(steps) for steps in product(*(range(0, stride * size, stride) for stride, size in axes))]
+
+
+# ----------------------------------------------------------------------------------------------------- algorithms
+
+
+def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, ...]:
+    """(seconds, seconds per byte) of each algorithm that a group may use for a kind of collective."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
+    if span.size == 1:
+        return ((0.0, 0.0),)
+    if kind in _PASSES:
+        if any(levels[level].hierarchical for level in span.used()):
+            return (_hierarchy(kind, levels, span),)
+        ring = _ring(kind, levels, span)
+        return (ring, _tree(levels, span)) if kind == "all_reduce" and span.units[1] > 1 else (ring,)
+    if kind == "all_to_all":
+        return (_all_to_all(levels, span),)
+    return (_neighbours(kind, levels, span),)
+
+
+def _launch(levels: tuple[Level, ...], span: Span) -> float:
+    return max(levels[level].launch for level in span.used())
+
+
+def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float:
+    """B/s that one device gets from the links of a level, when all devices use them."""
+    known = levels[level]
+    return known.link_bandwidth(span.branches(level)) * known.efficiency.get(kind, 1.0) / known.shared_by
+
+
+def _pace(kind: str, levels: tuple[Level, ...], span: Span) -> float:
+    """B/s of a ring through all members, or of neighbours in a line: the slowest level's. Of the links that connect
+    two units, the group has those of its members there."""
+    return min(_rate(kind, levels, span, level) * span.members(level) for level in span.used())
+
+
+def _ring(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
+    passes = _PASSES[kind]
+    steps = sum((span.units[level] - span.units[level + 1]) * levels[level].latency for level in span.used())
+    share = (span.size - 1) / span.size
+    return _launch(levels, span) + passes * steps, passes * share / _pace(kind, levels, span)
+
+
+def _tree(levels: tuple[Level, ...], span: Span) -> Affine:
+    """Up and down: a chain inside a node, a double binary tree across."""
+    depth = sum(log2(span.branches(level)) * levels[level].latency for level in span.used() if level > 0)
+    chain = (span.members(1) - 1) * levels[0].latency
+    return _launch(levels, span) + 2 * (chain + depth), 2 / (TREE_PACE * _pace("all_reduce", levels, span))
+
+
+def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
+    """A ring per level, each over the slice that the levels inside leave to a device."""
+    passes, fixed, slope = _PASSES[kind], 0.0, 0.0
+    for level in span.used():
+        units = span.branches(level)
+        fixed += levels[level].launch + passes * (units - 1) * levels[level].latency
+        slope += passes * (units - 1) / units / span.members(level) / _rate(kind, levels, span, level)
+    return fixed, slope
+
+
+def _all_to_all(levels: tuple[Level, ...], span: Span) -> Affine:
+    """Every rank has a part for every other; it leaves through each level's link what is for devices behind it."""
+    fixed, slope = _launch(levels, span), 0.0
+    for level in span.used():
+        inside, here = span.members(level), span.members(level + 1)
+        fixed += (here - inside) * levels[level].latency
+        crossing = (here if level == 0 else span.size) - inside  # what leaves a node does not take the node's links
+        slope = max(slope, crossing / span.size / _rate("all_to_all", levels, span, level))
+    return fixed, slope
+
+
+def _neighbours(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
+    """A permutation, in which all members may send across the same level; or an exchange with both neighbours, in which
+    only those at the ends of a unit do."""
+    farthest = span.used()[-1]
+    if kind == "halo_exchange":
+        return _launch(levels, span) + 2 * levels[farthest].latency, 1 / _pace(kind, levels, span)
+    slowest = min((_rate(kind, levels, span, level) for level in span.used()), default=inf)
+    return _launch(levels, span) + levels[farthest].latency, 1 / slowest

@@ -1,0 +1,115 @@
+"""Figures with units: ``"900 GB/s"``, ``"80 GiB"``, ``"312 TFLOP/s"``, ``"5 us"``; a plain number is in SI base units.
+
+SI prefixes are powers of ten (GB = 1e9 bytes), binary ones powers of two (GiB = 2 ** 30); B is a byte, b a bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import isfinite
+
+from shardwise.errors import ShardwiseError
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_BYTES = {
+    **{f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()},
+    **{f"{prefix}b": factor / 8 for prefix, factor in _DECIMAL.items()},
+    **{f"{prefix}bit": factor / 8 for prefix, factor in _DECIMAL.items()},
+}
+
+# What is measured -> the units it may be written in -> the factor to the base unit.
+UNITS: dict[str, dict[str, float]] = {
+    "B": _BYTES,
+    "B/s": {f"{unit}/s": factor for unit, factor in _BYTES.items()},
+    "FLOP/s": {f"{prefix}{name}": factor for prefix, factor in _DECIMAL.items() for name in ("FLOP/s", "FLOPS")},
+    "FLOP": {f"{prefix}FLOP": factor for prefix, factor in _DECIMAL.items()},
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "": {"": 1.0, "%": 1e-2},
+}
+
+_QUANTITY = re.compile(r"\s*([-+]?[\d.][\d_.]*(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
+
+
+class Figures(Mapping[str, float]):
+    """An immutable, hashable mapping from names (dtypes, kinds of collectives) to numbers."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, figures: Mapping[str, float] | None = None) -> None:
+        self._items = tuple(sorted((figures or {}).items()))
+
+    def __getitem__(self, name: str) -> float:
+        for key, value in self._items:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return self._items == other._items if isinstance(other, Figures) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"Figures({dict(self._items)})"
+
+
+def parse_quantity(value: object, unit: str) -> float:
+    """A figure in base units (``unit``: a key of ``UNITS``) from a number or a text.
+
+    >>> parse_quantity("80 GiB", "B"), parse_quantity("200 Gb/s", "B/s"), parse_quantity(5e-6, "s")
+    (85899345920.0, 25000000000.0, 5e-06)
+
+    Raises ShardwiseError for anything else, negative and infinite numbers included.
+    """
+    example = {"B": "80 GiB", "B/s": "900 GB/s", "FLOP/s": "312 TFLOP/s", "FLOP": "2 GFLOP", "s": "5 us", "": "0.8"}[
+        unit
+    ]
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value)
+        if match is None:
+            raise ShardwiseError(f"{value!r} is not a number with a unit, such as {example!r}")
+        units = UNITS[unit]
+        if match[2] not in units and match[2]:
+            raise ShardwiseError(f"unknown unit {match[2]!r} in {value!r}: write for example {example!r}")
+        try:
+            number = float(match[1]) * (units[match[2]] if match[2] else 1.0)
+        except ValueError:
+            raise ShardwiseError(f"{match[1]!r} is not a number") from None
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = float(value)
+    else:
+        raise ShardwiseError(f"{value!r} is not a number with a unit, such as {example!r}")
+    if not isfinite(number):
+        raise ShardwiseError(f"{value!r} is not finite")
+    if number < 0:
+        raise ShardwiseError(f"{value!r} is negative")
+    return number
+
+
+def format_quantity(number: float, unit: str) -> str:
+    """A figure as one reads it, with four digits: 85899345920, B -> ``80 GiB``; 3.12e14, FLOP/s -> ``312 TFLOP/s``.
+
+    >>> format_quantity(85899345920, "B"), format_quantity(9e11, "B/s"), format_quantity(5e-6, "s")
+    ('80 GiB', '900 GB/s', '5 us')
+    """
+    if unit == "s":
+        scale, name = next(((f, n) for n, f in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if number >= f), (1e-9, "ns"))
+    elif unit == "B":
+        scale, name = next(
+            ((_BINARY[p], f"{p}B") for p in ("Ti", "Gi", "Mi", "Ki") if number >= _BINARY[p]), (1.0, "B")
+        )
+    elif unit:
+        prefix = next((p for p in "PTGMk" if number >= _DECIMAL[p]), "")
+        scale, name = _DECIMAL[prefix], prefix + unit
+    else:
+        return f"{number:.4g}"
+    return f"{number / scale:.4g} {name}"
