@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.graph.capture import capture
-from shardwise.report.flops import FLOPS, flops_of
+from shardwise.costs.flops import FLOPS, flops_of
 from shardwise.report.share import SplitShare, share_of_plan, share_table
 from shardwise.rules.attention import ATTENTION
 from shardwise.rules.convolution import CONVOLUTION

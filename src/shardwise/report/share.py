@@ -26,8 +26,8 @@ from shardwise.partition.steps import Step
 from shardwise.plans.decide import bind
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes
-from shardwise.report.flops import FLOPS, Shapes, flops_of
-from shardwise.rules.atoms import base_name
+from shardwise.costs.flops import FLOPS, Shapes, flops_of
+from shardwise.rules.rule import base_name
 from shardwise.rules.tables import rule_of
 
 MIN_PRINTED = 1e-4  # a remainder of a size that does not divide is not worth a line

@@ -1,0 +1,289 @@
+"""Cheapest routes between all layouts of a tensor, in seconds, on a mesh whose named axes move as wholes.
+
+The exact search prices every pair of layouts that a value's producer and its consumers may use. A *node* is a layout
+over the value's atoms in which each mesh axis is in one state: ``I``, ``R``, ``P`` or sharding one atom, axes of one
+atom in device order. An edge is one collective (or one step without communication) on any set of axes that make the
+same change. Prices of all pairs follow from relaxing all edges at once, in numpy; the program that is emitted takes the
+same routes (``Routes.moves``), so what the search claims is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, product
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import LayoutError
+from shardwise.layouts.conversions import CELLS, COLLECTIVES, Move
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Seconds of a collective of a kind over sub-axes (in device order), per message size in bytes (``Collective``).
+Seconds = Callable[[str, tuple[str, ...], Floats], Floats]
+
+STATES = ("I", "R", "P")
+SHARDED = len(STATES)  # codes from here on: the atom that the axis shards
+# Seconds added to every step of a route, so that of equally dear routes the one of fewest steps is taken. Too small to
+# be seen in a price: the shortest message takes about 1e-6 s.
+STEP = 1e-15
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh that layouts of a search treat as wholes: ``groups`` are runs of its sub-axes in device
+    order."""
+
+    mesh: Mesh
+    groups: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(mesh: Mesh, separate: frozenset[str] = frozenset()) -> Axes:
+        """The named axes with more than one device; those in ``separate`` as their prime sub-axes."""
+        groups: list[tuple[str, ...]] = []
+        for name, _ in mesh.axes:
+            parts = mesh.expand(name)
+            groups.extend([(part,) for part in parts] if name in separate else [parts] if parts else [])
+        return Axes(mesh, tuple(groups))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.mesh.size_of(group) for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What prices of conversions depend on: the atoms of a value per dim, bytes per element, and whether a cotangent
+    comes back (whose elements have ``grad_itemsize`` bytes)."""
+
+    atoms: tuple[tuple[int, ...], ...]
+    itemsize: int
+    differentiable: bool
+    grad_itemsize: int
+
+
+class Routes:
+    """All layouts of one kind of tensor, and the cheapest ways between them.
+
+    ``codes``: [nodes, axes] the state of every axis; ``numel``: elements on the device that holds most.
+    """
+
+    def __init__(self, axes: Axes, tensor: Tensor, seconds: Seconds) -> None:
+        self.axes, self.tensor, self.seconds = axes, tensor, seconds
+        self.positions = [(d, i) for d, atoms in enumerate(tensor.atoms) for i, size in enumerate(atoms) if size > 1]
+        self.sizes = [tensor.atoms[d][i] for d, i in self.positions]
+        self.place = {position: SHARDED + i for i, position in enumerate(self.positions)}
+        self.base = SHARDED + len(self.positions)
+        allowed = [[code for code in range(self.base) if self._allows(code, axis)] for axis in range(len(axes.groups))]
+        codes = np.array(list(product(*allowed)), dtype=np.int64).reshape(-1, len(axes.groups))
+        split = self._split(codes)
+        fits = (split <= np.array(self.sizes, dtype=np.int64)).all(axis=1)
+        self.codes: Ints = codes[fits]
+        self.numel: Ints = self._numel(split[fits])
+        weights = self.base ** np.arange(len(axes.groups), dtype=np.int64)
+        self._weights = weights
+        self.keys: Ints = self.codes @ weights
+        self._node_of = np.full(self.base ** len(axes.groups), -1, dtype=np.int64)
+        self._node_of[self.keys] = np.arange(len(self.keys))
+        self._prices: dict[int, Floats] = {}
+
+    def _allows(self, code: int, axis: int) -> bool:
+        if code >= SHARDED:
+            return self.sizes[code - SHARDED] >= self.axes.sizes[axis]
+        return code != STATES.index("R") or self.tensor.differentiable
+
+    def _split(self, codes: Ints) -> Ints:
+        """[nodes, positions]: the number of parts of every atom."""
+        split = np.ones((len(codes), len(self.positions)), dtype=np.int64)
+        for axis, size in enumerate(self.axes.sizes):
+            for p in range(len(self.positions)):
+                split[:, p] *= np.where(codes[:, axis] == SHARDED + p, size, 1)
+        return split
+
+    def _numel(self, split: Ints) -> Ints:
+        whole = prod(size for atoms in self.tensor.atoms for size in atoms)
+        if not self.positions:
+            return np.full(len(split), whole, dtype=np.int64)
+        sizes = np.array(self.sizes, dtype=np.int64)
+        return np.asarray(-(-sizes // split)).prod(axis=1) * (whole // prod(self.sizes))
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def node(self, codes: Ints) -> Ints:
+        """[n, axes] codes -> [n] nodes; -1 where a layout is not one."""
+        return self._node_of[np.asarray(codes @ self._weights)]
+
+    @cached_property
+    def whole(self) -> int:
+        """The node that is invariant on every axis."""
+        return int(self._node_of[0])
+
+    def node_of(self, layout: Layout) -> int | None:
+        """The node of a layout, or None where an axis does not move as a whole or the atoms do not nest."""
+        try:
+            layout = layout.canonical().refine(self.tensor.atoms)
+        except LayoutError:
+            return None
+        codes = []
+        for group in self.axes.groups:
+            places = {layout.positions.get(axis) for axis in group}
+            states = {layout.state_of[axis] for axis in group}
+            if len(places) > 1 or len(states) > 1:
+                return None
+            (place,), (state,) = places, states
+            if place is not None:
+                if place not in self.place:
+                    return None
+                codes.append(self.place[place])
+            elif state in STATES:
+                free = state == "R" and not self.tensor.differentiable
+                codes.append(STATES.index("I" if free else state))
+            else:
+                return None
+        node = int(self._node_of[int(np.array(codes, dtype=np.int64) @ self._weights)])
+        if node < 0 or self.layout(node).canonical() != self._without_free(layout).canonical():
+            return None
+        return node
+
+    def _without_free(self, layout: Layout) -> Layout:
+        if self.tensor.differentiable:
+            return layout
+        return layout.moved({axis: "I" for axis, state in layout.states if state == "R"})
+
+    def layout(self, node: int) -> Layout:
+        """The layout of a node."""
+        axes_at: dict[tuple[int, int], list[str]] = {}
+        states: list[tuple[str, str]] = []
+        for group, code in zip(self.axes.groups, self.codes[node].tolist(), strict=True):
+            if code >= SHARDED:
+                axes_at.setdefault(self.positions[code - SHARDED], []).extend(group)
+            elif STATES[code] != "I":
+                states.extend((axis, STATES[code]) for axis in group)
+        dims = tuple(
+            tuple(Atom(size, tuple(axes_at.get((d, i), ()))) for i, size in enumerate(atoms))
+            for d, atoms in enumerate(self.tensor.atoms)
+        )
+        return Layout(self.axes.mesh, dims, tuple(states))
+
+    # -- prices --------------------------------------------------------------------------------------------------------
+
+    def prices(self, targets: Ints) -> Floats:
+        """[nodes, targets]: seconds, forward and backward together, of the cheapest route from every node."""
+        missing = [int(node) for node in dict.fromkeys(targets.tolist()) if node not in self._prices]
+        if missing:
+            self._relax(missing)
+        return np.stack([self._prices[int(node)] for node in targets.tolist()], axis=1)
+
+    def _relax(self, targets: list[int]) -> None:
+        """Bellman and Ford's relaxation of all edges, towards all targets at once."""
+        best = np.full((len(self.codes), len(targets)), np.inf)
+        best[targets, np.arange(len(targets))] = 0.0
+        while True:
+            before = best.copy()
+            for step in self._edges:
+                best[step.sources] = np.minimum(best[step.sources], best[step.targets] + step.price[:, None])
+            if np.array_equal(before, best):
+                break
+        for i, target in enumerate(targets):
+            self._prices[target] = best[:, i]
+
+    @cached_property
+    def _edges(self) -> tuple[_Edges, ...]:
+        """Every single step, in groups without repeated sources."""
+        found: list[_Edges] = []
+        num_axes = len(self.axes.groups)
+        places = range(SHARDED, self.base)
+        for count in range(1, num_axes + 1):
+            for chosen in combinations(range(num_axes), count):
+                for before in (*range(SHARDED), SHARDED):
+                    mine = self.codes[:, chosen]
+                    held = (mine == before).all(axis=1) if before < SHARDED else (mine >= SHARDED).all(axis=1)
+                    sources = np.flatnonzero(held)
+                    if not len(sources):
+                        continue
+                    for after in range(SHARDED):
+                        if after != before:
+                            self._add(found, sources, chosen, (after,) * count)
+                    if before < SHARDED or count == 1:
+                        for spots in product(places, repeat=count):
+                            self._add(found, sources, chosen, spots)
+        return tuple(found)
+
+    def _add(self, found: list[_Edges], sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> None:
+        codes = self.codes[sources].copy()
+        codes[:, chosen] = after
+        targets = self.node(codes)
+        kept = (targets >= 0) & (targets != sources)
+        kept &= self._is_prefix(self.codes[sources], codes, chosen)
+        sources, targets = sources[kept], targets[kept]
+        if len(sources):
+            price = self._step_price(sources, targets, chosen)
+            found.append(_Edges(sources, targets, chosen, price + STEP))
+
+    def _is_prefix(self, before: Ints, after: Ints, chosen: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Whether on every atom the axes that stay are major to those that come or go."""
+        good = np.ones(len(before), dtype=np.bool_)
+        for axis in chosen:
+            for other in range(axis + 1, len(self.axes.groups)):
+                if other in chosen:
+                    continue
+                for side in (before, after):
+                    good &= ~((side[:, axis] >= SHARDED) & (side[:, axis] == side[:, other]))
+        return good
+
+    def _step_price(self, sources: Ints, targets: Ints, chosen: tuple[int, ...]) -> Floats:
+        cell = CELLS[self._state(sources[0], chosen), self._state(targets[0], chosen)]
+        axes = tuple(part for axis in chosen for part in self.axes.groups[axis])
+        price = np.zeros(len(sources))
+        sides = [(cell.forward, sources, targets, self.tensor.itemsize)]
+        if self.tensor.differentiable:
+            sides.append((cell.backward, targets, sources, self.tensor.grad_itemsize))
+        for primitive, before, after, itemsize in sides:
+            if primitive in COLLECTIVES:
+                whole = after if primitive == "all_gather" else before
+                price += self.seconds(primitive, axes, self.numel[whole].astype(np.float64) * itemsize)
+        return price
+
+    def _state(self, node: int, chosen: tuple[int, ...]) -> str:
+        code = int(self.codes[node, chosen[0]])
+        return "S" if code >= SHARDED else STATES[code]
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    def moves(self, source: int, target: int) -> tuple[Move, ...]:
+        """The cheapest route as moves. Raises LayoutError where there is none."""
+        left = self.prices(np.array([target]))[:, 0]
+        if not np.isfinite(left[source]):
+            raise LayoutError(f"no redistribution from {self.layout(source)} to {self.layout(target)}")
+        path: list[Move] = []
+        node = source
+        while node != target:
+            best: tuple[float, int, tuple[int, ...]] = (np.inf, node, ())
+            for step in self._edges:
+                at = int(np.searchsorted(step.sources, node))
+                if at < len(step.sources) and step.sources[at] == node:
+                    total = float(step.price[at] + left[step.targets[at]])
+                    if total < best[0]:
+                        best = (total, int(step.targets[at]), step.chosen)
+            _, after, chosen = best
+            axes = tuple(part for axis in chosen for part in self.axes.groups[axis])
+            path.append(Move(self.layout(node), self.layout(after), axes))
+            node = after
+        return tuple(path)
+
+
+@dataclass(frozen=True, eq=False)
+class _Edges:
+    """Steps of one kind: from ``sources`` (ascending) to ``targets``, over the axes ``chosen``, at ``price``."""
+
+    sources: Ints
+    targets: Ints
+    chosen: tuple[int, ...]
+    price: Floats
