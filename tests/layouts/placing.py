@@ -37,7 +37,8 @@ def random_layout(rng: random.Random, mesh: Mesh, atoms: tuple[tuple[int, ...], 
 
 
 def scatter(full: Tensor, layout: Layout, generator: torch.Generator) -> list[Tensor]:
-    """What the ranks hold of a global tensor; partial values are random summands of it."""
+    """What the ranks hold of a global tensor; partial values are random summands of it, whose sum is exact if its
+    elements are integers (equal ones stay equal)."""
     bare = layout.moved(dict.fromkeys(layout.partial_axes, "I"))
     full = full.detach()
     keys = []
@@ -48,7 +49,10 @@ def scatter(full: Tensor, layout: Layout, generator: torch.Generator) -> list[Te
     if len(distinct) == 1:
         summands = {distinct[0]: full}
     else:
-        drawn = [torch.randn(full.shape, generator=generator, dtype=full.dtype) for _ in distinct[1:]]
+        shape = (*full.shape, 2) if full.is_complex() else full.shape
+        drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in distinct[1:]]
+        drawn = [(number * 1024).round() / 1024 for number in drawn]
+        drawn = [(torch.view_as_complex(d) if full.is_complex() else d).to(full.dtype) for d in drawn]
         summands = dict(zip(distinct, [full - sum(drawn), *drawn], strict=True))
     return [
         shard(summands[keys[rank]], bare, layout.mesh.coordinates(rank)).clone()

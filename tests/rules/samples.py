@@ -66,6 +66,11 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def leaf(values: Any) -> Tensor:
+    """Chosen values, differentiable."""
+    return torch.as_tensor(values).to(torch.float64).requires_grad_()
+
+
 def call(target: OpOverload, *args: Any, **kwargs: Any) -> Sample:
     return Sample(target, args, kwargs)
 
@@ -120,6 +125,9 @@ REDUCTIONS = [
     call(aten.amax.default, plain(x(3, 4)), [1]),
     call(aten.amax.default, x(3, 4), [1], True),
     call(aten.amax.default, ids(9, 3, 4), [0]),
+    call(aten.amax.default, torch.arange(12).reshape(3, 4) % 7 == 5, [1]),
+    call(aten.amin.default, torch.arange(12).reshape(3, 4) % 7 != 5, [0], True),
+    call(aten.max.default, torch.arange(6) == 4),
     call(aten.amin.default, plain(x(3, 4))),
     call(aten.amin.default, x(3, 4), [0]),
     call(aten.max.default, x(3, 4)),
@@ -132,14 +140,27 @@ REDUCTIONS = [
     call(aten.all.default, torch.arange(6).reshape(3, 2) != 4),
     call(aten.all.dim, ~torch.eye(3, 4).bool(), 0, True),
     call(aten.all.dims, torch.arange(24).reshape(3, 4, 2) % 7 != 5, [1]),
-    unsplit(aten.prod.default, x(3, 2)),
-    call(aten.prod.dim_int, x(3, 2), 1),
+    call(aten.prod.default, x(3, 2)),
+    call(aten.prod.default, ids(3, 4)),
+    call(aten.prod.dim_int, x(3, 6), 1),
+    call(aten.prod.dim_int, leaf([[0.0, 0, 2, 3], [1, 0, 2, 3]]), 1, True),
     call(aten.max.dim, x(3, 4), 1),
+    call(aten.max.dim, leaf([[2.0, 5, 1, 5], [7, 7, 7, 7]]), 1),
+    call(aten.max.dim, bits(3, 6), 1),
     call(aten.min.dim, x(3, 4), 0, True),
+    call(aten.min.dim, ids(3, 2, 6), -1),
     call(aten.argmax.default, plain(x(3, 4)), 1),
-    unsplit(aten.argmin.default, plain(x(3, 4))),
+    call(aten.argmax.default, ids(2, 3, 4)),
+    call(aten.argmin.default, plain(x(3, 4))),
+    call(aten.argmin.default, ids(2, 6), None, True),
     unsplit(aten.median.default, x(5)),
     call(aten.median.dim, x(3, 5), 1),
+    unsplit(aten.nanmedian.default, x(5)),
+    call(aten.nanmedian.dim, x(3, 5), 1),
+    call(aten.kthvalue.default, x(3, 5), 2, 1),
+    call(aten.mode.default, ids(3, 3, 5)),
+    call(aten.nansum.default, leaf([[1.0, torch.nan, 2], [torch.nan, 4, 5]])),
+    call(aten.nansum.default, x(3, 4), [1], True),
     call(aten.var.default, x(3, 4)),
     call(aten.var.default, x(3, 4), False),
     call(aten.var.dim, x(3, 4), [1], True, True),
@@ -156,7 +177,12 @@ REDUCTIONS = [
     call(aten.linalg_vector_norm.default, x(3, 4), 2, [1]),
     call(aten.linalg_vector_norm.default, x(3, 4), 1, [0], True),
     call(aten.linalg_vector_norm.default, x(3, 4), 3.0),
-    unsplit(aten.linalg_vector_norm.default, x(3, 4), float("inf")),
+    call(aten.linalg_vector_norm.default, x(3, 4), torch.inf),
+    call(aten.linalg_vector_norm.default, leaf(ids(5, 3, 4) - 2), torch.inf, [1], True),
+    call(aten.linalg_vector_norm.default, x(3, 4), -torch.inf, [0]),
+    call(aten.linalg_vector_norm.default, leaf(ids(2, 3, 4)), 0, [1]),
+    call(aten.linalg_vector_norm.default, x(3, 4), -1.5, [1]),
+    call(aten.linalg_vector_norm.default, x(3, 4), 0.5, [1]),
     call(aten.norm.Scalar, x(3, 4)),
     call(aten.norm.ScalarOpt_dim, x(3, 4), 2, [1], True),
     call(aten.norm.ScalarOpt_dim, x(3, 4), None, [0]),
@@ -173,18 +199,26 @@ REDUCTIONS = [
     call(aten.cumsum.default, bits(2, 6), 1),
     call(aten.cumsum.default, ids(5, 6), 0, dtype=torch.int32),
     call(aten.cumprod.default, x(3, 4), 0),
+    call(aten.cumprod.default, leaf([2.0, 3, 0, 4, 0, 5]), 0),
+    call(aten.cumprod.default, ids(5, 6), 0, dtype=torch.float64),
     call(aten.logcumsumexp.default, x(3, 4), 0),
+    call(aten.logcumsumexp.default, torch.tensor([-torch.inf, -torch.inf, 1, 2, -torch.inf, 3]).double(), 0),
     call(aten.cummax.default, x(3, 4), 0),
+    call(aten.cummax.default, torch.tensor([1.0, 3, 3, torch.nan, 5, torch.nan, 7, 8]), 0),
     call(aten.cummin.default, x(3, 4), 0),
+    call(aten.cummin.default, ids(3, 2, 12), 1),
     call(aten.sort.default, x(3, 4)),
     call(aten.sort.stable, x(3, 4), stable=True, dim=0),
     call(aten.argsort.default, plain(x(3, 4))),
     call(aten.argsort.stable, plain(x(3, 4)), stable=True),
     call(aten.topk.default, x(3, 5), 2),
+    call(aten.topk.default, x(3, 12), 2),
+    call(aten.topk.default, x(12, 2), 3, 0, False),
     call(aten.diff.default, x(3, 4), 1, -1),
     call(aten.diff.default, x(3, 4), 1, -1, x(3, 1)),
     call(aten.diff.default, ids(9, 3, 4), 2, 0, ids(9, 1, 4), ids(9, 2, 4)),
     call(aten.glu.default, x(3, 6)),
+    call(aten.glu.default, x(8, 3), 0),
 ]
 
 SHAPES = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from rules.tracing import gathers
 from shardwise.graph.interpret import lookup
 from shardwise.graph.schema import tensor_results
 from shardwise.rules import RULES, rule_of
-from shardwise.rules.rule import Factor, OpRule, Piece
+from shardwise.rules.rule import Factor, OpRule, Piece, takes_runs
 
 Chosen = Mapping[str, Sequence[tuple[Piece, ...]]]
 REDUCED = ("sum", "max", "min", "any")
@@ -202,12 +203,23 @@ LOWERED = [s for s in SAMPLES if not s.unsplit and any(f.kind == "lowered" for f
 def test_lowerings_equal_their_operator(sample: Sample) -> None:
     case, rule = ruled(sample)
     assert rule.lowering is not None
+    if not takes_runs(rule.lowering):
+        return check_lowering(sample, case, rule, {})
+    shape = case.operands[0].shape
+    for runs in product(*([run for run in range(1, size + 1) if size % run == 0] for size in shape)):
+        check_lowering(sample, case, rule, {"runs": runs})
+
+
+def check_lowering(sample: Sample, case: Case, rule: OpRule, told: dict[str, tuple[int, ...]]) -> None:
+    assert rule.lowering is not None
     known = {
         name: t.detach().requires_grad_(t.requires_grad)
         for name, t in zip(case.op.operands, case.operands, strict=True)
     }
     result = rule.lowering(
-        *(lookup(arg, known) for arg in case.op.args), **{key: lookup(arg, known) for key, arg in case.op.kwargs}
+        *(lookup(arg, known) for arg in case.op.args),
+        **{key: lookup(arg, known) for key, arg in case.op.kwargs},
+        **told,
     )
     results = tensor_results(result)
     seeds = cotangents(case.results)

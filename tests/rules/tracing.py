@@ -15,19 +15,19 @@ from shardwise.graph.interpret import lookup
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.rules import rule_of
 from shardwise.rules.atoms import factor_graph
-from shardwise.rules.rule import Dims, OpRule
+from shardwise.rules.rule import Dims, OpRule, takes_runs
 
 Place = tuple[int, int, int]  # dim, stride and size of the atom that is split
 
 
-def trace_lowering(case: Case, rule: OpRule) -> Graph:
-    """The operators of the lowering, on the operands x0, x1, ..."""
+def trace_lowering(case: Case, rule: OpRule, told: dict[str, Any]) -> Graph:
+    """The operators of the lowering, on the operands x0, x1, ... ``told``: what it is given besides."""
 
     def program(*tensors: torch.Tensor) -> Any:
         known = dict(zip(case.op.operands, tensors, strict=True))
         args = [lookup(arg, known) for arg in case.op.args]
         assert rule.lowering is not None
-        return rule.lowering(*args, **{key: lookup(arg, known) for key, arg in case.op.kwargs})
+        return rule.lowering(*args, **{key: lookup(arg, known) for key, arg in case.op.kwargs}, **told)
 
     traced = make_fx(program, pre_dispatch=True, tracing_mode="fake")(*case.operands)
     emitter = Emitter([case.graph.by_name[name] for name in case.op.operands], ())
@@ -56,20 +56,29 @@ def trace_lowering(case: Case, rule: OpRule) -> Graph:
 
 
 def gathers(case: Case, rule: OpRule, factor: str) -> list[str]:
-    """The operators of the lowering that can not work on parts of ``factor``; empty: it is never gathered."""
-    graph = trace_lowering(case, rule)
+    """The operators of the lowering that can not work on parts of ``factor``; empty: it is never gathered. A lowering
+    by runs may gather what the runs gave, which is less than they are."""
+    assert rule.lowering is not None
+    sizes = {f.name: f.size for f in rule.factors}
+    size, told = sizes[factor], dict[str, Any]()
+    if takes_runs(rule.lowering):
+        parts = next((n for n in (2, 3) if size % n == 0 and size > n), 1)
+        if parts == 1:  # what does not divide has no runs of one length, and runs of 1 are no help
+            return []
+        told["runs"] = tuple(size // parts if dim == (factor,) else sizes[dim[0]] for dim in rule.operands[0])
+    graph = trace_lowering(case, rule, told)
     rules = {}
     for op in graph.ops:
         found = rule_of(op, graph)
         assert found is not None, f"{op.target} in a lowering has no rule"
         rules[op.name] = found
     refined = factor_graph(graph, rules).rules
-    sizes = {f.name: f.size for f in rule.factors}
     places: dict[str, Place] = {}
     for name, dims in zip(case.op.operands, rule.operands, strict=True):
         found_place = _place(dims, sizes, factor)
         if found_place is not None:
-            places[name] = found_place
+            places[name] = found_place if not told else (found_place[0], size // parts, parts)
+    num_given = sum(graph.by_name[name].numel for name in places)
     refused = []
     for op in graph.ops:
         own = refined[op.name]
@@ -81,6 +90,8 @@ def gathers(case: Case, rule: OpRule, factor: str) -> list[str]:
         if not wanted:
             continue
         chosen = wanted.pop()
+        if told and sum(graph.by_name[name].numel for name in op.operands) < num_given:
+            continue
         if wanted or not chosen or own.factor(chosen).kind not in ("parallel", "sum", "max", "min", "any"):
             refused.append(f"{op.target}: {own}")
             continue

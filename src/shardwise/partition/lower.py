@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 
 from shardwise.graph.capture import capture_function
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
+from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.rules.atoms import factor_graph
-from shardwise.rules.rule import Lowering, OpRule
+from shardwise.rules.rule import Lowering, OpRule, takes_runs
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.propagate import Propagation, where_of
 
@@ -57,9 +59,11 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     if not needs_lowering(rule, strategy):
         return [placed], ()
     assert rule.lowering is not None, f"{op.name}: the rule {rule} has a lowered factor and no lowering"
-    fragment = _fragment(op, rule.lowering, graph)
-    given = dict(zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True))
-    rules = {inner.name: rule_of(inner, fragment) or whole_rule(inner, fragment) for inner in fragment.ops}
+    operands = apply_strategy(rule, strategy, mesh).operands
+    told = (("runs", _runs(operands[0])),) if takes_runs(rule.lowering) else ()
+    fragment = _fragment(op, rule.lowering, told, graph)
+    given = dict(zip(op.operands, operands, strict=True))
+    rules = {inner.name: _rule_within(rule.lowering, inner, fragment) for inner in fragment.ops}
     factored = factor_graph(fragment, rules, {name: layout.atoms for name, layout in given.items()})
     sources = {name: where_of(layout) for name, layout in given.items()}
     strategies = Propagation(fragment, factored.rules, mesh, sources=sources).run()
@@ -72,8 +76,34 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     return found, tuple(values)
 
 
-def _fragment(op: Op, lowering: Lowering, graph: Graph) -> Graph:
-    """The captured lowering with the operator's own value names at its ends."""
+def _rule_within(lowering: Lowering, inner: Op, fragment: Graph) -> OpRule:
+    """The rule of an operator of a lowering. Where the lowering uses the operator that it stands for, it means the
+    operator itself: what would be lowered is whole there."""
+    rule = rule_of(inner, fragment) or whole_rule(inner, fragment)
+    if rule.lowering is not lowering:
+        return rule
+    return rule.with_kinds({factor.name: "whole" for factor in rule.factors if factor.kind == "lowered"})
+
+
+def _runs(layout: Layout) -> tuple[int, ...]:
+    """Per dim the length of the contiguous runs that every device holds; the whole dim where they are not equal."""
+
+    def run(dim: tuple[Atom, ...]) -> int:
+        length = 1
+        for atom in reversed(dim):
+            count = layout.mesh.size_of(atom.axes)
+            if atom.size % count:
+                break
+            length *= atom.size // count
+            if count > 1:
+                return length
+        return prod(atom.size for atom in dim)
+
+    return tuple(map(run, layout.dims))
+
+
+def _fragment(op: Op, lowering: Lowering, told: tuple[tuple[str, Arg], ...], graph: Graph) -> Graph:
+    """The captured lowering with the operator's own value names at its ends. ``told``: what it is given besides."""
     order = tuple(dict.fromkeys(op.operands))
 
     def slot(name: str) -> Slot:
@@ -81,7 +111,7 @@ def _fragment(op: Op, lowering: Lowering, graph: Graph) -> Graph:
         return Slot(order.index(name), value.shape, value.dtype, value.requires_grad)
 
     args = tuple(map_refs(arg, slot) for arg in op.args)
-    kwargs = tuple((key, map_refs(arg, slot)) for key, arg in op.kwargs)
+    kwargs = tuple((key, map_refs(arg, slot)) for key, arg in op.kwargs) + told
     captured = _capture_lowering(lowering, args, kwargs)
     names: dict[str, str] = {source.value: order[i] for i, source in enumerate(captured.sources)}
     produced = [output.name for output in captured.outputs]

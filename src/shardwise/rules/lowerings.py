@@ -195,8 +195,12 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Finite positive orders; the infinite ones have their own rule."""
     x, dims = _cast(self, dtype), dims_of(dim, self.dim())
+    if ord == 0:
+        sizes = x.abs()
+        return torch.where(sizes != 0, 1, sizes * 0).sum(dims, keepdim)  # (has a gradient, which is 0)
+    if ord in (inf, -inf):
+        return (amax if ord > 0 else amin)(x.abs(), dims, keepdim)
     if ord == 2:
         return _root(x.square().sum(dims, keepdim))
     if ord == 1:
@@ -236,9 +240,146 @@ def _extreme(x: Tensor, extreme: Tensor, dim: int | Sequence[int], keepdim: bool
     return torch.where(attained, x / shares, 0).sum(dims, keepdim)
 
 
+def max_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _chosen(self, argmax(self, dim, True), dim, keepdim)
+
+
+def min_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _chosen(self, argmin(self, dim, True), dim, keepdim)
+
+
+def argmax(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _first(self.detach(), True, dim, keepdim)
+
+
+def argmin(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _first(self.detach(), False, dim, keepdim)
+
+
+def _positions(x: Tensor, dim: int) -> Tensor:
+    """Indices along ``dim``, to be compared with ``x``."""
+    return torch.arange(x.shape[dim], device=x.device).reshape(
+        [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    )
+
+
+def _first(x: Tensor, largest: bool, dim: int | None, keepdim: bool) -> Tensor:
+    """The first index of the extreme; of the first nan if there is one, as in PyTorch."""
+    if dim is None:
+        found = _first(x.flatten(), largest, 0, False)
+        return found.reshape([1] * x.dim()) if keepdim else found
+    extreme = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
+    attained = (x == extreme) | x.isnan() if x.is_floating_point() else x == extreme
+    return torch.where(attained, _positions(x, dim), x.shape[dim]).amin(dim, keepdim)
+
+
+def _chosen(x: Tensor, index: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """The values at ``index``, which alone gets their gradient, and the index."""
+    values = torch.where(_positions(x, dim) == index, x, 0).sum(dim, keepdim)
+    return _cast(values, x.dtype), index if keepdim else index.squeeze(dim)
+
+
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     product = (x1 * x2).sum(dim)
     return product / (vector_norm(x1, 2, dim).clamp_min(eps) * vector_norm(x2, 2, dim).clamp_min(eps))
+
+
+# -- products, scans and choices by runs: within what a rank holds, then over what the ranks found ---------------------
+
+
+def _by_runs(x: Tensor, dim: int, runs: Sequence[int]) -> tuple[int, Tensor | None]:
+    """``dim`` counted from the front, and ``x`` with that dim as (number of runs, run); None if it is not split."""
+    dim = dim % max(x.dim(), 1)
+    split = len(runs) > dim and 0 < runs[dim] < x.shape[dim]
+    return dim, torch.unflatten(x, dim, (x.shape[dim] // runs[dim], runs[dim])) if split else None
+
+
+def _starts(x: Tensor, dim: int) -> Tensor:
+    """Where the runs of ``x`` begin, to be added to indices within them."""
+    return _positions(x, dim) * x.shape[dim + 1]
+
+
+def _before(totals: Tensor, dim: int, neutral: float) -> Tensor:
+    """What precedes every run, given the totals up to its end: ``neutral`` for the first; with a dim for the run."""
+    first = torch.full_like(totals.narrow(dim, 0, 1), neutral)
+    return torch.cat([first, totals.narrow(dim, 0, totals.shape[dim] - 1)], dim).unsqueeze(dim + 1)
+
+
+def prod_dim(
+    self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None, runs: Sequence[int] = ()
+) -> Tensor:
+    dim, parts = _by_runs(self, dim, runs)
+    if parts is None:
+        return torch.prod(self, dim, keepdim, dtype=dtype)
+    return torch.prod(torch.prod(parts, dim + 1, dtype=dtype), dim, keepdim, dtype=dtype)
+
+
+def prod_all(self: Tensor, *, dtype: torch.dtype | None = None, runs: Sequence[int] = ()) -> Tensor:
+    for dim in reversed(range(self.dim())):
+        self = prod_dim(self, dim, dtype=dtype, runs=runs)
+    return self
+
+
+def cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None, runs: Sequence[int] = ()) -> Tensor:
+    dim, parts = _by_runs(self, dim, runs)
+    if parts is None:
+        return torch.cumprod(self, dim, dtype=dtype)
+    within = torch.cumprod(parts, dim + 1, dtype=dtype)
+    totals = torch.cumprod(within.select(dim + 1, -1), dim, dtype=dtype)
+    return (within * _before(totals, dim, 1)).flatten(dim, dim + 1)
+
+
+def logcumsumexp(self: Tensor, dim: int, *, runs: Sequence[int] = ()) -> Tensor:
+    dim, parts = _by_runs(self, dim, runs)
+    if parts is None:
+        return torch.logcumsumexp(self, dim)
+    within = torch.logcumsumexp(parts, dim + 1)
+    before = _before(torch.logcumsumexp(within.select(dim + 1, -1), dim), dim, -inf)
+    none = before == -inf  # nothing to add; its derivative would be nan beside another -inf
+    both = torch.where(none, within, torch.logaddexp(within, before.masked_fill(none, 0)))
+    return both.flatten(dim, dim + 1)
+
+
+def cummax(self: Tensor, dim: int, *, runs: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    return _cumulative_extreme(self, True, dim, runs)
+
+
+def cummin(self: Tensor, dim: int, *, runs: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    return _cumulative_extreme(self, False, dim, runs)
+
+
+def _cumulative_extreme(x: Tensor, largest: bool, dim: int, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of equal values the later one counts, and nan beats numbers, as in PyTorch."""
+    scan = torch.cummax if largest else torch.cummin
+    dim, parts = _by_runs(x, dim, runs)
+    if parts is None:
+        values, index = scan(x, dim)
+        return values, index
+    values, index = scan(parts, dim + 1)
+    index = index + _starts(parts, dim)
+    totals, winner = scan(values.select(dim + 1, -1), dim)
+    before = _before(totals, dim, 0)
+    before_index = _before(index.select(dim + 1, -1).gather(dim, winner), dim, 0)
+    better = before > values if largest else before < values
+    if x.is_floating_point():
+        better = better | (before.isnan() & ~values.isnan())
+    better = better & (_positions(before, dim) > 0)
+    result = torch.where(better, before, values), torch.where(better, before_index, index)
+    return result[0].flatten(dim, dim + 1), result[1].flatten(dim, dim + 1)
+
+
+def topk(
+    self: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, runs: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """The best of the best k of every run. Runs of no more than k elements offer all they have."""
+    dim, parts = _by_runs(self, dim, runs)
+    if parts is None or parts.shape[dim + 1] <= k:
+        values, index = torch.topk(self, k, dim, largest, sorted)
+        return values, index
+    values, index = torch.topk(parts, k, dim + 1, largest, sorted)
+    offered = (index + _starts(parts, dim)).flatten(dim, dim + 1)
+    values, chosen = torch.topk(values.flatten(dim, dim + 1), k, dim, largest, sorted)
+    return values, offered.gather(dim, chosen)
 
 
 # -- normalisation -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -73,11 +73,10 @@ def _extreme(kind: FactorKind, lowering: Lowering) -> RuleFunction:
 
     def function(op: Op, graph: Graph) -> OpRule:
         value = graph.by_name[op.operands[0]]
-        if value.dtype == torch.bool:
-            return reduce_rule(op, graph, "whole")
         if value.requires_grad:
             return reduce_rule(op, graph, "lowered", lowering=lowering)
-        return reduce_rule(op, graph, kind, localize=_neutral_if_empty(kind, value.dtype))
+        combined: FactorKind = "any" if kind == "max" and value.dtype == torch.bool else kind
+        return reduce_rule(op, graph, combined, localize=_neutral_if_empty(kind, value.dtype))
 
     return function
 
@@ -87,6 +86,8 @@ def _neutral_if_empty(kind: FactorKind, dtype: torch.dtype) -> Localize:
     bound: float
     if dtype.is_floating_point:
         bound = -inf if kind == "max" else inf
+    elif dtype == torch.bool:
+        bound = kind == "min"
     else:
         bound = torch.iinfo(dtype).min if kind == "max" else torch.iinfo(dtype).max
 
@@ -117,35 +118,38 @@ def _all(op: Op, graph: Graph) -> OpRule:
     return reduce_rule(op, graph, "min")
 
 
-def _norm(order: str) -> RuleFunction:
-    """Vector norms of finite order through sums of powers; the infinite ones keep their dims whole."""
-
-    def function(op: Op, graph: Graph) -> OpRule:
-        given = arguments(op)[order]
-        finite = given is None or (0 < float(given) < inf)
-        if not finite:
-            return reduce_rule(op, graph, "whole")
-        lowering: Callable[..., Any] = lowerings.vector_norm if order == "ord" else lowerings.norm
-        return reduce_rule(op, graph, "lowered", lowering=lowering)
-
-    return function
-
-
-def along_rule(op: Op, graph: Graph, dim: int, linear: Linear = ()) -> OpRule:
-    """Scans and sorts: ``dim`` is whole, the others parallel. The result may differ in size along ``dim``."""
+def along_rule(
+    op: Op,
+    graph: Graph,
+    dim: int,
+    *,
+    kind: FactorKind = "whole",
+    linear: Linear = (),
+    lowering: Lowering | None = None,
+) -> OpRule:
+    """Scans and sorts: ``dim`` has ``kind``, the others are parallel. The result may differ in size along ``dim``."""
     names = dim_names(len(graph.by_name[op.operands[0]].shape))
     if not names:
         return build(op, graph, [()] * len(op.operands), [()] * len(op.results), linear=linear)
     whole = normal_dim(dim, len(names))
     result = tuple("y" if i == whole else name for i, name in enumerate(names))
-    kinds: Mapping[str, FactorKind] = {names[whole]: "whole", "y": "whole"}
+    kinds: Mapping[str, FactorKind] = {names[whole]: kind, "y": "whole"}
     same = all(graph.by_name[r].shape == graph.by_name[op.operands[0]].shape for r in op.results)
     results = [single(names if same else result)] * len(op.results)
-    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear)
+    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, lowering=lowering)
 
 
-def _along(linear: Linear = ()) -> RuleFunction:
-    return lambda op, graph: along_rule(op, graph, arguments(op)["dim"], linear)
+def _along(lowering: Lowering | None = None) -> RuleFunction:
+    kind: FactorKind = "whole" if lowering is None else "lowered"
+    return lambda op, graph: along_rule(op, graph, arguments(op)["dim"], kind=kind, lowering=lowering)
+
+
+def _glu(op: Op, graph: Graph) -> OpRule:
+    """``... (2 h) -> ... h``: the halves stay together."""
+    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    dim = normal_dim(arguments(op)["dim"], len(names))
+    operand = tuple(("half", name) if i == dim else (name,) for i, name in enumerate(names))
+    return build(op, graph, [operand], [single(names)], kinds={"half": "whole"}, sizes={"half": 2})
 
 
 def _cumsum(op: Op, graph: Graph) -> OpRule:
@@ -212,6 +216,7 @@ REDUCTIONS: RuleTable = {
     aten.count_nonzero.default: lambda op, graph: reduce_rule(op, graph, "sum"),
     aten.count_nonzero.dim_IntList: lambda op, graph: reduce_rule(op, graph, "sum"),
     aten.histc.default: _histogram,
+    aten.nansum.default: lambda op, graph: reduce_rule(op, graph, "sum"),
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.amax.default: _extreme("max", lowerings.amax),
@@ -224,14 +229,19 @@ REDUCTIONS: RuleTable = {
     aten.all.default: _all,
     aten.all.dim: _all,
     aten.all.dims: _all,
-    aten.prod.default: _whole,
-    aten.prod.dim_int: _whole,
-    aten.max.dim: _whole,
-    aten.min.dim: _whole,
-    aten.argmax.default: _whole,
-    aten.argmin.default: _whole,
+    aten.prod.default: _lowered(lowerings.prod_all),
+    aten.prod.dim_int: _lowered(lowerings.prod_dim),
+    aten.max.dim: _lowered(lowerings.max_dim),
+    aten.min.dim: _lowered(lowerings.min_dim),
+    aten.argmax.default: _lowered(lowerings.argmax),
+    aten.argmin.default: _lowered(lowerings.argmin),
+    # An order statistic depends on all values at once: whole, like a sort.
     aten.median.default: _whole,
     aten.median.dim: _whole,
+    aten.nanmedian.default: _whole,
+    aten.nanmedian.dim: _whole,
+    aten.kthvalue.default: _whole,
+    aten.mode.default: _whole,
     aten.var.default: _lowered(lowerings.var_unbiased),
     aten.var.dim: _lowered(lowerings.var_dim),
     aten.var.correction: _lowered(lowerings.var),
@@ -242,9 +252,9 @@ REDUCTIONS: RuleTable = {
     aten.var_mean.dim: _lowered(lowerings.var_mean_dim),
     aten.var_mean.correction: _lowered(lowerings.var_mean),
     aten.logsumexp.default: _lowered(lowerings.logsumexp),
-    aten.linalg_vector_norm.default: _norm("ord"),
-    aten.norm.Scalar: _norm("p"),
-    aten.norm.ScalarOpt_dim: _norm("p"),
+    aten.linalg_vector_norm.default: _lowered(lowerings.vector_norm),
+    aten.norm.Scalar: _lowered(lowerings.norm),
+    aten.norm.ScalarOpt_dim: _lowered(lowerings.norm),
     aten.frobenius_norm.dim: _lowered(lowerings.frobenius_norm),
     aten.cosine_similarity.default: _cosine,
     aten.softmax.int: _softmax(lowerings.softmax),
@@ -253,15 +263,16 @@ REDUCTIONS: RuleTable = {
     aten._log_softmax.default: _softmax(lowerings.internal_log_softmax),
     aten._safe_softmax.default: _softmax(lowerings.safe_softmax),
     aten.cumsum.default: _cumsum,
-    aten.cumprod.default: _along(),
-    aten.logcumsumexp.default: _along(),
-    aten.cummax.default: _along(),
-    aten.cummin.default: _along(),
+    aten.cumprod.default: _along(lowerings.cumprod),
+    aten.logcumsumexp.default: _along(lowerings.logcumsumexp),
+    aten.cummax.default: _along(lowerings.cummax),
+    aten.cummin.default: _along(lowerings.cummin),
+    # Sorting over devices moves as much as gathering, in more messages.
     aten.sort.default: _along(),
     aten.sort.stable: _along(),
     aten.argsort.default: _along(),
     aten.argsort.stable: _along(),
-    aten.topk.default: _along(),
+    aten.topk.default: _along(lowerings.topk),
     aten.diff.default: _diff,
-    aten.glu.default: _along(),
+    aten.glu.default: _glu,
 }

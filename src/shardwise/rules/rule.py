@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, Literal
 
 from torch._ops import OpOverload
@@ -26,6 +27,11 @@ FactorKind = Literal[
     "lowered",  # may be split, by replacing the operator with its lowering
     "whole",  # may not be split
 ]
+
+
+def base_name(factor: str) -> str:
+    """The undivided factor that a part belongs to: ``n.1`` -> ``n``."""
+    return factor.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,33 @@ class Call:
     kwargs: tuple[tuple[str, Arg], ...] = ()
 
 
+# Rows [start, stop) of a factor, in the order in which a rank holds them; they do not overlap.
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """An operand's factor that is read through windows: ``ranges(offset, length)`` are the rows of it that a part of
+    the result's factor ``factor`` needs (a convolution's output rows: their input rows and a margin). None for a part
+    of length 0."""
+
+    factor: str
+    ranges: Callable[[int, int], Ranges]
+
+
 Localize = Callable[[Op, LocalContext], Call]
 # A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the
 # same result with operators that all have rules. It is traced with fake tensors; its operators are then split like any
 # others.
+# One that has a parameter ``runs`` is told how the first operand is split: per dim the length of the contiguous runs
+# that every rank holds (the whole dim where it is not split, or unevenly). It may work on runs first and on what they
+# gave afterwards: ``x.unflatten(dim, (n // run, run))`` splits what is in one rank from what is not.
 Lowering = Callable[..., Any]
+
+
+def takes_runs(lowering: Lowering) -> bool:
+    """Whether the lowering wants to know the runs."""
+    return "runs" in signature(lowering).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +121,8 @@ class OpRule:
     fixed (add: ``((0, 1),)``; mul and matmul: ``((0,), (1,))``; cast, view: ``((0,),)``), so partial sums may pass
     through. ``localize``: the call with the sizes that a rank needs (None: the same arguments work on shards).
     ``lowering``: the program that replaces the operator when a ``lowered`` factor is split.
+    ``windows``: factors of operands that are whole by themselves, but of which a part of a parallel factor of the
+    result needs a window only; both by the names that they had before they were divided into atoms.
     """
 
     factors: tuple[Factor, ...]
@@ -101,12 +131,17 @@ class OpRule:
     linear: tuple[tuple[int, ...], ...] = ()
     localize: Localize | None = None
     lowering: Lowering | None = None
+    windows: tuple[tuple[str, Window], ...] = ()
 
     def factor(self, name: str) -> Factor:
         for factor in self.factors:
             if factor.name == name:
                 return factor
         raise KeyError(name)
+
+    def parts_of(self, base: str) -> tuple[Factor, ...]:
+        """The atoms of an undivided factor, major first."""
+        return tuple(factor for factor in self.factors if base_name(factor.name) == base)
 
     def with_kinds(self, kinds: dict[str, FactorKind]) -> OpRule:
         """The rule with the kinds of some factors replaced."""
@@ -117,6 +152,7 @@ class OpRule:
         def dims(tensor: Dims) -> str:
             return " ".join(d[0] if len(d) == 1 else "(" + " ".join(d) + ")" if d else "1" for d in tensor)
 
-        kinds = [f"{f.name}:{f.kind}" for f in self.factors if f.kind != "parallel"]
+        seen = {name: f"window({window.factor})" for name, window in self.windows}
+        kinds = [f"{f.name}:{seen.get(base_name(f.name), f.kind)}" for f in self.factors if f.kind != "parallel"]
         text = ", ".join(map(dims, self.operands)) + " -> " + ", ".join(map(dims, self.results))
         return text + ("  " + " ".join(kinds) if kinds else "")
