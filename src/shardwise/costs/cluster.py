@@ -140,24 +140,40 @@ class Cluster:
         return Cluster.load("local").with_devices(num_devices).renamed("local")
 
     def with_devices(self, num_devices: int) -> Cluster:
-        """The same hardware with another number of devices: inner levels are filled first.
+        """The same hardware with another number of devices: inner levels are filled first, the last one may grow.
 
         Raises ShardwiseError unless full units of all inner levels make that number.
         """
+        sizes = self._filled(self.levels[:-1], num_devices)
+        return self.resized((*sizes, num_devices // prod(sizes))).renamed(f"{self.name} with {num_devices} devices")
+
+    def with_nodes(self, num_nodes: int, devices_per_node: int) -> Cluster:
+        """The same hardware with another number of nodes, which are the units of the last level, and fewer devices in
+        each. Raises ShardwiseError if there are more than are described."""
+        nodes, inside = (self.levels[-1].size, self.levels[:-1]) if len(self.levels) > 1 else (1, self.levels)
+        most = prod(level.size for level in inside)
+        if not (1 <= devices_per_node <= most and 1 <= num_nodes <= nodes):
+            what = f"{num_nodes} nodes of {devices_per_node}: {self.name} describes 1 to {nodes} nodes of 1 to {most}"
+            raise ShardwiseError(problem(what, fix="choose numbers in this range, or write a cluster file"))
+        sizes = self._filled(inside, devices_per_node)
+        return self.resized((*sizes, num_nodes) if len(self.levels) > 1 else sizes)
+
+    def _filled(self, levels: Sequence[Level], num_devices: int) -> tuple[int, ...]:
+        """Sizes of inner levels with which they make ``num_devices`` or a part of it."""
         if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
             raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {num_devices!r}")
         sizes: list[int] = []
         rest = num_devices
-        for level in self.levels[:-1]:
+        for level in levels:
             size = min(level.size, rest)
             if rest % size:
                 what = (
-                    f"{self.name} cannot have {num_devices} devices: {rest} is not a multiple of {level.name} = {size}"
+                    f"{self.name} cannot have {num_devices} devices: {rest} is not a multiple of {size} ({level.name})"
                 )
                 raise ShardwiseError(problem(what, fix=f"choose at most {size}, or a multiple of it"))
             sizes.append(size)
             rest //= size
-        return self.resized((*sizes, rest)).renamed(f"{self.name} with {num_devices} devices")
+        return tuple(sizes)
 
     def resized(self, sizes: Sequence[int]) -> Cluster:
         """The same hardware with other sizes of levels, innermost first; outer levels of size 1 are left out."""

@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.costs.cluster import Cluster, Device, Level, slowest
 from shardwise.costs.units import Figures, format_quantity, parse_quantity
 from shardwise.errors import ShardwiseError, problem
-from shardwise.hosts import Host, read_hostfile, read_rank_table
+from shardwise.hosts import read_hostfile, read_rank_table
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange")
@@ -74,13 +74,9 @@ def _bundled(name: str) -> Cluster:
         facts = [("bundled", ", ".join(families()))]
         raise ShardwiseError(problem(what, facts=facts, fix="name one (h100-16x8: 16 nodes of 8), or a .toml file"))
     largest = family(chosen)
-    most = (largest.levels[0].size, prod(level.size for level in largest.levels[1:]))
-    devices, nodes = (int(sized["devices"]), int(sized["nodes"])) if sized else (most[0], 1)
-    if not (1 <= devices <= most[0] and 1 <= nodes <= most[1]):
-        what = f"{name} has {nodes} nodes of {devices}; {chosen} describes 1 to {most[1]} nodes of 1 to {most[0]}"
-        raise ShardwiseError(problem(what, fix="choose numbers in this range, or write a cluster file"))
-    sizes = (devices, nodes) if len(largest.levels) > 1 else (devices,)
-    return largest.resized(sizes).renamed(name)
+    most = prod(level.size for level in largest.levels[:-1]) if len(largest.levels) > 1 else largest.num_devices
+    nodes, devices = (int(sized["nodes"]), int(sized["devices"])) if sized else (1, most)
+    return largest.with_nodes(nodes, devices).renamed(name)
 
 
 def on_hosts(cluster: Cluster, path: str | Path) -> Cluster:
@@ -100,20 +96,8 @@ def on_hosts(cluster: Cluster, path: str | Path) -> Cluster:
     if scattered:
         what = f"host {scattered[0].name} of {path} has the ranks {', '.join(map(str, scattered[0].ranks[:8]))}"
         raise ShardwiseError(problem(what, fix="give each host neighbouring ranks: the mesh takes them for close"))
-    return _with_nodes(cluster, ordered, str(path))
-
-
-def _with_nodes(cluster: Cluster, hosts: list[Host], path: str) -> Cluster:
-    devices, nodes = len(hosts[0].ranks), len(hosts)
-    if nodes > 1 and len(cluster.levels) == 1:
-        what = f"{path} names {nodes} hosts, but {cluster.name} has no level between nodes"
-        raise ShardwiseError(problem(what, fix="add a [[levels]] for the network to the cluster file"))
-    rest = prod(level.size for level in cluster.levels[1:])
-    if devices > cluster.levels[0].size or nodes > rest:
-        what = f"{path} has {nodes} hosts of {devices}, {cluster.name} has {rest} nodes of {cluster.levels[0].size}"
-        raise ShardwiseError(problem(what, fix="choose a cluster that is large enough"))
-    sized = cluster.resized((devices, *(level.size for level in cluster.levels[1:])))
-    return sized.with_devices(nodes * devices).renamed(f"{cluster.name} on {nodes} hosts of {devices}")
+    devices, nodes = len(ordered[0].ranks), len(ordered)
+    return cluster.with_nodes(nodes, devices).renamed(f"{cluster.name} on {nodes} hosts of {devices}")
 
 
 # -------------------------------------------------------------------------------------------------------- reading
