@@ -386,12 +386,12 @@ def _functional_form(op: Op) -> OpOverload:
     schema = op.target._schema
     name = operator_name(op.target).removesuffix("_")
     wanted = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
-    packet = getattr(aten, name, None)
-    for overload in () if packet is None else packet.overloads():
-        functional: OpOverload = getattr(packet, overload)
+    packets = [packet for packet in (getattr(aten, name, None), getattr(aten, f"{name}_functional", None)) if packet]
+    for functional in (getattr(packet, overload) for packet in packets for overload in packet.overloads()):
         own = [(_argument_name(a.name), str(a.type)) for a in functional._schema.arguments]
         if own == wanted and returns_one_tensor(functional):
-            return functional
+            found: OpOverload = functional
+            return found
     raise _write_error(f"{operator_name(op.target)} has no form without mutation", op, "make a new tensor")
 
 

@@ -33,7 +33,7 @@ Results = tuple[Arg, ...] | None
 def normalize(graph: Graph) -> Graph:
     """The graph in normal form.
 
-    Raises CaptureError for an operator that draws random numbers in another way than dropout.
+    Raises CaptureError for an operator that draws random numbers in a way that nobody has written down.
     """
     normal = rewrite_graph(graph, NORMALIZATIONS | foreign_normalizations())
     for op in normal.ops:
@@ -181,13 +181,6 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
 
 
-def _rrelu(op: Op, emitter: Emitter) -> Results:
-    given = arguments(op)
-    if given["training"]:
-        return None
-    return (emitter.emit(aten.leaky_relu.default, given["self"], (given["lower"] + given["upper"]) / 2),)
-
-
 def _attention(op: Op, emitter: Emitter) -> Results:
     """With dropout: softmax(q k^T * scale + mask), dropped, times v (Vaswani et al. 2017, section 3.2.1)."""
     given = arguments(op)
@@ -246,7 +239,6 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.feature_dropout.default: _feature_dropout,
     aten.native_dropout.default: _native_dropout,
     aten.bernoulli.p: _bernoulli,
-    aten.rrelu.default: _rrelu,
     aten.scaled_dot_product_attention.default: _attention,
     mark_operator._opoverload: _mark,
     **LOSS_NORMALIZATIONS,

@@ -1,12 +1,14 @@
 """Random tensors as functions of a seed and the global index, so that they are the same under every plan.
 
 All of them are made of ``shardwise::uniform``: a comparison gives Bernoulli draws, a product integers, Box and Muller
-(1958) normal numbers. The eager side of a verification (``graph/widen.py``) draws the same ones.
+(1958) normal numbers, the inverse of a distribution function the others. The eager side of a verification
+(``graph/widen.py``) draws the same ones.
 """
 
 from __future__ import annotations
 
-from math import pi
+from collections.abc import Callable
+from math import log1p, pi
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ aten = torch.ops.aten
 UNIFORM: OpOverload = uniform_operator._opoverload
 SEED = "_shardwise_seed"
 Results = tuple[Arg, ...] | None
+_WIDE = torch.float64
 
 
 def next_call(emitter: Emitter) -> tuple[Ref, int]:
@@ -34,6 +37,13 @@ def _uniform(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Re
     seed, call = next_call(emitter)
     result: Ref = emitter.emit(UNIFORM, seed, call, shape, (0,) * len(shape), shape, shape, dtype)
     return result
+
+
+def _free(emitter: Emitter, arg: Arg) -> Arg:
+    """A parameter of a distribution, through which PyTorch passes no gradient."""
+    if isinstance(arg, Ref) and emitter.value(arg).requires_grad:
+        return emitter.emit(aten.detach.default, arg)
+    return arg
 
 
 def _normal(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
@@ -107,6 +117,136 @@ def _permutation(op: Op, emitter: Emitter) -> Results:
     return (order if dtype == torch.int64 else emitter.emit(aten.to.dtype, order, dtype),)
 
 
+def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref]) -> Rewrite:
+    """``x.cauchy_(...)`` and its like: ``draw`` gives float64 numbers of the shape."""
+
+    def rewrite(op: Op, emitter: Emitter) -> Results:
+        given = arguments(op)
+        value = emitter.value(given["self"])
+        return (emitter.emit(aten.to.dtype, draw(given, emitter, value.shape), value.dtype),)
+
+    return rewrite
+
+
+def _log_survival(emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """``log(1 - u)``: minus an exponential number."""
+    result: Ref = emitter.emit(aten.log1p.default, emitter.emit(aten.neg.default, _uniform(emitter, shape, _WIDE)))
+    return result
+
+
+def _gaussian(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """``mean + std z``."""
+    spread = emitter.emit(aten.mul.Tensor, _normal(emitter, shape, _WIDE), _free(emitter, given["std"]))
+    result: Ref = emitter.emit(aten.add.Tensor, spread, _free(emitter, given["mean"]))
+    return result
+
+
+def _gaussian_of(op: Op, emitter: Emitter) -> Results:
+    """``torch.normal`` of two tensors, of a tensor and a number, or of two numbers and a size."""
+    given = arguments(op)
+    tensors = [emitter.value(arg) for arg in (given["mean"], given["std"]) if isinstance(arg, Ref)]
+    shape = tuple(torch.broadcast_shapes(*(value.shape for value in tensors))) if tensors else tuple(given["size"])
+    dtype = tensors[0].dtype if tensors else given["dtype"] or torch.get_default_dtype()
+    return (emitter.emit(aten.to.dtype, _gaussian(given, emitter, shape), dtype),)
+
+
+def _log_normal(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    result: Ref = emitter.emit(aten.exp.default, _gaussian(given, emitter, shape))
+    return result
+
+
+def _cauchy(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """``median + sigma tan(pi (u - 1/2))``."""
+    emit = emitter.emit
+    angle = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _uniform(emitter, shape, _WIDE), 0.5), pi)
+    spread = emit(aten.mul.Tensor, emit(aten.tan.default, angle), given["sigma"])
+    result: Ref = emit(aten.add.Tensor, spread, given["median"])
+    return result
+
+
+def _geometric(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """Trials up to the first success: ``1 + floor(log(1 - u) / log(1 - p))``."""
+    failures = emitter.emit(aten.div.Tensor, _log_survival(emitter, shape), log1p(-given["p"]))
+    result: Ref = emitter.emit(aten.add.Tensor, emitter.emit(aten.floor.default, failures), 1)
+    return result
+
+
+def _below(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """``random_(to)``."""
+    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), given["to"])
+    result: Ref = emitter.emit(aten.floor.default, scaled)
+    return result
+
+
+def _bernoulli_of(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """``bernoulli_(p)`` with a tensor of probabilities."""
+    result: Ref = emitter.emit(aten.lt.Tensor, _uniform(emitter, shape, _WIDE), _free(emitter, given["p"]))
+    return result
+
+
+def _multinomial(op: Op, emitter: Emitter) -> Results:
+    """Without replacement the largest of ``weight / exponential`` (Efraimidis and Spirakis 2006, as in PyTorch); with
+    it, how many cumulative weights lie at or below ``u`` times their sum."""
+    given, emit = arguments(op), emitter.emit
+    shape, count = emitter.value(given["self"]).shape, given["num_samples"]
+    weights = emit(aten.to.dtype, given["self"], _WIDE)
+    if count == 1 or not given["replacement"]:
+        waited = emit(aten.neg.default, _log_survival(emitter, shape))
+        return (emit(aten.topk.default, emit(aten.div.Tensor, weights, waited), count, -1)[1],)
+    cumulated = emit(aten.cumsum.default, weights, -1)
+    total = emit(aten.sum.dim_IntList, weights, (-1,), True)
+    drawn = emit(aten.mul.Tensor, _uniform(emitter, (*shape[:-1], count), _WIDE), total)
+    passed = emit(aten.ge.Tensor, emit(aten.unsqueeze.default, drawn, -1), emit(aten.unsqueeze.default, cumulated, -2))
+    return (emit(aten.clamp.default, emit(aten.sum.dim_IntList, passed, (-1,)), None, shape[-1] - 1),)
+
+
+def _rrelu(op: Op, emitter: Emitter) -> Results:
+    """A slope of [lower, upper) per negative element; in evaluation their mean."""
+    given, emit = arguments(op), emitter.emit
+    lower, upper = given["lower"], given["upper"]
+    if not given["training"]:
+        return (emit(aten.leaky_relu.default, given["self"], (lower + upper) / 2),)
+    value = emitter.value(given["self"])
+    scaled = emit(aten.mul.Tensor, _uniform(emitter, value.shape, _WIDE), upper - lower)
+    slope = emit(aten.to.dtype, emit(aten.add.Tensor, scaled, lower), value.dtype)
+    kept = emit(aten.where.ScalarOther, emit(aten.le.Scalar, given["self"], 0), slope, 1.0)
+    return (emit(aten.mul.Tensor, given["self"], kept),)
+
+
+def alpha_scale(p: float) -> tuple[float, float]:
+    """(a, a alpha') of alpha dropout: kept elements become ``a x + a alpha' p``, dropped ones ``a alpha' (p - 1)``,
+    which keeps mean 0 and variance 1 (Klambauer et al., "Self-normalizing neural networks", 2017)."""
+    alpha = 1.7580993408473766  # lambda alpha of SELU
+    a = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
+    return a, a * alpha
+
+
+def _alpha_dropout(features: bool) -> Rewrite:
+    """``features``: whole channels."""
+
+    def rewrite(op: Op, emitter: Emitter) -> Results:
+        given, emit = arguments(op), emitter.emit
+        x, p = given["input"], given["p"]
+        value = emitter.value(x)
+        if not given["train"] or p == 0:
+            return (x,)
+        if p == 1:
+            return (emit(aten.mul.Tensor, x, 0.0),)
+        rank = len(value.shape)
+        shape = (*value.shape[:2], *[1] * (rank - 2)) if features else value.shape
+        a, shift = alpha_scale(p)
+        kept = emit(aten.to.dtype, emit(aten.ge.Scalar, _uniform(emitter, shape, _WIDE), p), value.dtype)
+        moved = emit(aten.add.Tensor, emit(aten.mul.Tensor, kept, shift), shift * (p - 1))
+        return (emit(aten.add.Tensor, emit(aten.mul.Tensor, x, emit(aten.mul.Tensor, kept, a)), moved),)
+
+    return rewrite
+
+
+def _without_generator(rewrite: Rewrite) -> Rewrite:
+    """The overload that may be given a generator, for calls that give none."""
+    return lambda op, emitter: None if arguments(op)["generator"] is not None else rewrite(op, emitter)
+
+
 RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.rand.default: _made(_uniform),
     aten.rand_like.default: _made(_uniform),
@@ -120,4 +260,20 @@ RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.uniform.default: _between,
     aten.exponential.default: _exponential,
     aten.bernoulli.default: _bernoulli,
+    aten.rand.generator: _without_generator(_made(_uniform)),
+    aten.randn.generator: _without_generator(_made(_normal)),
+    aten.normal.float_float: _gaussian_of,
+    aten.normal.Tensor_float: _gaussian_of,
+    aten.normal.float_Tensor: _gaussian_of,
+    aten.normal.Tensor_Tensor: _gaussian_of,
+    aten.normal_functional.default: _filled(_gaussian),
+    aten.log_normal.default: _filled(_log_normal),
+    aten.cauchy.default: _filled(_cauchy),
+    aten.geometric.default: _filled(_geometric),
+    aten.random.to: _filled(_below),
+    aten.bernoulli.Tensor: _filled(_bernoulli_of),
+    aten.multinomial.default: _multinomial,
+    aten.rrelu.default: _rrelu,
+    aten.alpha_dropout.default: _alpha_dropout(features=False),
+    aten.feature_alpha_dropout.default: _alpha_dropout(features=True),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -197,17 +198,21 @@ def user_line(frame: FrameType | None) -> str:
 
     Raises CaptureError inside a custom autograd function.
     """
-    line = ""
-    inner = ""
+    line = inner = ""
+    applied: tuple[str, str] | None = None  # by whose apply, and the line inside the innermost custom function
     while frame is not None and frame.f_code is not TracedCall.forward.__code__:
         name = frame.f_code.co_filename
         if not line and not name.startswith(NOT_USER_CODE):
             line = f"{Path(name).name}:{frame.f_lineno}"
-        if name == _CUSTOM_FUNCTION and frame.f_code.co_name == "apply":
-            _reject_custom_function(inner, line or user_line(frame.f_back))
+        if applied is None and name == _CUSTOM_FUNCTION and frame.f_code.co_name == "apply":
+            applied = inner, line
         inner = name
         frame = frame.f_back
-    return line if frame is not None else ""
+    if frame is None:  # outside the model: export itself, perhaps called inside somebody's custom function
+        return ""
+    if applied is not None:
+        _reject_custom_function(applied[0], applied[1] or line)
+    return line
 
 
 def _reject_custom_function(filename: str, line: str) -> None:
@@ -282,11 +287,16 @@ def _explained(error: Exception) -> CaptureError:
     if type(error).__name__ in _DATA_DEPENDENT or isinstance(
         error.__cause__, torch._subclasses.fake_tensor.DataDependentOutputException
     ):
+        fix = "compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers"
+        if any(
+            Path(frame.filename).parent.name == "distributions" for frame in traceback.extract_tb(error.__traceback__)
+        ):
+            fix = "a distribution checks the data of its parameters: pass it validate_args=False"
         return CaptureError(
             problem(
                 f"the model's control flow, or a size, depends on the data of a tensor ({first})",
                 source=source,
-                fix="compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers",
+                fix=fix,
             )
         )
     fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import pi
+from math import log1p, pi
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph
+from shardwise.graph.normalize_random import alpha_scale
 from shardwise.graph.operators import dropout_mask, uniform
 
 NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -202,6 +203,70 @@ def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return drawn if x.dtype in NARROW else x
 
 
+def _normal_(mode: _Reference, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, mode.normal(tuple(x.shape)) * std + mean)
+
+
+def _log_normal_(mode: _Reference, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, (mode.normal(tuple(x.shape)) * std + mean).exp())
+
+
+def _cauchy_(mode: _Reference, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, torch.tan((mode.uniform(tuple(x.shape)) - 0.5) * pi) * sigma + median)
+
+
+def _geometric_(mode: _Reference, x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, (torch.log1p(-mode.uniform(tuple(x.shape))) / log1p(-p)).floor() + 1)
+
+
+def _random_(mode: _Reference, x: torch.Tensor, to: int, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, (mode.uniform(tuple(x.shape)) * to).floor())
+
+
+def _bernoulli_(mode: _Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
+    if isinstance(p, torch.Tensor):
+        return _filled(x, (mode.uniform(tuple(x.shape)) < p).double())
+    return _filled(x, _bernoulli(mode, x, p).double())
+
+
+def _normal_of(mode: _Reference, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
+    shapes = [tuple(arg.shape) for arg in (mean, std) if isinstance(arg, torch.Tensor)]
+    mean, std = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
+    drawn: torch.Tensor = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * std + mean
+    return drawn
+
+
+def _multinomial(
+    mode: _Reference, input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    shape = tuple(input.shape)
+    if num_samples == 1 or not replacement:
+        return (input / -torch.log1p(-mode.uniform(shape))).topk(num_samples, -1).indices
+    drawn = mode.uniform((*shape[:-1], num_samples)) * input.sum(-1, keepdim=True)
+    return torch.searchsorted(input.cumsum(-1), drawn, right=True).clamp(max=shape[-1] - 1)
+
+
+def _rrelu(
+    mode: _Reference, input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+) -> torch.Tensor:
+    if not training:
+        return torch.rrelu(input, lower, upper, False)
+    return input * torch.where(input <= 0, mode.uniform(tuple(input.shape)) * (upper - lower) + lower, 1.0)
+
+
+def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
+    def run(mode: _Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not train or p == 0:
+            return input
+        if p == 1:
+            return input * 0.0
+        shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if features else tuple(input.shape)
+        scale, shift = alpha_scale(p)
+        return torch.where(mode.uniform(shape) >= p, input * scale + shift * p, shift * (p - 1))
+
+    return run
+
+
 def _bernoulli(mode: _Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
     """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
     if p is None:
@@ -256,6 +321,18 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.randperm: _randperm,
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.normal_: _normal_,
+    torch.Tensor.log_normal_: _log_normal_,
+    torch.Tensor.cauchy_: _cauchy_,
+    torch.Tensor.geometric_: _geometric_,
+    torch.Tensor.random_: _random_,
+    torch.normal: _normal_of,
+    torch.multinomial: _multinomial,
+    torch.Tensor.multinomial: _multinomial,
+    torch.rrelu: _rrelu,
+    torch.alpha_dropout: _alpha_dropout(features=False),
+    torch.feature_alpha_dropout: _alpha_dropout(features=True),
     torch.Tensor.uniform_: _uniform_,
     torch.Tensor.exponential_: _exponential_,
     torch._grouped_mm: _grouped_mm,

@@ -30,6 +30,7 @@ from shardwise.runtime.shards import shard
 
 Inputs = Literal["global", "local"]
 SEED = "_shardwise_seed"
+MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Parallel(torch.nn.Module):
         self._compiled: dict[Any, Compiled] = {}
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
         self._seed = torch.tensor(seed or 0, dtype=torch.int64, device=device)
+        self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
         self._hold(module, seed, init)
         self.train(module.training)
 
@@ -233,8 +235,9 @@ class Parallel(torch.nn.Module):
             _check_gradients(compiled, given)
         parts = map(self._own_part, given, compiled.inputs)
         tensors = [next(parts) if t is None else t for t in compiled.tensors]
-        if compiled.seed is not None:  # backward draws the masks again, when self._seed is that of the next call
-            tensors[compiled.seed] = self._seed.clone()
+        seed = self._seed_of_call(draws=compiled.seed is not None)
+        if compiled.seed is not None:
+            tensors[compiled.seed] = seed
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         if check is not None and check.is_due():
             batch = () if self.inputs == "local" else given
@@ -244,9 +247,27 @@ class Parallel(torch.nn.Module):
         with torch.no_grad():
             for position, value in zip(compiled.written, written, strict=True):
                 tensors[position].copy_(value)
-            if self.training:
-                self._seed += 1
         return compiled, loss, outputs
+
+    def _seed_of_call(self, draws: bool) -> torch.Tensor:
+        """The seed of the random numbers of this call: another one for every call in training.
+
+        A call during backward is a recomputation (``torch.utils.checkpoint``) and must draw what the first call drew.
+        It is known by a number from torch's generator, whose state the checkpoint restores; the seed is not made of
+        that number, since the generators of the ranks need not agree.
+        """
+        key = int(torch.randint(2**62, ())) if draws and self.training else None
+        if key in self._seeds and torch._C._current_graph_task_id() != -1:
+            return self._seeds[key]
+        seed = self._seed.clone()  # backward draws the masks again, when self._seed is that of the next call
+        if key is not None:
+            self._seeds[key] = seed
+            if len(self._seeds) > MAX_RECOMPUTED:
+                del self._seeds[next(iter(self._seeds))]
+        if self.training:
+            with torch.no_grad():
+                self._seed += 1
+        return seed
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's part of an input."""

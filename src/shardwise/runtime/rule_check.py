@@ -108,7 +108,8 @@ def check_rule(
 
     ``sample_inputs``: one call, as a tuple of arguments or a dict of named ones, or a list of calls. Floating tensors
     are taken as differentiable where they require grad, and cast to ``dtype`` (None: left as they are; then give a
-    ``tolerance`` that fits). Use small distinct sizes from 3 on, some odd: equal sizes hide which dim is meant.
+    ``tolerance`` that fits). Use small distinct sizes from 3 on, some odd: equal sizes
+    hide which dim is meant, and slices of size 1 broadcast.
 
     Raises ShardwiseError when the operator can not be called on a sample.
     """
@@ -164,8 +165,8 @@ class _Call:
                 return tuple(argument(item, f"{label}[{i}]") for i, item in enumerate(value))
             return value
 
-        args, kwargs = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
         names = [item.name for item in target._schema.arguments]
+        args, kwargs = _positional(target, sample) if isinstance(sample, Mapping) else (tuple(sample), {})
         if len(args) > len(names):
             raise ShardwiseError(
                 problem(f"{len(args)} arguments for {target._schema}", fix="a list holds several calls")
@@ -188,6 +189,16 @@ class _Call:
         gradients = _gradients(results, seeds, tensors)
         graph = Graph(tuple(values), sources, (op,), outputs)
         return _Call(op, graph, tuple(tensors), results, seeds, gradients, tuple(labels))
+
+
+def _positional(target: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Named arguments as a capture writes them: by position as far as possible."""
+    left, args = dict(named), []
+    for item in target._schema.arguments:
+        if item.kwarg_only or item.name not in left:
+            break
+        args.append(left.pop(item.name))
+    return tuple(args), left
 
 
 def _call(op: Op, tensors: Sequence[Tensor]) -> Any:
@@ -312,7 +323,8 @@ _COMBINED: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
 
 
 def _missing(call: _Call, rule: OpRule, tolerance: float) -> Iterator[tuple[tuple[tuple[str, int], ...], str]]:
-    sizes = sorted({size for tensor in call.operands for size in tensor.shape if size > 1})
+    # Not size 2: its slices have size 1, which may broadcast where it means nothing.
+    sizes = sorted({size for tensor in call.operands for size in tensor.shape if size > 2})
     for size in sizes:
         places = [[None, *(d for d, own in enumerate(t.shape) if own == size)] for t in call.operands]
         count = 1
