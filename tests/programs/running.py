@@ -169,7 +169,8 @@ def _count_features(spmd: Spmd, outcome: Outcome) -> None:
         outcome.features["factored"] += any(
             len(dim) > 1 and any(a.axes for a in dim[1:]) for dim in layout.canonical().dims
         )
-        outcome.features["uneven"] += not layout.is_even
+        outcome.features["uneven"] += not layout.without_windows.is_even
+        outcome.features["windows"] += bool(layout.windows)
     outcome.features["lowered"] += sum("." in op.name for op in spmd.graph.ops)
 
 

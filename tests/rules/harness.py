@@ -112,6 +112,53 @@ def put(part: Tensor, shape: Sequence[int], dims: Dims, pieces: Pieces, fill: fl
     return whole
 
 
+def held_rows(rule: OpRule, dims: Dims, pieces: Pieces) -> list[list[int]]:
+    """Per dim of an operand the rows that a part reads, windows and all."""
+    windows = dict(rule.windows)
+
+    def of_factor(name: str) -> tuple[int, list[int]]:
+        size = prod(piece.size for piece in pieces[name])
+        window = windows.get(name)
+        if window is None or all(piece.length == piece.size for piece in pieces[window.factor]):
+            return size, flat_rows(pieces[name])
+        own = flat_rows(pieces[window.factor])
+        assert own == list(range(own[0], own[-1] + 1)) if own else True, "windows belong to contiguous parts"
+        ranges = window.ranges(own[0], len(own)) if own else ()
+        return size, [row for start, stop in ranges for row in range(start, stop)]
+
+    found = []
+    for dim in dims:
+        rows = [0]
+        for name in dim:
+            size, own = of_factor(name)
+            rows = [row * size + minor for row in rows for minor in own]
+        found.append(rows)
+    return found
+
+
+def flat_rows(pieces: Sequence[Piece]) -> list[int]:
+    rows = [0]
+    for piece in pieces:
+        rows = [row * piece.size + own for row in rows for own in range(piece.offset, piece.offset + piece.length)]
+    return rows
+
+
+def take_operand(tensor: Tensor, rule: OpRule, dims: Dims, pieces: Pieces) -> Tensor:
+    """What a part reads of an operand."""
+    for dim, rows in enumerate(held_rows(rule, dims, pieces)):
+        tensor = tensor.index_select(dim, torch.tensor(rows, dtype=torch.int64))
+    return tensor.clone()
+
+
+def add_operand(total: Tensor, part: Tensor, rule: OpRule, dims: Dims, pieces: Pieces) -> Tensor:
+    """The gradient of what a part reads, added where it was read."""
+    rows = held_rows(rule, dims, pieces)
+    for dim in reversed(range(total.dim())):
+        shape = [total.shape[i] if i >= dim else len(rows[i]) for i in range(total.dim())]
+        part = torch.zeros(shape, dtype=part.dtype).index_add(dim, torch.tensor(rows[dim], dtype=torch.int64), part)
+    return total + part
+
+
 def numbers(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.is_complex() else tensor.detach().to(torch.float64)
 
@@ -137,7 +184,7 @@ def gradients(results: Sequence[Tensor], operands: Sequence[Tensor], seeds: Sequ
 def run_part(case: Case, rule: OpRule, pieces: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
     """The local call on local operands."""
     context = LocalContext(
-        tuple(local_shape(dims, pieces) for dims in rule.operands),
+        tuple(tuple(map(len, held_rows(rule, dims, pieces))) for dims in rule.operands),
         tuple(local_shape(dims, pieces) for dims in rule.results),
         dict(pieces),
     )
@@ -163,7 +210,7 @@ def mismatch(case: Case, rule: OpRule, chosen: Mapping[str, Sequence[tuple[Piece
     gradient_totals: list[Tensor | None] = [None if g is None else torch.zeros_like(g) for g in expected_gradients]
     for pieces in splits(rule, chosen):
         local = [
-            take(t.detach(), dims, pieces).requires_grad_(t.requires_grad)
+            take_operand(t.detach(), rule, dims, pieces).requires_grad_(t.requires_grad)
             for t, dims in zip(case.operands, rule.operands, strict=True)
         ]
         results = run_part(case, rule, pieces, local)
@@ -175,7 +222,7 @@ def mismatch(case: Case, rule: OpRule, chosen: Mapping[str, Sequence[tuple[Piece
         for i, gradient in enumerate(gradients(results, local, local_seeds)):
             total = gradient_totals[i]
             if gradient is not None and total is not None:
-                gradient_totals[i] = total + put(gradient, total.shape, rule.operands[i], pieces, 0.0)
+                gradient_totals[i] = add_operand(total, gradient, rule, rule.operands[i], pieces)
     found = [(f"result {i}", numbers(r), totals[i]) for i, r in enumerate(case.results)]
     found += [(f"gradient {i}", g, gradient_totals[i]) for i, g in enumerate(expected_gradients) if g is not None]
     return "; ".join(f"{name}: {a} is not {b}" for name, a, b in found if b is None or not close(a, b))

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.layouts.holdings import num_exchanged
-from shardwise.layouts.layout import PARTIAL_KINDS, Layout
+from shardwise.layouts.layout import PARTIAL_KINDS, Layout, Windows
+from shardwise.layouts.windows import num_halo_rows
 
 Primitive = Literal[
     "none",  # the same tensor
@@ -24,9 +25,13 @@ Primitive = Literal[
     "reduce_scatter",
     "all_reduce",
     "all_to_all",
+    "halo_exchange",  # from slices to windows: rows go to the devices whose windows they are in
+    "halo_add",  # from windows to slices: rows go back to the device whose slice they are in, and are added there
+    "take_window",  # the same two where every device has all rows of its window
+    "add_window",
 ]
 
-COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo_exchange", "halo_add"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,9 @@ CELLS: dict[tuple[str, str], Cell] = {
     ("P", "P"): Cell("none", "none"),
 }
 
+# From slices to windows, and from the whole (replicated, or without gradient) to windows.
+WINDOW_CELLS = {"halo": Cell("halo_exchange", "halo_add"), "local": Cell("take_window", "add_window")}
+
 
 @dataclass(frozen=True)
 class Move:
@@ -64,6 +72,7 @@ class Move:
 
     Axes may leave and arrive at several atoms at once. From sharded to sharded, ``axes`` are those along which the
     devices exchange anything, the order of axes on an atom may change, and the atoms of a dim need not nest.
+    The windows of the target that the source lacks (one at most) are cut.
     """
 
     source: Layout
@@ -80,8 +89,18 @@ class Move:
         """``sum``, or the kind of a gradient-free partial value."""
         return PARTIAL_KINDS.get(self.cell[0], "sum")
 
+    @cached_property
+    def cut(self) -> Windows | None:
+        """The windows that the move makes."""
+        if not self.target.windows or self.target.windows == self.source.windows:
+            return None
+        (added,) = [own for own in self.target.windows if own not in self.source.windows]
+        return added
+
     @property
     def entry(self) -> Cell:
+        if self.cut is not None:
+            return WINDOW_CELLS["halo" if any(num_halo_rows(self.source, self.cut)) else "local"]
         source, target = self.cell
         return CELLS["P" if source in PARTIAL_KINDS else source, "P" if target in PARTIAL_KINDS else target]
 
@@ -91,8 +110,16 @@ class Move:
         before, after = (self.target, self.source) if backward else (self.source, self.target)
         if primitive == "all_to_all":
             return num_exchanged(before, after)[0]
+        if self.cut is not None:
+            return self.num_halo(backward)
         n = self.source.mesh.size_of(self.axes)
         return num_sent(primitive, n, before.max_local_numel, after.max_local_numel)
+
+    def num_halo(self, backward: bool) -> int:
+        """Elements that the busiest rank sends when windows are cut, or added back."""
+        assert self.cut is not None, "a move that cuts windows"
+        rows = num_halo_rows(self.source, self.cut)[backward]
+        return rows * self.target.max_local_numel // self.cut.largest if rows else 0
 
     @property
     def peak_numel(self) -> int:
@@ -120,7 +147,7 @@ class Collective:
 
     ``kind``: that of the table, or ``collective_permute``, an all-to-all in which every rank sends to one rank at most.
     ``num_bytes``: bytes of the whole message on the busiest rank (the gathered tensor of an all_gather, the input of
-    the others).
+    the others). A ``halo_exchange`` (in either direction) counts the rows that leave the rank.
     """
 
     kind: str
@@ -133,6 +160,8 @@ def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Colle
     primitive = move.entry.backward if backward else move.entry.forward
     if primitive not in COLLECTIVES:
         return None
+    if move.cut is not None:
+        return Collective("halo_exchange", move.axes, move.num_halo(backward) * itemsize)
     before, after = (move.target, move.source) if backward else (move.source, move.target)
     whole = after if primitive == "all_gather" else before
     kind: str = primitive

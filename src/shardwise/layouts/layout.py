@@ -11,6 +11,10 @@ A tensor dim is a product of *atoms*, major first, and an axis shards one atom o
 fused projection are ``(3 12@tp 64)``, whose shards are not contiguous. An atom may be sharded over several axes, major
 first. Sizes need not divide: with N devices along its axes, device i of an atom of size n holds its rows
 ``floor(i n / N)`` to ``floor((i+1) n / N)``, which is the same whether the axes are seen one by one or merged.
+
+Operators that look at neighbours (convolutions, shifted slices) want a sharded atom in *windows*: each device holds the
+rows that its part of the result needs, which overlap and need not cover everything. The cotangent of a window is
+that of its rows; a row in several windows has the sum of theirs.
 """
 
 from __future__ import annotations
@@ -36,10 +40,33 @@ class Atom:
     axes: tuple[str, ...] = ()
 
 
+# The rows [start, stop) of an atom that a device holds, in the order in which it holds them.
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The rows that each device along its axes holds of a sharded atom: ``ranges[i]`` those of the i-th device."""
+
+    dim: int
+    atom: int
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def largest(self) -> int:
+        """Rows on the device that holds most."""
+        return max(map(num_rows, self.ranges))
+
+
+def num_rows(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
 @dataclass(frozen=True)
 class Layout:
     """One state per sub-axis. ``dims``: the atoms of every tensor dim (at least one each). ``states``: the sub-axes
     that are neither sharding an atom nor invariant, with ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, in device order.
+    ``windows``: of the atoms that are held in windows instead of slices, by dim and atom.
 
     Layouts compare by value; ``canonical()`` gives equal results for layouts that place every element equally.
     """
@@ -47,10 +74,11 @@ class Layout:
     mesh: Mesh
     dims: tuple[tuple[Atom, ...], ...]
     states: tuple[tuple[str, str], ...] = ()
+    windows: tuple[Windows, ...] = ()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.mesh.axes, self.dims, self.states))
+        return hash((self.mesh.axes, self.dims, self.states, self.windows))
 
     def __hash__(self) -> int:
         return self._hash
@@ -93,11 +121,19 @@ class Layout:
         start = index * size // count
         return start, (index + 1) * size // count - start
 
+    def index_along(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> int:
+        """The position of a device among those that share an atom."""
+        index = 0
+        for axis in self.dims[dim][atom].axes:
+            index = index * self.mesh.sizes[axis] + coordinates[axis]
+        return index
+
     def local_atoms(self, coordinates: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
         """The sizes of all atoms on a device, per dim."""
-        return tuple(
-            tuple(self.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))) for d, dim in enumerate(self.dims)
-        )
+        sizes = [[self.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))] for d, dim in enumerate(self.dims)]
+        for own in self.windows:
+            sizes[own.dim][own.atom] = num_rows(own.ranges[self.index_along(own.dim, own.atom, coordinates)])
+        return tuple(map(tuple, sizes))
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the local tensor on a device."""
@@ -107,14 +143,17 @@ class Layout:
     def max_local_numel(self) -> int:
         """Elements on the device that holds most."""
         count = 1
-        for dim in self.dims:
-            for atom in dim:
-                count *= -(-atom.size // self.mesh.size_of(atom.axes))
+        windows = {(own.dim, own.atom): own.largest for own in self.windows}
+        for d, dim in enumerate(self.dims):
+            for i, atom in enumerate(dim):
+                count *= windows[d, i] if (d, i) in windows else -(-atom.size // self.mesh.size_of(atom.axes))
         return count
 
     @cached_property
     def is_even(self) -> bool:
-        return all(atom.size % self.mesh.size_of(atom.axes) == 0 for dim in self.dims for atom in dim)
+        return not self.windows and all(
+            atom.size % self.mesh.size_of(atom.axes) == 0 for dim in self.dims for atom in dim
+        )
 
     def moved(self, axis_states: Mapping[str, str | tuple[int, int]]) -> Layout:
         """The layout with some sub-axes put elsewhere: a state, or a position (dim, atom) where it is appended as the
@@ -133,21 +172,32 @@ class Layout:
             tuple(Atom(atom.size, tuple(axes)) for atom, axes in zip(dim, new_dim, strict=True))
             for dim, new_dim in zip(self.dims, dims, strict=True)
         )
-        return Layout(self.mesh, new, tuple(sorted(states.items(), key=lambda item: self.mesh.order[item[0]])))
+        ordered = tuple(sorted(states.items(), key=lambda item: self.mesh.order[item[0]]))
+        return Layout(self.mesh, new, ordered, self.windows)
+
+    @cached_property
+    def without_windows(self) -> Layout:
+        """The layout with slices in place of windows."""
+        return Layout(self.mesh, self.dims, self.states) if self.windows else self
 
     @cached_property
     def dual(self) -> Layout:
-        """The layout of the cotangent: S and I stay, R becomes P, P becomes I (whole everywhere)."""
+        """The layout of the cotangent: S and I stay (in windows, those of one row add up), R becomes P, P becomes I
+        (whole everywhere)."""
         return self.moved({axis: "P" if state == "R" else "I" for axis, state in self.states})
 
     def canonical(self) -> Layout:
         """Atoms merged wherever the merged dim places its elements in the same way."""
+        if self.windows:
+            kept = {own.dim for own in self.windows}
+            dims = (dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
+            return replace(self, dims=tuple(dims))
         return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
 
     def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
         """The same placement written over finer atoms (their sizes, per dim). Raises LayoutError where there is
         none."""
-        if tuple(map(prod, atoms)) != self.shape:
+        if tuple(map(prod, atoms)) != self.shape or self.windows:
             raise LayoutError(f"a layout of shape {list(self.shape)} does not describe {[list(a) for a in atoms]}")
         dims = tuple(_refine(dim, sizes, self.mesh) for dim, sizes in zip(self.dims, atoms, strict=True))
         return replace(self, dims=dims)

@@ -8,15 +8,17 @@ in).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
 
 from shardwise.errors import LayoutError, NotationError, caret
-from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.layout import Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
-from shardwise.rules.rule import Dims, OpRule
+from shardwise.rules.rule import Dims, OpRule, Window, base_name
 
 REDUCTION_STATES = {"sum": "P", "max": "Pmax", "min": "Pmin", "any": "Pany"}
 
@@ -129,7 +131,8 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
             tuple(Atom(kinds[f].size, strategy.axes_of.get(f, ())) for f in dim) or (Atom(1),) for dim in dims
         )
         own = {axis: s for axis, s in states.items() if s != "I" and strategy.choice_of.get(axis) not in present}
-        return Layout(mesh, atoms, tuple(sorted(own.items(), key=lambda item: mesh.order[item[0]])))
+        plain = Layout(mesh, atoms, tuple(sorted(own.items(), key=lambda item: mesh.order[item[0]])))
+        return _windowed(rule, dims, plain, strategy) if rule.windows else plain
 
     operands = []
     for position, dims in enumerate(rule.operands):
@@ -144,3 +147,40 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
         states |= {axis: "R" if state == "R" else "P" for axis, state in strategy.rest}
         results.append(layout(dims, states))
     return Applied(tuple(operands), tuple(results))
+
+
+def _windowed(rule: OpRule, dims: Dims, plain: Layout, strategy: Strategy) -> Layout:
+    """The layout of an operand whose factors are read through windows, where these are split."""
+    through = dict(rule.windows)
+    atoms: list[tuple[Atom, ...]] = []
+    windows: list[Windows] = []
+    axes_of_windows: set[str] = set()
+    for d, (factors, own) in enumerate(zip(dims, plain.dims, strict=True)):
+        found: list[Atom] = []
+        for base, group in itertools.groupby(zip(factors, own, strict=False), lambda pair: base_name(pair[0])):
+            parts = tuple(atom for _, atom in group)
+            window = through.get(base)
+            major = rule.parts_of(window.factor)[0] if window is not None else None
+            axes = strategy.axes_of.get(major.name, ()) if major is not None else ()
+            if window is None or major is None or not axes:
+                found.extend(parts)
+                continue
+            size, count = prod(atom.size for atom in parts), plain.mesh.size_of(axes)
+            stride = prod(part.size for part in rule.parts_of(window.factor)[1:])
+            ranges = _ranges(window, major.size, stride, count)
+            if any(held != ((i * size // count, (i + 1) * size // count),) for i, held in enumerate(ranges)):
+                windows.append(Windows(d, len(found), ranges))
+            found.append(Atom(size, axes))
+            axes_of_windows.update(axes)
+        atoms.append(tuple(found) or own)
+    states = tuple((axis, state) for axis, state in plain.states if axis not in axes_of_windows)
+    return Layout(plain.mesh, tuple(atoms), states, tuple(windows))
+
+
+@lru_cache(maxsize=10_000)
+def _ranges(window: Window, size: int, stride: int, count: int) -> tuple[Ranges, ...]:
+    """The rows that each of ``count`` devices needs, when the result's factor has ``size`` blocks of ``stride``."""
+    bounds = [i * size // count * stride for i in range(count + 1)]
+    return tuple(
+        window.ranges(start, stop - start) if stop > start else () for start, stop in itertools.pairwise(bounds)
+    )

@@ -1,6 +1,7 @@
 """Layouts as types: ``bf16[32@dp, 512, 4096@(tp,sp)]``, ``f64[64, (3 12@tp 64)] partial(sum@tp) replicated(dp)``.
 
-Axes that are not mentioned are invariant.
+Axes that are not mentioned are invariant. Windows are listed device by device: ``[2, 16@sp{0:5|3:9|7:13|11:16}]``, several
+ranges of one device with a plus: ``{14:16+0:6|...}``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import torch
 
 from shardwise.errors import LayoutError, NotationError, caret
-from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout
+from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
 
 DTYPE_NAMES = {
@@ -28,10 +29,19 @@ def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
     """The layout as a type. Atoms are merged where that changes nothing."""
     mesh, layout = layout.mesh, layout.canonical()
 
-    def atom_text(atom: Atom) -> str:
-        return f"{atom.size}@{mesh.format_axes(atom.axes)}" if atom.axes else str(atom.size)
+    windows = {(own.dim, own.atom): own.ranges for own in layout.windows}
 
-    dims = [atom_text(dim[0]) if len(dim) == 1 else "(" + " ".join(map(atom_text, dim)) + ")" for dim in layout.dims]
+    def atom_text(d: int, i: int, atom: Atom) -> str:
+        if not atom.axes:
+            return str(atom.size)
+        text = f"{atom.size}@{mesh.format_axes(atom.axes)}"
+        if (d, i) not in windows:
+            return text
+        held = ("+".join(f"{start}:{stop}" for start, stop in ranges) for ranges in windows[d, i])
+        return text + "{" + "|".join(held) + "}"
+
+    atoms = [[atom_text(d, i, atom) for i, atom in enumerate(dim)] for d, dim in enumerate(layout.dims)]
+    dims = [dim[0] if len(dim) == 1 else "(" + " ".join(dim) + ")" for dim in atoms]
     text = (format_dtype(dtype) if dtype else "") + "[" + ", ".join(dims) + "]"
     for state in ("R", *PARTIAL_KINDS):
         axes = tuple(axis for axis, own in layout.states if own == state)
@@ -51,9 +61,12 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     if close < 0:
         raise NotationError(caret(text, len(text), "']' is missing"))
     dims: list[tuple[Atom, ...]] = []
+    windows: list[Windows] = []
     column = match.end()
     for item in _split_dims(text[match.end() : close]):
-        dims.append(_parse_dim(text, column, item, mesh))
+        atoms, held = _parse_dim(text, column, item, mesh)
+        windows.extend(Windows(len(dims), i, ranges) for i, ranges in held.items())
+        dims.append(atoms)
         column += len(item) + 1
     states: dict[str, str] = {}
     kinds = {kind: state for state, kind in PARTIAL_KINDS.items()}
@@ -72,7 +85,8 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
             if axis in states:
                 raise LayoutError(f"mesh axis {axis} has two states in {text!r}")
             states[axis] = state
-    layout = Layout(mesh, tuple(dims), tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]])))
+    ordered = tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]]))
+    layout = Layout(mesh, tuple(dims), ordered, tuple(windows))
     used = [axis for dim in dims for atom in dim for axis in atom.axes] + list(states)
     twice = sorted({axis for axis in used if used.count(axis) > 1})
     if twice:
@@ -91,18 +105,33 @@ def _split_dims(text: str) -> list[str]:
     return [*items, text[start:]] if text.strip() else []
 
 
-def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[Atom, ...]:
+def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[tuple[Atom, ...], dict[int, tuple[Ranges, ...]]]:
+    """The atoms, and the windows of those that have any."""
     column += len(item) - len(item.lstrip())
     inner = item.strip()
     if inner.startswith("(") and inner.endswith(")") and not re.fullmatch(r"\(.*\)@.*", inner):
         inner, column = inner[1:-1], column + 1
     atoms: list[Atom] = []
+    windows: dict[int, tuple[Ranges, ...]] = {}
     position = 0
-    for match in re.finditer(r"\s*(\d+)(?:@(\([^)]*\)|[\w.]+))?\s*", inner):
+    for match in re.finditer(r"\s*(\d+)(?:@(\([^)]*\)|[\w.]+)(?:\{([^}]*)\})?)?\s*", inner):
         if match.start() != position:
             break
         position = match.end()
+        if match.group(3) is not None:
+            windows[len(atoms)] = _parse_windows(text, column + match.start(3), match.group(3))
         atoms.append(Atom(int(match.group(1)), mesh.parse_axes(match.group(2)) if match.group(2) else ()))
     if position != len(inner) or not atoms:
         raise NotationError(caret(text, column + position, "a dim reads 4096, 4096@tp, 4096@(dp,tp) or (3 12@tp 64)"))
-    return tuple(atoms)
+    return tuple(atoms), windows
+
+
+def _parse_windows(text: str, column: int, inner: str) -> tuple[Ranges, ...]:
+    """``0:5|3:9+0:1|`` -> the ranges of every device."""
+    found: list[Ranges] = []
+    for held in inner.split("|"):
+        if not re.fullmatch(r"(\d+:\d+(\+\d+:\d+)*)?", held):
+            raise NotationError(caret(text, column, "windows read {0:5|3:8}, device by device"))
+        found.append(tuple((int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", held)))
+        column += len(held) + 1
+    return tuple(found)

@@ -74,6 +74,7 @@ def fill_buckets(
         if (
             not isinstance(step, Conversion)
             or step.value not in sources
+            or _cuts_windows(step)
             or not _is_one_message(step, receives_gradient)
         ):
             continue
@@ -93,7 +94,7 @@ def fill_buckets(
     for position, step in enumerate(steps):
         made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, Step) else [step.result], position))
     for position, step in enumerate(steps):
-        if position in taken or not isinstance(step, Conversion) or not any(_both(step)):
+        if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or _cuts_windows(step):
             continue
         found = [position]
         found += [
@@ -116,6 +117,11 @@ def fill_buckets(
 
 def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     return conversion.collectives(), conversion.collectives(backward=True)
+
+
+def _cuts_windows(conversion: Conversion) -> bool:
+    """Halos are small and few: they travel by themselves."""
+    return any(move.cut is not None for move in conversion.moves)
 
 
 def _is_one_message(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:

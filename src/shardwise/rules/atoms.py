@@ -104,7 +104,9 @@ def factor_graph(
 
 
 def _divide(rule: OpRule, cuts: Mapping[str, _Cuts]) -> OpRule:
-    """The rule with every factor replaced by its parts."""
+    """The rule with every factor replaced by its parts. Of a factor that others are windows of, only the major part can
+    be split: the rows of any other are not contiguous."""
+    seen_through = {window.factor for _, window in rule.windows}
     parts: dict[str, tuple[Factor, ...]] = {}
     for factor in rule.factors:
         sizes = cuts[factor.name].sizes() if cuts[factor.name].strides else (factor.size,)
@@ -113,7 +115,13 @@ def _divide(rule: OpRule, cuts: Mapping[str, _Cuts]) -> OpRule:
         else:
             assert prod(sizes) == factor.size, f"cuts {sizes} do not make {factor}"
             parts[factor.name] = tuple(
-                replace(factor, name=f"{factor.name}.{i}", size=size) for i, size in enumerate(sizes)
+                replace(
+                    factor,
+                    name=f"{factor.name}.{i}",
+                    size=size,
+                    kind="whole" if i and factor.name in seen_through else factor.kind,
+                )
+                for i, size in enumerate(sizes)
             )
 
     def divide(tensor: Dims) -> Dims:
@@ -126,7 +134,3 @@ def _divide(rule: OpRule, cuts: Mapping[str, _Cuts]) -> OpRule:
         results=tuple(map(divide, rule.results)),
     )
 
-
-def base_name(factor: str) -> str:
-    """The undivided factor that a part belongs to: ``n.1`` -> ``n``."""
-    return factor.partition(".")[0]

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from shardwise.errors import LayoutError, NotationError, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.rules.notation import ELLIPSIS, Pattern, format_dims, parse_rule
-from shardwise.rules.rule import Dims, Factor, FactorKind, Localize, Lowering, OpRule
+from shardwise.rules.rule import Dims, Factor, FactorKind, Localize, Lowering, OpRule, Window
 
 Linear = tuple[tuple[int, ...], ...]
 
@@ -111,11 +111,13 @@ def build(
     linear: Linear = (),
     localize: Localize | None = None,
     lowering: Lowering | None = None,
+    windows: Mapping[str, Window] | None = None,
 ) -> OpRule:
     """The rule of ``op``: factor sizes solved from the shapes, every dim checked against them.
 
     ``sizes`` gives factors that no shape determines. ``kinds`` of factors that do not appear are ignored, except
-    that sums over booleans become whole (booleans cannot be added). Raises LayoutError when a shape does not fit.
+    that sums over booleans become whole (booleans cannot be added). ``windows``: factors of operands that are whole but
+    for their windows. Raises LayoutError when a shape does not fit.
     """
     operands, results = tuple(operands), tuple(results)
     tensors = list(zip((*op.operands, *op.results), (*operands, *results), strict=True))
@@ -123,7 +125,7 @@ def build(
     booleans = any(graph.by_name[name].dtype == torch.bool for name in op.results)
 
     def kind(name: str) -> FactorKind:
-        found = (kinds or {}).get(name, "parallel")
+        found = "whole" if name in (windows or {}) else (kinds or {}).get(name, "parallel")
         return "whole" if found == "sum" and booleans else found
 
     factors = tuple(
@@ -136,7 +138,8 @@ def build(
         fault = kind_fault(factor.name, factor.kind, places, lowering)
         if fault:
             raise LayoutError(problem(f"{op.target}: {fault}", op=op.name, source=op.source))
-    return OpRule(factors, operands, results, _additive(op, graph, linear), localize, lowering)
+    through = tuple((windows or {}).items())
+    return OpRule(factors, operands, results, _additive(op, graph, linear), localize, lowering, through)
 
 
 def kind_fault(name: str, kind: FactorKind, in_results: Sequence[bool], lowering: Lowering | None) -> str:

@@ -1,33 +1,38 @@
-"""Convolution and pooling: batch and channels can be split, spatial dims only where the windows do not overlap.
+"""Convolution: batch, channels and spatial dims can be split.
 
-Where stride and kernel agree and nothing is padded (the patches of a vision transformer, 1x1 convolutions) a spatial
-dim is ``(y k)``: which window, and where in it.
+A part of the result's rows reads a window of the input's rows, of which neighbours may hold some. Where stride and
+kernel agree and nothing is padded (the patches of a vision transformer, 1x1 convolutions) windows do not overlap, and a
+spatial dim is ``(y k)``: which window, and where in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments, operator_name
-from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, single
-from shardwise.rules.calls import local_size, operand_positions, replaced
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import Linear, RuleTable, build, single
+from shardwise.rules.calls import any_split, local_size, operand_positions, replaced, unchanged
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule, Window
+from shardwise.rules.window_kernels import CONV_TRANSPOSE_WINDOW, CONV_WINDOW, IM2COL_WINDOW
+from shardwise.rules.windows import Sliding, part_of
 
 aten = torch.ops.aten
 
 
-def _spatial(letter: str, count: int) -> tuple[str, ...]:
+def spatial(letter: str, count: int) -> tuple[str, ...]:
     return tuple(f"{letter}{i}" for i in range(count))
 
 
 def convolution_rule(op: Op, graph: Graph) -> OpRule:
-    """``n (g ci) x..., (g co) ci k..., (g co) -> n (g co) y...``; transposed: the weight is ``(g ci) co k...``.
+    """``n (g ci) x..., (g co) ci k..., (g co) -> n (g co) y...``, x through windows of y; transposed: the weight is
+    ``(g ci) co k...``.
 
     Input channels are a sum; with a bias they are lowered, because the bias must be added once.
     """
@@ -39,19 +44,34 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
     transposed = bool(given.get("transposed", "output_padding" in given))
     group: tuple[str, ...] = ("g",) if groups > 1 else ()
     batch: Dims = (("n",),) if batched else ()
-    kernel, y = (single(_spatial(letter, count)) for letter in "ky")
+    kernel, y = (single(spatial(letter, count)) for letter in "ky")
     apart = () if transposed else _disjoint(op, graph, count)
     x: Dims = tuple(_windows(i, weight_shape[i + 2]) if i in apart else (f"x{i}",) for i in range(count))
     channels_in, channels_out = (*group, "ci"), (*group, "co")
     weight: Dims = (channels_in, ("co",), *kernel) if transposed else (channels_out, ("ci",), *kernel)
     bias = "bias" in operand_positions(op)
     operands: list[Dims] = [(*batch, channels_in, *x), weight] + ([(channels_out,)] if bias else [])
-    kinds: dict[str, FactorKind] = dict.fromkeys((*_spatial("x", count), *_spatial("k", count)), "whole")
-    kinds |= {f"y{i}": "whole" for i in range(count) if i not in apart}
+    kinds: dict[str, FactorKind] = dict.fromkeys(spatial("k", count), "whole")
     kinds["ci"] = "lowered" if bias else "sum"
+    maps = _maps(op, graph, count)
+    sliding = {i: own for i, own in enumerate(maps) if i not in apart}
+    windows = {f"x{i}": Window(f"y{i}", own.transposed if transposed else own.ranges) for i, own in sliding.items()}
 
     def localize(op: Op, context: LocalContext) -> Call:
-        return replaced(op, groups=local_size(context, "g") if group else 1)
+        own_groups = local_size(context, "g") if group else 1
+        if not any_split(context, [f"y{i}" for i in sliding]):
+            return replaced(op, groups=own_groups)
+        tensors = (Ref(op.operands[0]), Ref(op.operands[1]), Ref(op.operands[2]) if bias else None)
+        strides, dilations = tuple(own.stride for own in maps), tuple(own.dilation for own in maps)
+        parts = {i: part_of(context, f"y{i}") for i in range(count)}
+        if transposed:
+            low = [(own.transposed(*parts[i]) or ((0, 0),))[0][0] for i, own in enumerate(maps)]
+            fronts = tuple(parts[i][0] + own.before - low[i] * own.stride for i, own in enumerate(maps))
+            lengths = tuple(length for _, length in parts.values())
+            return Call(CONV_TRANSPOSE_WINDOW, (*tensors, strides, dilations, own_groups, fronts, lengths))
+        pads = [own.padding(*parts[i]) if i in sliding else (0, 0) for i, own in enumerate(maps)]
+        ends = tuple(zip(*pads, strict=True))
+        return Call(CONV_WINDOW, (*tensors, strides, *ends, dilations, own_groups))
 
     linear: Linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
     return build(
@@ -64,28 +84,44 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         linear=linear,
         localize=localize,
         lowering=_bias_apart(op.target) if bias else None,
+        windows=windows,
     )
+
+
+def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
+    """How the windows slide along every spatial dim."""
+    given = arguments(op)
+    sizes, kernel = (graph.by_name[name].shape[-count:] for name in op.operands[:2])
+    strides, dilations = (each(given[name], count) for name in ("stride", "dilation"))
+    padding = given["padding"]
+    found = []
+    for i in range(count):
+        own = Sliding(sizes[i], kernel[i], strides[i], dilations[i])
+        if isinstance(padding, str):
+            total = own.span - 1 if padding == "same" else 0
+            found.append(replace(own, before=total // 2, after=total - total // 2))
+        else:
+            pad = each(padding, count)[i]
+            found.append(replace(own, before=pad, after=pad))
+    return tuple(found)
+
+
+def each(value: Any, count: int) -> tuple[int, ...]:
+    """One number per spatial dim: an argument may give one for all."""
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * count if len(numbers) == 1 else numbers
 
 
 def _disjoint(op: Op, graph: Graph, count: int) -> tuple[int, ...]:
     """The spatial dims that windows tile without overlap, gap, padding or rest."""
-    given = arguments(op)
-    before, kernel, after = (graph.by_name[name].shape[-count:] for name in (*op.operands[:2], op.results[0]))
-
-    def each(name: str) -> tuple[int, ...]:
-        value = tuple(given[name])
-        return value * count if len(value) == 1 else value
-
-    padding = given["padding"]
-    padded = (0 if padding == "valid" else 1,) * count if isinstance(padding, str) else each("padding")
-    strides, dilations = each("stride"), each("dilation")
+    after = graph.by_name[op.results[0]].shape[-count:]
     return tuple(
         i
-        for i in range(count)
-        if strides[i] == kernel[i]
-        and before[i] == after[i] * kernel[i]
-        and padded[i] == 0
-        and (dilations[i] == 1 or kernel[i] == 1)
+        for i, own in enumerate(_maps(op, graph, count))
+        if own.stride == own.count
+        and own.size == after[i] * own.count
+        and own.before == 0
+        and (own.dilation == 1 or own.count == 1)
     )
 
 
@@ -103,29 +139,39 @@ def _bias_apart(target: Any) -> Callable[..., Any]:
     return lowering
 
 
-def _pooling(num_spatial: int) -> RuleFunction:
-    """Every leading dim is parallel. Positions that a pooling returns count within one map, so they need no shift."""
+def _im2col(op: Op, graph: Graph) -> OpRule:
+    """``n c x0 x1 -> n (c k0 k1) (y0 y1)``: the columns of every window."""
+    given = arguments(op)
+    before, after = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
+    batch: Dims = (("n",),) if len(before) == 4 else ()
+    kernel, stride, padding, dilation = (tuple(given[n]) for n in ("kernel_size", "stride", "padding", "dilation"))
+    maps = tuple(Sliding(before[i - 2], kernel[i], stride[i], dilation[i], padding[i], padding[i]) for i in range(2))
+    sizes = {f"k{i}": kernel[i] for i in range(2)}
+    sizes |= {f"y{i}": (maps[i].size + 2 * padding[i] - maps[i].span) // stride[i] + 1 for i in range(2)}
+    assert sizes["y0"] * sizes["y1"] == after[-1], f"{op.target}: {sizes} are not {after[-1]} windows"
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        rank = len(graph.by_name[op.operands[0]].shape)
-        leading = ("n", "c")[2 - (rank - num_spatial) :]
-        dims = single([*leading, *_spatial("x", num_spatial)])
-        result = single([*leading, *_spatial("y", num_spatial)])
-        kinds: dict[str, FactorKind] = {n: "whole" for letter in "xy" for n in _spatial(letter, num_spatial)}
-        name = operator_name(op.target)
-        averages = "avg" in name or "upsample" in name
-        linear = ((0,),) if averages else ()
-        return build(op, graph, [dims], [result] * len(op.results), kinds=kinds, linear=linear)
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not any_split(context, ("y0", "y1")):
+            return unchanged(op)
+        pads = [own.padding(*part_of(context, f"y{i}")) for i, own in enumerate(maps)]
+        ends = tuple(zip(*pads, strict=True))
+        return Call(IM2COL_WINDOW, (Ref(op.operands[0]), kernel, dilation, *ends, stride))
 
-    return function
-
-
-def _table(targets: Sequence[Any], function: RuleFunction) -> RuleTable:
-    return dict.fromkeys(targets, zeros_if_empty(function))
+    return build(
+        op,
+        graph,
+        [(*batch, ("c",), ("x0",), ("x1",))],
+        [(*batch, ("c", "k0", "k1"), ("y0", "y1"))],
+        kinds={"k0": "whole", "k1": "whole"},
+        sizes=sizes,
+        linear=((0,),),
+        localize=localize,
+        windows={f"x{i}": Window(f"y{i}", own.ranges) for i, own in enumerate(maps)},
+    )
 
 
 CONVOLUTION: RuleTable = {
-    **_table(
+    **dict.fromkeys(
         (
             aten.convolution.default,
             aten.conv1d.default,
@@ -138,23 +184,7 @@ CONVOLUTION: RuleTable = {
             aten.conv_transpose2d.input,
             aten.conv_transpose3d.input,
         ),
-        convolution_rule,
+        zeros_if_empty(convolution_rule),
     ),
-    **_table((aten.max_pool1d.default, aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default), _pooling(1)),
-    **_table(
-        (
-            aten.max_pool2d.default,
-            aten.max_pool2d_with_indices.default,
-            aten.avg_pool2d.default,
-            aten.adaptive_avg_pool2d.default,
-            aten._adaptive_avg_pool2d.default,
-            aten.adaptive_max_pool2d.default,
-            aten.upsample_nearest2d.default,
-            aten.upsample_nearest2d.vec,
-            aten.upsample_bilinear2d.default,
-            aten.upsample_bilinear2d.vec,
-        ),
-        _pooling(2),
-    ),
-    **_table((aten.max_pool3d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool3d.default), _pooling(3)),
+    aten.im2col.default: zeros_if_empty(_im2col),
 }

@@ -26,12 +26,23 @@ def zeros_if_empty(function: RuleFunction) -> RuleFunction:
         if rule is None:
             return None
         inner = rule.localize
+        seen = {name for name, _ in rule.windows}
         results = [graph.by_name[name] for name in op.results]
         indices = tuple(not result.dtype.is_floating_point for result in results)
         differentiable = tuple(result.requires_grad for result in results)
 
+        def is_empty(context: LocalContext) -> bool:
+            """An operand is empty. An empty window of one is the business of the rule, unless the result is empty."""
+            if any(0 in shape for shape in context.result_shapes):
+                return any(0 in shape for shape in context.operand_shapes)
+            return any(
+                size == 0 and not any(name in seen for name in factors)
+                for shape, dims in zip(context.operand_shapes, rule.operands, strict=True)
+                for size, factors in zip(shape, dims, strict=True)
+            )
+
         def localize(op: Op, context: LocalContext) -> Call:
-            if not any(0 in shape for shape in context.operand_shapes):
+            if not is_empty(context):
                 return inner(op, context) if inner is not None else unchanged(op)
             sizes = tuple(size for shape in context.result_shapes for size in shape)
             ranks = tuple(map(len, context.result_shapes))

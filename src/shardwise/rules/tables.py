@@ -20,6 +20,7 @@ from shardwise.rules.label_terms import LABEL_TERMS
 from shardwise.rules.losses import LOSSES
 from shardwise.rules.matmul import MATMUL
 from shardwise.rules.normalization import NORMALIZATION
+from shardwise.rules.pooling import POOLING
 from shardwise.rules.recurrent import RECURRENT
 from shardwise.rules.reductions import REDUCTIONS
 from shardwise.rules.rule import OpRule
@@ -51,6 +52,7 @@ RULES: RuleTable = join(
         CONVOLUTION,
         LOSSES,
         CONSTRUCTORS,
+        POOLING,
         DROPOUT,
         LABEL_TERMS,
         RECURRENT,

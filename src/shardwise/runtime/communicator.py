@@ -109,7 +109,7 @@ class Communicator:
 
         def run(tensor: torch.Tensor) -> torch.Tensor:
             buffer, _ = exchange.launch([tensor], wait=True)
-            return exchange.land(buffer)[0]
+            return exchange.land(buffer, [tensor] if own.with_own else ())[0]
 
         return run
 
@@ -173,8 +173,8 @@ class Message:
             buffer, work = self._all_to_all(tensors, wait)
         return buffer, None if wait else work
 
-    def land(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The results, from a buffer that is filled."""
+    def land(self, buffer: torch.Tensor, given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """The results, from a buffer that is filled. ``given``: this rank's tensor, where the move needs it as well."""
         if self.kind in ("all_reduce", "reduce_scatter"):
             if self.single:
                 own = self.own[0]
@@ -194,7 +194,7 @@ class Message:
             for pieces, counts, move in zip(arrived, self.counts, self.own, strict=True):
                 pieces.append(row[start : start + counts[member]].view(move.received[member]))
                 start += counts[member]
-        return [move.unpack(pieces) for move, pieces in zip(self.own, arrived, strict=True)]
+        return [move.unpack([*pieces, *given]) for move, pieces in zip(self.own, arrived, strict=True)]
 
     # ------------------------------------------------------------------------------------------------- collectives
 

@@ -14,11 +14,12 @@ from typing import Literal
 
 import torch
 
-from shardwise.layouts.conversions import Move
+from shardwise.layouts.conversions import WINDOW_CELLS, Move
 from shardwise.layouts.holdings import num_exchanged, rows
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.layout import Layout, Windows
+from shardwise.layouts.windows import segments
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class LocalMove:
 
     ``sends_memory``: the messages of ``pack``, equally large and one behind the other, are the tensor itself as it lies
     in memory; ``receives_memory``: the received ones are the result, of shape ``shape``. Moves of a dim that comes
-    first are mostly such, and need no copy.
+    first are mostly such, and need no copy. ``with_own``: ``unpack`` takes the rank's own tensor as well, as the last.
     """
 
     kind: Kind | None
@@ -44,6 +45,7 @@ class LocalMove:
     shape: tuple[int, ...]
     sends_memory: bool = False
     receives_memory: bool = False
+    with_own: bool = False
 
     @property
     def is_identity(self) -> bool:
@@ -59,6 +61,8 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     primitive = move.entry.backward if backward else move.entry.forward
     before, after = (move.target, move.source) if backward else (move.source, move.target)
     shape = after.local_shape(coordinates)
+    if move.cut is not None:
+        return _window_move(move, move.cut, coordinates, shape, backward)
 
     def local(step: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> LocalMove:
         return LocalMove(None, move.axes, "sum", _alone, step, (), shape)
@@ -104,6 +108,88 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     assert primitive == "all_to_all", primitive
     kind: Kind = "collective_permute" if num_exchanged(before, after)[1] else "all_to_all"
     return LocalMove(kind, move.axes, "sum", pack, unpack, shapes, shape, False, in_order)
+
+
+def _window_move(
+    move: Move, cut: Windows, coordinates: Mapping[str, int], shape: tuple[int, ...], backward: bool
+) -> LocalMove:
+    """Slices (or the whole) to windows: rows come from the ranks that hold them. Backward: they go back there, and a
+    row that was in several windows gets the sum."""
+    atoms = move.source.local_atoms(coordinates), move.target.local_atoms(coordinates)
+    opened = [_opened(own, cut) for own in (atoms[::-1] if backward else atoms)]  # (before, after)
+    dim, size = cut.dim + cut.atom, move.source.dims[cut.dim][cut.atom].size
+    index = move.target.index_along(cut.dim, cut.atom, coordinates)
+    spread = bool(move.source.dims[cut.dim][cut.atom].axes)
+    count = len(cut.ranges) if spread else 1
+    members = (
+        [move.target.index_along(cut.dim, cut.atom, member) for member in _members(move, coordinates)] if spread else []
+    )
+    me = index if spread else 0
+    first_row = me * size // count  # of what this rank holds as its slice
+    mine = segments(cut.ranges[index], size, count)
+
+    def rows_of(device: int, owner: int) -> list[tuple[int, int]]:
+        """(row, length) of what the window of a device takes from the slice of another, in order."""
+        return [(start, stop - start) for own, start, stop in segments(cut.ranges[device], size, count) if own == owner]
+
+    def take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+        parts = [tensor.narrow(dim, start, length) for start, length in runs]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+    def width(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        return tuple(sum(n for _, n in runs) if i == dim else n for i, n in enumerate(opened[1]))
+
+    # Where the segments of this rank's window lie in it, by owner; and what others take of the slice, within it.
+    in_window: dict[int, list[tuple[int, int]]] = {}
+    position = 0
+    for owner, start, stop in mine:
+        in_window.setdefault(owner, []).append((position, stop - start))
+        position += stop - start
+    of_slice = {m: [(row - first_row, n) for row, n in rows_of(m, me)] if m != me else [] for m in members}
+    of_window = {m: in_window.get(m, []) if m != me else [] for m in members}
+    own_slice = [(start - first_row, stop - start) for owner, start, stop in mine if owner == me]
+    own_window = in_window.get(me, [])
+
+    def into_window(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensor = tensors[-1].reshape(opened[0])
+        sources = dict(zip(members, tensors[:-1], strict=True)) | {me: take(tensor, own_slice)}
+        used = dict.fromkeys(sources, 0)
+        parts = []
+        for owner, start, stop in mine:
+            parts.append(sources[owner].narrow(dim, used[owner], stop - start))
+            used[owner] += stop - start
+        joined = torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else tensor.narrow(dim, 0, 0)
+        return joined.reshape(shape)
+
+    def into_slice(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensor = tensors[-1].reshape(opened[0])
+        result = tensor.new_zeros(opened[1])
+        received = [(of_slice[m], part) for m, part in zip(members, tensors[:-1], strict=True)]
+        for runs, part in [(own_slice, take(tensor, own_window)), *received]:
+            position = 0
+            for start, length in runs:
+                result.narrow(dim, start, length).add_(part.narrow(dim, position, length))
+                position += length
+        return result.reshape(shape)
+
+    unpack, sent, kept = (into_slice, of_window, of_slice) if backward else (into_window, of_slice, of_window)
+    if move.entry is WINDOW_CELLS["local"]:
+        members = []
+        return LocalMove(None, move.axes, "sum", _alone, unpack, (), shape)
+
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
+        tensor = tensor.reshape(opened[0])
+        return [take(tensor, sent[member]) for member in members]
+
+    received = tuple(width(kept[member]) for member in members)
+    return LocalMove("halo_exchange", move.axes, "sum", pack, unpack, received, shape, with_own=True)
+
+
+def _opened(atoms: tuple[tuple[int, ...], ...], cut: Windows) -> tuple[int, ...]:
+    """A local shape with the dim of the windows as its atoms."""
+    return tuple(size for d, own in enumerate(atoms) for size in (own if d == cut.dim else (prod(own),)))
 
 
 class Part:

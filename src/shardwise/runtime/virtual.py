@@ -52,7 +52,10 @@ class VirtualCluster:
         packed = [own.pack(tensor) for own, tensor in zip(own_moves, tensors, strict=True)]
         self._log(own_moves, packed)
         answers = exchange_all(self.mesh, own_moves, packed)
-        return [own.unpack(answer) for own, answer in zip(own_moves, answers, strict=True)]
+        return [
+            own.unpack([*answer, tensor] if own.with_own else answer)
+            for own, answer, tensor in zip(own_moves, answers, tensors, strict=True)
+        ]
 
     def perform_together(self, moves: Sequence[Move], tensors: Sequence[Tensor], backward: bool) -> list[Tensor]:
         """``perform`` for several moves; ``tensors``: all ranks' of the first, then of the second. Recorded as one."""
@@ -89,7 +92,7 @@ def exchange_all(mesh: Mesh, own_moves: Sequence[LocalMove], packed: Sequence[li
         index = group.index(rank)
         if own.kind == "all_gather":
             answer = [packed[member][0].clone() for member in group]
-        elif own.kind in ("all_to_all", "collective_permute"):
+        elif own.kind in ("all_to_all", "collective_permute", "halo_exchange"):
             answer = [packed[member][index].clone() for member in group]
         else:
             position = index if own.kind == "reduce_scatter" else 0

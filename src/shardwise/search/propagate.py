@@ -65,7 +65,13 @@ def factor_places(rule: OpRule) -> tuple[tuple[dict[str, Place], ...], tuple[dic
                 stride *= sizes[factor]
         return found
 
-    return tuple(map(places, rule.operands)), tuple(map(places, rule.results))
+    operands = tuple(map(places, rule.operands))
+    for base, window in rule.windows:  # who splits the result wants the operand split in the same place
+        seen, through = rule.parts_of(base)[0].name, rule.parts_of(window.factor)[0].name
+        for own in operands:
+            if seen in own:
+                own[through] = own[seen]
+    return operands, tuple(map(places, rule.results))
 
 
 def where_of(layout: Layout) -> dict[str, Where]:

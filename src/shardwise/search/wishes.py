@@ -19,7 +19,7 @@ from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import is_rest, parse_choices
-from shardwise.rules.atoms import base_name
+from shardwise.rules.rule import base_name
 from shardwise.rules.rule import OpRule
 from shardwise.search.propagate import factor_places
 
@@ -85,9 +85,11 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
     seen_in: dict[str, tuple[int, int]] = {}
     sizes = {factor.name: factor for factor in rule.factors}
     for i, (own, dims) in enumerate(zip(counts, rule.operands, strict=True)):
+    through = {name: window.factor for name, window in rule.windows}
         for d, (count, factors) in enumerate(zip(own, dims, strict=True)):
             left = count
-            for position, name in enumerate(factors):
+            for position, own_name in enumerate(factors):
+                name = through.get(own_name, own_name)
                 share = left if position == len(factors) - 1 else gcd(left, sizes[name].size)
                 if sizes[name].kind == "whole":
                     share = 1 if position < len(factors) - 1 else left
@@ -155,7 +157,9 @@ def _divide_choices(
     left = {factor.name: factor.size for factor in divided.factors}
     known = {factor.name for factor in rule.factors} | set(left)
     choices: dict[str, str] = {}
-    for axis, choice in wanted.items():
+    through = {name: window.factor for name, window in rule.windows}
+    for axis, wish in wanted.items():
+        choice = through.get(wish, wish)
         if is_rest(choice):
             choices[axis] = choice
             continue
@@ -164,7 +168,8 @@ def _divide_choices(
             raise LayoutError(f"the operator has no factor {choice!r}" + (f", but {near[0]!r}" if near else ""))
         if divided.factor(parts.get(choice, [choice])[0]).kind == "whole":
             raise LayoutError(f"factor {choice} can not be split")
-        candidates = [choice] if choice in left else sorted(parts[choice], key=lambda name: burden.get(name, 0))
+        open_parts = [name for name in parts.get(choice, ()) if divided.factor(name).kind != "whole"]
+        candidates = [choice] if choice in left else sorted(open_parts, key=lambda name: burden.get(name, 0))
         size = mesh.sizes[axis]
         part = min(
             (name for name in candidates if left[name] % size == 0 or left[name] > size),
@@ -191,8 +196,11 @@ def burdens(graph: Graph, rules: Mapping[str, OpRule]) -> dict[tuple[str, str], 
     for op in graph.ops:
         operand_places, result_places = factor_places(rules[op.name])
         for factor in rules[op.name].factors:
+        seen = {rules[op.name].parts_of(name)[0].name for name, _ in rules[op.name].windows}
             node = (op.name, factor.name)
             if factor.kind == "whole":
+            if factor.name in seen:
+                continue
                 whole.append(node)
                 continue
             for names, places in ((op.operands, operand_places), (op.results, result_places)):

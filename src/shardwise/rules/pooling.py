@@ -1,0 +1,241 @@
+"""Pooling and interpolation: every dim can be split, spatial ones through windows.
+
+A pooling of a part runs on a window that starts at a multiple of the stride, with the padding and rounding that the
+whole has, and keeps the part's rows: so what lies at an end of the tensor is treated as ever, and no padding is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import RuleFunction, RuleTable, build, single
+from shardwise.rules.calls import any_split, unchanged
+from shardwise.rules.convolution import each, spatial
+from shardwise.rules.empty import zeros_if_empty
+from shardwise.rules.rule import Call, FactorKind, LocalContext, Localize, Lowering, OpRule, Ranges, Window
+from shardwise.rules.window_kernels import (
+    ADAPTIVE_AVG_WINDOW,
+    ADAPTIVE_MAX_WINDOW,
+    AVG_POOL_WINDOW,
+    MAX_POOL_VALUES_WINDOW,
+    MAX_POOL_WINDOW,
+    RESAMPLE_WINDOW,
+    sample_points,
+)
+from shardwise.rules.windows import Sliding, clipped, part_of
+
+aten = torch.ops.aten
+
+_Rows = Callable[[int, int], Ranges]
+
+
+def _over_maps(
+    op: Op,
+    graph: Graph,
+    count: int,
+    rows: list[_Rows],
+    localize: Localize,
+    *,
+    linear: bool,
+    kinds: dict[str, FactorKind] | None = None,
+    lowering: Lowering | None = None,
+) -> OpRule:
+    """Every leading dim is parallel, spatial ones are read through windows. ``kinds``: of those that are not."""
+    rank = len(graph.by_name[op.operands[0]].shape)
+    leading = ("n", "c")[2 - (rank - count) :]
+    kinds = kinds or {}
+    windows = {f"x{i}": Window(f"y{i}", rows[i]) for i in range(count) if f"x{i}" not in kinds}
+    kinds = kinds | {f"y{name[1:]}": "whole" for name in kinds}
+
+    def local(op: Op, context: LocalContext) -> Call:
+        return localize(op, context) if any_split(context, spatial("y", count)) else unchanged(op)
+
+    return build(
+        op,
+        graph,
+        [single([*leading, *spatial("x", count)])],
+        [single([*leading, *spatial("y", count)])] * len(op.results),
+        kinds=kinds,
+        linear=((0,),) if linear else (),
+        localize=local,
+        lowering=lowering,
+        windows=windows,
+    )
+
+
+def _starts(context: LocalContext, rows: list[_Rows]) -> tuple[int, ...]:
+    """The first row of the operand that this rank holds, per spatial dim."""
+    held = [own(*part_of(context, f"y{i}")) if context.is_split(f"y{i}") else ((0, 0),) for i, own in enumerate(rows)]
+    return tuple(ranges[0][0] for ranges in held)
+
+
+def _pooling(count: int) -> RuleFunction:
+    """Maximum and average over windows. Positions of maxima are those in the whole map."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        given = arguments(op)
+        sizes = graph.by_name[op.operands[0]].shape[-count:]
+        kernel = each(given["kernel_size"], count)
+        stride = each(given["stride"], count) if given.get("stride") else kernel
+        padding, dilation = each(given["padding"], count), each(given.get("dilation", 1), count)
+        maps = [Sliding(sizes[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(count)]
+        rows: list[_Rows] = [own.aligned for own in maps]
+        averages = "dilation" not in given
+
+        def localize(op: Op, context: LocalContext) -> Call:
+            parts = [part_of(context, f"y{i}") for i in range(count)]
+            split = [context.is_split(f"y{i}") for i in range(count)]
+            fronts = tuple(
+                own.position_in_aligned(*part) if cut else 0 for own, part, cut in zip(maps, parts, split, strict=True)
+            )
+            lengths = tuple(length for _, length in parts)
+            x = Ref(op.operands[0])
+            if averages:
+                options = (given["ceil_mode"], given["count_include_pad"], given.get("divisor_override"))
+                return Call(AVG_POOL_WINDOW, (x, kernel, stride, padding, *options, fronts, lengths))
+            known = (x, kernel, stride, padding, dilation, given["ceil_mode"], fronts, lengths)
+            if len(op.results) == 1:
+                return Call(MAX_POOL_VALUES_WINDOW, known)
+            return Call(MAX_POOL_WINDOW, (*known, _starts(context, rows), sizes))
+
+        return _over_maps(op, graph, count, rows, localize, linear=averages)
+
+    return function
+
+
+def _adaptive(count: int) -> RuleFunction:
+    """Bin y of m holds the rows ``floor(y n / m)`` to ``ceil((y + 1) n / m)``. An average over one bin is a mean: it is
+    lowered to that."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        sizes = graph.by_name[op.operands[0]].shape[-count:]
+        after = graph.by_name[op.results[0]].shape[-count:]
+        averages = len(op.results) == 1
+
+        def bins(i: int, offset: int, length: int) -> list[tuple[int, int]]:
+            return [
+                (y * sizes[i] // after[i], -(-(y + 1) * sizes[i] // after[i])) for y in range(offset, offset + length)
+            ]
+
+        def window(i: int, offset: int, length: int) -> Ranges:
+            own = bins(i, offset, length)
+            return clipped(own[0][0], own[-1][1], sizes[i])
+
+        rows: list[_Rows] = [partial(window, i) for i in range(count)]
+
+        def localize(op: Op, context: LocalContext) -> Call:
+            starts, own_bins = _starts(context, rows), []
+            for i in range(count):
+                uneven = context.is_split(f"y{i}") and sizes[i] % after[i] != 0
+                own_bins.append(bins(i, *part_of(context, f"y{i}")) if uneven else [])
+            output = tuple(part_of(context, f"y{i}")[1] for i in range(count))
+            begins = tuple(begin - starts[i] for i, own in enumerate(own_bins) for begin, _ in own)
+            ends = tuple(end - starts[i] for i, own in enumerate(own_bins) for _, end in own)
+            known = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, own_bins)))
+            return Call(ADAPTIVE_AVG_WINDOW, known) if averages else Call(ADAPTIVE_MAX_WINDOW, (*known, starts, sizes))
+
+        single_bins = [f"x{i}" for i in range(count) if after[i] == 1]
+        kinds: dict[str, FactorKind] = dict.fromkeys(single_bins, "lowered" if averages else "whole")
+        return _over_maps(
+            op, graph, count, rows, localize, linear=averages, kinds=kinds, lowering=_means_first if averages else None
+        )
+
+    return function
+
+
+def _means_first(x: torch.Tensor, output_size: Any) -> torch.Tensor:
+    """Dims with one bin by their mean, then the others."""
+    sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+    count = len(sizes)
+    alone = [i - count for i in range(count) if sizes[i] == 1]
+    x = x.sum(alone, keepdim=True) / prod(x.shape[i] for i in alone)
+    if all(size == 1 for size in sizes):
+        return x
+    pools = (
+        torch.nn.functional.adaptive_avg_pool1d,
+        torch.nn.functional.adaptive_avg_pool2d,
+        torch.nn.functional.adaptive_avg_pool3d,
+    )
+    return pools[count - 1](x, list(sizes))  # type: ignore[arg-type]
+
+
+def _resampling(count: int, mode: str) -> RuleFunction:
+    """Interpolation: row y reads the rows around ``y n / m``."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        given = arguments(op)
+        sizes = graph.by_name[op.operands[0]].shape[-count:]
+        after = graph.by_name[op.results[0]].shape[-count:]
+        align = bool(given.get("align_corners", False))
+        scales = _scales(given, count)
+
+        def window(i: int, offset: int, length: int) -> Ranges:
+            """The rows that the first and the last row read, by the arithmetic of float32 and of float64."""
+            known = (mode, align, sizes[i], after[i], scales[i])
+            rows = [
+                int(index.clamp(0, sizes[i] - 1))
+                for y in (offset, offset + length - 1)
+                for dtype in (torch.float32, torch.float64)
+                for index, _ in sample_points(*known, y, 1, dtype, torch.device("cpu"))
+            ]
+            return clipped(min(rows), max(rows) + 1, sizes[i])
+
+        rows: list[_Rows] = [partial(window, i) for i in range(count)]
+
+        def localize(op: Op, context: LocalContext) -> Call:
+            parts = [part_of(context, f"y{i}") for i in range(count)]
+            split = tuple(context.is_split(f"y{i}") for i in range(count))
+            output = tuple(length for _, length in parts)
+            where = (split, tuple(offset for offset, _ in parts), output, _starts(context, rows))
+            return Call(RESAMPLE_WINDOW, (Ref(op.operands[0]), mode, align, output, sizes, after, scales, *where))
+
+        return _over_maps(op, graph, count, rows, localize, linear=True)
+
+    return function
+
+
+def _scales(given: dict[str, Any], count: int) -> tuple[float, ...]:
+    """The scale factors that an interpolation is given, per dim; 0: none."""
+    if "scale_factors" in given:
+        return tuple(given["scale_factors"] or (0.0,) * count)
+    names = ("scales",) if count == 1 else ("scales_d", "scales_h", "scales_w")[3 - count :]
+    return tuple(given[name] or 0.0 for name in names)
+
+
+_RESAMPLED = {
+    "nearest": (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d),
+    "nearest-exact": (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d),
+    "linear": (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d),
+}
+
+_TARGETS: dict[RuleFunction, tuple[Any, ...]] = {
+    _pooling(1): (aten.max_pool1d.default, aten.max_pool1d_with_indices.default, aten.avg_pool1d.default),
+    _pooling(2): (aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default),
+    _pooling(3): (aten.max_pool3d.default, aten.max_pool3d_with_indices.default, aten.avg_pool3d.default),
+    _adaptive(1): (aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default),
+    _adaptive(2): (
+        aten.adaptive_avg_pool2d.default,
+        aten._adaptive_avg_pool2d.default,
+        aten.adaptive_max_pool2d.default,
+    ),
+    _adaptive(3): (
+        aten.adaptive_avg_pool3d.default,
+        aten._adaptive_avg_pool3d.default,
+        aten.adaptive_max_pool3d.default,
+    ),
+    **{
+        _resampling(i + 1, mode): (packet.default, packet.vec)
+        for mode, packets in _RESAMPLED.items()
+        for i, packet in enumerate(packets)
+    },
+    _resampling(2, "cubic"): (aten.upsample_bicubic2d.default, aten.upsample_bicubic2d.vec),
+}
+
+POOLING: RuleTable = {target: zeros_if_empty(function) for function, targets in _TARGETS.items() for target in targets}

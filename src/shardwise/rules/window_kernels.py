@@ -1,0 +1,412 @@
+"""Local operators on windows: what a rank computes when the dim along which windows slide is split.
+
+In a split dim the padding of a rank is its own: the full one at an end of the tensor, none in between. Compositions of
+ATen calls, like those of ``rules.kernels``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.rules.kernels import _define
+
+aten = torch.ops.aten
+
+
+def _copied_runs(
+    x: Tensor,
+    dims: Sequence[int],
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    firsts: Sequence[int],
+    steps: Sequence[int],
+) -> Tensor:
+    """In every one of ``dims`` the rows of its runs (``rules.windows.Run``), of which it has ``counts``."""
+    start = 0
+    for dim, count in zip(dims, counts, strict=True):
+        parts = [
+            _run(x, dim, *run)
+            for run in zip(*(values[start : start + count] for values in (lengths, firsts, steps)), strict=True)
+        ]
+        start += count
+        x = torch.cat(parts, dim) if len(parts) != 1 else parts[0]
+    return x
+
+
+def _run(x: Tensor, dim: int, length: int, first: int, step: int) -> Tensor:
+    if step == 0:
+        return x.narrow(dim, first, 1).expand([length if i == dim else -1 for i in range(x.dim())])
+    last = first + (length - 1) * step
+    rows: Tensor = aten.slice.Tensor(x, dim, min(first, last), max(first, last) + 1, abs(step))
+    return rows.flip(dim) if step < 0 else rows
+
+
+def _padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """Zeros around the last dims; negative: rows are taken away."""
+    pad = [number for pair in zip(reversed(before), reversed(after), strict=True) for number in pair]
+    return F.pad(x, pad) if any(pad) else x
+
+
+def _conv_window(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    before: Sequence[int],
+    after: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """A convolution with as much padding before as asked for, and another after."""
+    own = [min(pair) for pair in zip(before, after, strict=True)]  # what the convolution does itself
+    x = _padded(x, [b - p for b, p in zip(before, own, strict=True)], [a - p for a, p in zip(after, own, strict=True)])
+    batched = x.dim() == weight.dim()
+    x = x if batched else x.unsqueeze(0)
+    y = torch.convolution(x, weight, bias, stride, own, dilation, False, [0] * len(own), groups)
+    return y if batched else y.squeeze(0)
+
+
+def _conv_transpose_window(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    fronts: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """A transposed convolution without padding, of which rows ``fronts`` and on are kept, ``lengths`` of them; rows
+    that it does not have are zeros, before the bias."""
+    count = len(stride)
+    batched = x.dim() == weight.dim()
+    x = x if batched else x.unsqueeze(0)
+    empty = [size == 0 for size in x.shape[-count:]]
+    x = _padded(x, [0] * count, [int(none) for none in empty])
+    y = torch.convolution(x, weight, None, stride, [0] * count, dilation, True, [0] * count, groups)
+    before, after = [], []
+    for size, front, length, none in zip(y.shape[-count:], fronts, lengths, empty, strict=True):
+        start, stop = (0, 0) if none else (min(max(front, 0), size), min(max(front + length, 0), size))
+        zeros = 0 if none else min(max(-front, 0), length)
+        before.append(zeros - start)
+        after.append(length - zeros - (stop - start) - (size - stop))
+    y = _padded(y, before, after)
+    y = y if bias is None else y + bias.reshape(-1, *(1,) * count)
+    return y if batched else y.squeeze(0)
+
+
+def _kept(y: Tensor, fronts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Of the last dims the rows from ``fronts`` on."""
+    for i, (front, length) in enumerate(zip(fronts, lengths, strict=True)):
+        y = y.narrow(y.dim() - len(fronts) + i, front, length)
+    return y
+
+
+def _max_pool_window(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    fronts: Sequence[int],
+    lengths: Sequence[int],
+    starts: Sequence[int],
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Values, and positions in the whole map, whose sizes are ``sizes`` and of which x begins at ``starts``."""
+    pool = (F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices)[len(kernel) - 1]
+    values, indices = pool(x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
+    indices = _global_positions(_kept(indices, fronts, lengths), x.shape[-len(kernel) :], starts, sizes)
+    return _kept(values, fronts, lengths), indices
+
+
+def _max_pool_values_window(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    fronts: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(kernel) - 1]
+    return _kept(pool(x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode), fronts, lengths)
+
+
+def _global_positions(index: Tensor, local: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Flat positions in a part of a map -> flat positions in the map."""
+    found, stride = torch.zeros_like(index), 1
+    for own, start, size in zip(reversed(local), reversed(starts), reversed(sizes), strict=True):
+        found = found + (index % own + start) * stride
+        index, stride = index // own, stride * size
+    return found
+
+
+def _avg_pool_window(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+    fronts: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    given = (list(kernel), list(stride), list(padding), ceil_mode, count_include_pad)
+    if len(kernel) == 1:
+        y = F.avg_pool1d(x, *given)
+    else:
+        y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, *given, divisor)
+    return _kept(y, fronts, lengths)
+
+
+_ADAPTIVE_AVG: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+_ADAPTIVE_MAX: tuple[Any, ...] = (
+    aten.adaptive_max_pool1d.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
+)
+
+
+def _adaptive_avg_window(
+    x: Tensor, output: Sequence[int], begins: Sequence[int], ends: Sequence[int], counts: Sequence[int]
+) -> Tensor:
+    """Adaptive average pooling. Dim i of the last ones has ``counts[i]`` bins of its own, from row ``begins`` to row
+    ``ends`` each (0: the operator finds its bins)."""
+    return _over_bins(
+        x,
+        tuple(output),
+        _bins(begins, ends, counts),
+        lambda part, sizes, _: (_ADAPTIVE_AVG[len(sizes) - 1](part, sizes),),
+    )[0]
+
+
+def _adaptive_max_window(
+    x: Tensor,
+    output: Sequence[int],
+    begins: Sequence[int],
+    ends: Sequence[int],
+    counts: Sequence[int],
+    starts: Sequence[int],
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Adaptive maximum pooling; positions are those in the whole map, of which x begins at ``starts``."""
+    count = len(output)
+
+    def pool(part: Tensor, out: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Tensor, ...]:
+        values, indices = _ADAPTIVE_MAX[count - 1](part, list(out))
+        first = [start + offset for start, offset in zip(starts, offsets, strict=True)]
+        return values, _global_positions(indices, part.shape[-count:], first, sizes)
+
+    values, indices = _over_bins(x, tuple(output), _bins(begins, ends, counts), pool)
+    return values, indices
+
+
+def _bins(begins: Sequence[int], ends: Sequence[int], counts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    pairs, start, found = list(zip(begins, ends, strict=True)), 0, []
+    for count in counts:
+        found.append(pairs[start : start + count])
+        start += count
+    return found
+
+
+def _over_bins(
+    x: Tensor,
+    output: tuple[int, ...],
+    bins: Sequence[Sequence[tuple[int, int]]],
+    pool: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], tuple[Tensor, ...]],
+    offsets: tuple[int, ...] = (),
+) -> tuple[Tensor, ...]:
+    """``pool`` of every combination of bins, put together."""
+    i = len(offsets)
+    if i == len(output):
+        return pool(x, output, offsets)
+    if not bins[i]:
+        return _over_bins(x, output, bins, pool, (*offsets, 0))
+    dim = x.dim() - len(output) + i
+    one = (*output[:i], 1, *output[i + 1 :])
+    parts = [
+        _over_bins(x.narrow(dim, begin, end - begin), one, bins, pool, (*offsets, begin)) for begin, end in bins[i]
+    ]
+    return tuple(torch.cat(results, dim) for results in zip(*parts, strict=True))
+
+
+def _im2col_window(
+    x: Tensor,
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    before: Sequence[int],
+    after: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    return F.unfold(_padded(x, before, after), tuple(kernel), tuple(dilation), 0, tuple(stride))
+
+
+# ---------------------------------------------------------------------------------------------------- interpolation
+
+_NATIVE: dict[str, tuple[Any, ...]] = {
+    "nearest": (aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default),
+    "nearest-exact": (
+        aten._upsample_nearest_exact1d.default,
+        aten._upsample_nearest_exact2d.default,
+        aten._upsample_nearest_exact3d.default,
+    ),
+    "linear": (aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default),
+    "cubic": (None, aten.upsample_bicubic2d.default, None),
+}
+_CUBIC = -0.75  # the coefficient of PyTorch's cubic convolution
+
+
+def _resample_window(
+    x: Tensor,
+    mode: str,
+    align_corners: bool,
+    output: Sequence[int],
+    sizes: Sequence[int],
+    sizes_after: Sequence[int],
+    scales: Sequence[float],
+    split: Sequence[bool],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    starts: Sequence[int],
+) -> Tensor:
+    """Interpolation of a part: split dims, of whose ``sizes`` rows x holds those from ``starts`` on, tap by tap for the
+    rows from ``offsets`` on; the others by the operator itself. ``scales``: as the operator is given them, 0: none."""
+    count = len(output)
+    held = x.shape[-count:]
+    native = [own if cut else size for own, size, cut in zip(held, output, split, strict=True)]
+    if list(held) != native:
+        given = [None if cut or not scale else scale for scale, cut in zip(scales, split, strict=True)]
+        corners = () if mode.startswith("nearest") else (align_corners,)
+        x = _NATIVE[mode][count - 1](x, native, *corners, *given)
+    for i in range(count):
+        if split[i]:
+            dim = x.dim() - count + i
+            rows = (sizes[i], sizes_after[i], scales[i], offsets[i], lengths[i], starts[i])
+            x = _resampled(x, dim, mode, align_corners, *rows)
+    return x
+
+
+def _resampled(
+    x: Tensor,
+    dim: int,
+    mode: str,
+    align_corners: bool,
+    size: int,
+    after: int,
+    scale: float,
+    offset: int,
+    length: int,
+    start: int,
+) -> Tensor:
+    """Rows [offset, offset + length) of ``after`` along one dim; x holds the rows from ``start`` on of ``size``."""
+    taps = sample_points(mode, align_corners, size, after, scale, offset, length, x.dtype, x.device)
+    total: Tensor | None = None
+    for index, weight in taps:
+        rows = x.index_select(dim, index.clamp(0, size - 1) - start)
+        if weight is not None:
+            rows = rows * weight.to(x.dtype).reshape([-1 if i == dim else 1 for i in range(x.dim())])
+        total = rows if total is None else total + rows
+    assert total is not None, "at least one tap"
+    return total
+
+
+def sample_points(
+    mode: str,
+    align_corners: bool,
+    size: int,
+    after: int,
+    scale: float,
+    offset: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Per tap the rows that it reads (maybe outside) and their weights (None: 1), as ATen computes them
+    (aten/src/ATen/native/UpSample.h): nearest in float32, the others in float32 or, for float64, in that."""
+    precision = torch.float64 if dtype == torch.float64 and not mode.startswith("nearest") else torch.float32
+    j = torch.arange(offset, offset + length, device=device, dtype=precision)
+    if mode.startswith("nearest"):
+        # Where sizes are equal or double, ATen does not look at the scale.
+        ratio = 1 / scale if scale and after not in (size, 2 * size) else size / after
+        exact = mode == "nearest-exact"
+        ratio = 1 / scale if scale and exact and after != size else ratio
+        shifted = (j + 0.5 if exact else j) * torch.tensor(ratio, dtype=precision, device=device)
+        return [(shifted.floor().long(), None)]
+    if align_corners:
+        ratio = (size - 1) / (after - 1) if after > 1 else 0.0
+        x = j * torch.tensor(ratio, dtype=precision, device=device)
+    else:
+        x = (j + 0.5) * torch.tensor(1 / scale if scale else size / after, dtype=precision, device=device) - 0.5
+        x = x if mode == "cubic" else x.clamp(min=0)
+    low = x.floor()
+    t, first = x - low, low.long()
+    if mode == "linear":
+        first = first.clamp(max=size - 1)
+        t = (x - first).clamp(0, 1)
+        return [(first, 1 - t), (first + 1, t)]
+
+    def near(d: Tensor) -> Tensor:
+        return ((_CUBIC + 2) * d - (_CUBIC + 3)) * d * d + 1
+
+    def far(d: Tensor) -> Tensor:
+        return ((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC
+
+    weights = (far(t + 1), near(t), near(1 - t), far(2 - t))
+    return [(first + i - 1, weight) for i, weight in enumerate(weights)]
+
+
+COPIED_RUNS: Final = _define(
+    "copied_runs(Tensor x, int[] dims, int[] counts, int[] lengths, int[] firsts, int[] steps) -> Tensor", _copied_runs
+)
+CONV_WINDOW: Final = _define(
+    "conv_window(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] before, int[] after, int[] dilation, "
+    "int groups) -> Tensor",
+    _conv_window,
+)
+CONV_TRANSPOSE_WINDOW: Final = _define(
+    "conv_transpose_window(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] dilation, int groups, "
+    "int[] fronts, int[] lengths) -> Tensor",
+    _conv_transpose_window,
+)
+MAX_POOL_WINDOW: Final = _define(
+    "max_pool_window(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode, "
+    "int[] fronts, int[] lengths, int[] starts, int[] sizes) -> (Tensor, Tensor)",
+    _max_pool_window,
+)
+MAX_POOL_VALUES_WINDOW: Final = _define(
+    "max_pool_values_window(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode, "
+    "int[] fronts, int[] lengths) -> Tensor",
+    _max_pool_values_window,
+)
+AVG_POOL_WINDOW: Final = _define(
+    "avg_pool_window(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, "
+    "int? divisor, int[] fronts, int[] lengths) -> Tensor",
+    _avg_pool_window,
+)
+ADAPTIVE_AVG_WINDOW: Final = _define(
+    "adaptive_avg_window(Tensor x, int[] output, int[] begins, int[] ends, int[] counts) -> Tensor",
+    _adaptive_avg_window,
+)
+ADAPTIVE_MAX_WINDOW: Final = _define(
+    "adaptive_max_window(Tensor x, int[] output, int[] begins, int[] ends, int[] counts, int[] starts, int[] sizes) "
+    "-> (Tensor, Tensor)",
+    _adaptive_max_window,
+)
+IM2COL_WINDOW: Final = _define(
+    "im2col_window(Tensor x, int[] kernel, int[] dilation, int[] before, int[] after, int[] stride) -> Tensor",
+    _im2col_window,
+)
+RESAMPLE_WINDOW: Final = _define(
+    "resample_window(Tensor x, str mode, bool align_corners, int[] output, int[] sizes, int[] sizes_after, "
+    "float[] scales, bool[] split, int[] offsets, int[] lengths, int[] starts) -> Tensor",
+    _resample_window,
+)

@@ -1,0 +1,141 @@
+"""Windows of operators along a dim: which rows of the operand a part of the result's rows needs.
+
+Two kinds of map from result rows y to operand rows x:
+
+* *sliding*: y reads the rows around a fixed multiple of y (convolution, pooling, ``unfold``);
+* *runs*: y is a copy of x, row by row, made of a few arithmetic runs (``roll``, ``flip``, a shifted slice, padding with
+  the tensor's own rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardwise.rules.calls import block_offset, local_size
+from shardwise.rules.rule import LocalContext, Ranges
+
+
+def clipped(start: int, stop: int, size: int) -> Ranges:
+    """The rows [start, stop) that exist."""
+    start, stop = max(start, 0), min(stop, size)
+    return ((start, stop),) if start < stop else ()
+
+
+def part_of(context: LocalContext, factor: str) -> tuple[int, int]:
+    """(offset, length) of the rank's part of a factor that windows belong to: it is contiguous."""
+    offset = block_offset(context.pieces[factor])
+    length = local_size(context, factor)
+    assert offset is not None or not length, f"the part of {factor} is not contiguous: {context.pieces[factor]}"
+    return offset or 0, length
+
+
+def shifted(shift: int, size: int) -> Callable[[int, int], Ranges]:
+    """Row y is row ``y + shift``, where there is one."""
+    return lambda offset, length: clipped(offset + shift, offset + length + shift, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``length`` rows of the result in a row: rows ``first``, ``first + step``, ... of the operand. Step 0 repeats."""
+
+    length: int
+    first: int
+    step: int
+
+
+def cut_runs(runs: Sequence[Run], offset: int, length: int) -> tuple[Run, ...]:
+    """The runs of the result's rows [offset, offset + length)."""
+    found, start = [], 0
+    for run in runs:
+        begin, end = max(offset, start), min(offset + length, start + run.length)
+        if begin < end:
+            found.append(Run(end - begin, run.first + (begin - start) * run.step, run.step))
+        start += run.length
+    return tuple(found)
+
+
+def ranges_of_runs(runs: Sequence[Run]) -> Ranges:
+    """The rows that runs read, as ranges in ascending order; those between two rows of a run count as read."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(sorted((run.first, run.first + (run.length - 1) * run.step)) for run in runs if run.length):
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], high + 1))
+        else:
+            found.append((low, high + 1))
+    return tuple(found)
+
+
+def runs_within(runs: Sequence[Run], ranges: Ranges) -> tuple[Run, ...]:
+    """The same runs over the rows of ``ranges`` alone, which hold all of theirs."""
+
+    def local(row: int) -> int:
+        position = 0
+        for start, stop in ranges:
+            if start <= row < stop:
+                return position + row - start
+            position += stop - start
+        raise AssertionError(f"row {row} is not in {ranges}")
+
+    return tuple(Run(run.length, local(run.first), run.step) for run in runs)
+
+
+def windows_of_runs(runs: Sequence[Run]) -> Callable[[int, int], Ranges]:
+    return lambda offset, length: ranges_of_runs(cut_runs(runs, offset, length))
+
+
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """Windows along one dim: row y reads rows ``y * stride - before`` and on, ``count`` of them, ``dilation`` apart.
+
+    ``size``: rows of the operand. ``before``, ``after``: rows of padding.
+    """
+
+    size: int
+    count: int
+    stride: int
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+
+    @property
+    def span(self) -> int:
+        """Rows from the first to the last that one window reads, both included."""
+        return (self.count - 1) * self.dilation + 1
+
+    def bounds(self, offset: int, length: int) -> tuple[int, int]:
+        """The rows [start, stop) that rows [offset, offset + length) of the result read, padding included."""
+        start = offset * self.stride - self.before
+        return start, start + (length - 1) * self.stride + self.span
+
+    def ranges(self, offset: int, length: int) -> Ranges:
+        return clipped(*self.bounds(offset, length), self.size)
+
+    def padding(self, offset: int, length: int) -> tuple[int, int]:
+        """Rows of padding that a part needs before and after the rows of its window."""
+        start, stop = self.bounds(offset, length)
+        before = min(max(-start, 0), stop - start)
+        held = sum(high - low for low, high in self.ranges(offset, length))
+        return before, stop - start - before - held
+
+    def aligned(self, offset: int, length: int) -> Ranges:
+        """The rows of a larger window, on which the operator with its own padding computes this part and a few rows
+        more: it starts at a multiple of the stride, and so early that what is padded there is not in the part. It has
+        the rows of one window at least, as far as there are (``avg_pool3d`` insists)."""
+        start = self._aligned_start(offset, length)
+        return clipped(start, max(self.bounds(offset, length)[1], start + self.span), self.size)
+
+    def position_in_aligned(self, offset: int, length: int) -> int:
+        """Which row of that computation is the first of the part."""
+        return offset - self._aligned_start(offset, length) // self.stride
+
+    def _aligned_start(self, offset: int, length: int) -> int:
+        latest = min(offset - -(-self.before // self.stride), (self.size - self.span) // self.stride)
+        return max(latest, 0) * self.stride
+
+    def transposed(self, offset: int, length: int) -> Ranges:
+        """The rows of the *smaller* side that rows [offset, offset + length) of the larger side come from, when the map
+        is read backwards (transposed convolution)."""
+        first = -(-(offset + self.before - self.span + 1) // self.stride)
+        last = (offset + length - 1 + self.before) // self.stride
+        return clipped(first, last + 1, self.size)
