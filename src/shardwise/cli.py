@@ -1,7 +1,8 @@
 """The command ``shardwise``: one line per subcommand in ``COMMANDS``.
 
 ``shardwise run -n 8 train.py --lr 3e-4`` starts eight ranks of a script on this machine; ``shardwise run --hostfile
-hosts.txt train.py``, on each of several machines, the ranks that the file gives it.
+hosts.txt train.py``, on each of several machines, the ranks that the file gives it. ``shardwise calibrate -o my.toml``
+measures this machine, ``shardwise clusters`` shows the clusters that are known.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
+from shardwise.runtime.calibrate import calibrate
 from shardwise.runtime.launch import launch
 
 EXIT_USAGE = 2
@@ -110,8 +114,43 @@ def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
     return hosts, find_host(hosts, path) if chosen.node_rank is None else chosen.node_rank
 
 
+def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-o", "--output", required=True, metavar="FILE", help="the cluster file to write, such as my.toml")
+    add("-n", "--ranks", type=int, metavar="N", help="ranks that measure (one per GPU; without GPUs 2)")
+    add("--like", metavar="CLUSTER", help="a bundled cluster with this device, whose peaks are known: h100")
+    add("--points", metavar="FILE", help="fit what shardwise.runtime.measure wrote, instead of measuring")
+    add("--tiny", action="store_true", help="measure a few small sizes only: to see whether it works")
+
+
+def _calibrate(chosen: argparse.Namespace) -> int:
+    cluster, lines = calibrate(
+        chosen.output, num_ranks=chosen.ranks, points=chosen.points, like=chosen.like, tiny=chosen.tiny
+    )
+    print(f"{cluster}\n\npredicted against measured seconds, by relative error:")
+    print(*(f"  {line}" for line in lines), sep="\n")
+    print(f"\nwritten to {chosen.output}: sw.Cluster.load({chosen.output!r})")
+    return 0
+
+
+def _add_clusters_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="a bundled name (h100-16x8) or a file: show its figures and sources")
+
+
+def _clusters(chosen: argparse.Namespace) -> int:
+    if chosen.name is not None:
+        print(format_cluster(Cluster.load(chosen.name)), end="")
+        return 0
+    for family in families():
+        print(Cluster.load(family))
+    print("h100-16x8 is 16 such nodes. shardwise clusters h100-16x8 shows all figures and where they come from.")
+    return 0
+
+
 COMMANDS: tuple[Command, ...] = (
     Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run),
+    Command("calibrate", "measure this machine and write a cluster file", _add_calibrate_arguments, _calibrate),
+    Command("clusters", "show the clusters that plans can be made for", _add_clusters_arguments, _clusters),
 )
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class Level:
     this level takes before the first byte leaves. ``group_bandwidths``: (number of units, B/s) where a group of so many
     units gets another bandwidth than all of them, in ascending order; numbers between are interpolated.
     ``efficiency``: kind of collective -> the fraction of the bandwidth that it gets (1 if it is not named).
+    ``launches``: kind of collective -> its own ``launch``, where that is known.
     ``hierarchical``: whether the library works level by level in groups over this one (HCCL), not in one ring.
     """
 
@@ -89,6 +90,7 @@ class Level:
     launch: float = 0.0
     group_bandwidths: tuple[tuple[int, float], ...] = ()
     efficiency: Figures = field(default_factory=Figures)
+    launches: Figures = field(default_factory=Figures)
     hierarchical: bool = False
 
     def link_bandwidth(self, num_units: float) -> float:

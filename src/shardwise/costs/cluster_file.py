@@ -276,7 +276,9 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
 
 def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
     reader.unknown(
-        table, {"name", "size", "shared_by", "group_bandwidths", "efficiency", "hierarchical", *_LEVEL_KEYS}, where
+        table,
+        {"name", "size", "shared_by", "group_bandwidths", "efficiency", "launches", "hierarchical", *_LEVEL_KEYS},
+        where,
     )
     figures = reader.figures(table, _LEVEL_KEYS, where)
     by_size: list[tuple[int, float]] = []
@@ -292,6 +294,7 @@ def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
         hierarchical=reader.flag(table, "hierarchical", where),
         group_bandwidths=tuple(sorted(by_size)),
         efficiency=reader.named(table, "efficiency", "", where, KINDS),
+        launches=reader.named(table, "launches", "s", where, KINDS),
         **({"bandwidth": 0.0, "latency": 0.0} | figures),
     )
 
@@ -315,6 +318,7 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
         by_size = {str(size): bandwidth for size, bandwidth in level.group_bandwidths}
         lines += _named("levels.group_bandwidths", by_size, "B/s")
         lines += _named("levels.efficiency", level.efficiency, "")
+        lines += _named("levels.launches", level.launches, "s")
     if cluster.sources:
         lines += ["", "[sources]", *(f"{_quoted(key)} = {_quoted(value)}" for key, value in cluster.sources)]
     if measured:

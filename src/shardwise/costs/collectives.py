@@ -177,6 +177,20 @@ def _offsets(axes: list[tuple[int, int]]) -> list[int]:
 # ----------------------------------------------------------------------------------------------------- algorithms
 
 
+def num_steps(kind: str, num_members: int) -> int:
+    """Messages that follow one another in a collective inside one level."""
+    if kind in _PASSES:
+        return _PASSES[kind] * (num_members - 1)
+    return {"all_to_all": num_members - 1, "collective_permute": 1, "halo_exchange": 2}[kind]
+
+
+def share_sent(kind: str, num_members: int) -> float:
+    """The part of a message that a device sends in a collective inside one level."""
+    if kind in ("collective_permute", "halo_exchange"):
+        return 1.0
+    return _PASSES.get(kind, 1) * (num_members - 1) / num_members
+
+
 def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, ...]:
     """(seconds, seconds per byte) of each algorithm that a group may use for a kind of collective."""
     if kind not in KINDS:
@@ -193,8 +207,8 @@ def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, .
     return (_neighbours(kind, levels, span),)
 
 
-def _launch(levels: tuple[Level, ...], span: Span) -> float:
-    return max(levels[level].launch for level in span.used())
+def _launch(kind: str, levels: tuple[Level, ...], span: Span) -> float:
+    return max(levels[level].launches.get(kind, levels[level].launch) for level in span.used())
 
 
 def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float:
@@ -213,14 +227,16 @@ def _ring(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
     passes = _PASSES[kind]
     steps = sum((span.units[level] - span.units[level + 1]) * levels[level].latency for level in span.used())
     share = (span.size - 1) / span.size
-    return _launch(levels, span) + passes * steps, passes * share / _pace(kind, levels, span)
+    return _launch(kind, levels, span) + passes * steps, passes * share / _pace(kind, levels, span)
 
 
 def _tree(levels: tuple[Level, ...], span: Span) -> Affine:
     """Up and down: a chain inside a node, a double binary tree across."""
     depth = sum(log2(span.branches(level)) * levels[level].latency for level in span.used() if level > 0)
     chain = (span.members(1) - 1) * levels[0].latency
-    return _launch(levels, span) + 2 * (chain + depth), 2 / (TREE_PACE * _pace("all_reduce", levels, span))
+    return _launch("all_reduce", levels, span) + 2 * (chain + depth), 2 / (
+        TREE_PACE * _pace("all_reduce", levels, span)
+    )
 
 
 def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
@@ -228,14 +244,14 @@ def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
     passes, fixed, slope = _PASSES[kind], 0.0, 0.0
     for level in span.used():
         units = span.branches(level)
-        fixed += levels[level].launch + passes * (units - 1) * levels[level].latency
+        fixed += levels[level].launches.get(kind, levels[level].launch) + passes * (units - 1) * levels[level].latency
         slope += passes * (units - 1) / units / span.members(level) / _rate(kind, levels, span, level)
     return fixed, slope
 
 
 def _all_to_all(levels: tuple[Level, ...], span: Span) -> Affine:
     """Every rank has a part for every other; it leaves through each level's link what is for devices behind it."""
-    fixed, slope = _launch(levels, span), 0.0
+    fixed, slope = _launch("all_to_all", levels, span), 0.0
     for level in span.used():
         inside, here = span.members(level), span.members(level + 1)
         fixed += (here - inside) * levels[level].latency
@@ -249,6 +265,6 @@ def _neighbours(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
     only those at the ends of a unit do."""
     farthest = span.used()[-1]
     if kind == "halo_exchange":
-        return _launch(levels, span) + 2 * levels[farthest].latency, 1 / _pace(kind, levels, span)
+        return _launch(kind, levels, span) + 2 * levels[farthest].latency, 1 / _pace(kind, levels, span)
     slowest = min((_rate(kind, levels, span, level) for level in span.used()), default=inf)
-    return _launch(levels, span) + levels[farthest].latency, 1 / slowest
+    return _launch(kind, levels, span) + levels[farthest].latency, 1 / slowest

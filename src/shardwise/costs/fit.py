@@ -1,0 +1,268 @@
+"""Calibration: the figures of a device and of its links, out of measured times.
+
+Every model of ``costs`` is a straight line in the size: a matmul takes ``latency + (flops + half) / rate``, an
+element-wise operator ``latency + bytes / bandwidth``, a collective ``launch + steps x latency + bytes / pace``. So each
+series of measurements is fitted by a line (``robust_line``), and the figures are read off the lines. What a line cannot
+say shows in the residuals, which are written into the cluster file beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from math import log
+from statistics import median
+from typing import Any
+
+from shardwise.costs.cluster import Cluster, Device, Level
+from shardwise.costs.collectives import Span, affines, num_steps, share_sent
+from shardwise.costs.units import Figures, format_quantity
+
+_MOST_POINTS = 40  # that a line is fitted to
+
+REFERENCE = "all_reduce"  # the kind whose bandwidth is the level's
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTime:
+    """Seconds of a matmul of ``flops`` FLOPs."""
+
+    dtype: str
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTime:
+    """Seconds of an element-wise operator that reads and writes ``num_bytes`` bytes."""
+
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """Seconds of a collective of ``num_bytes`` bytes (as ``Collective.num_bytes`` counts) on a group that is spread
+    over ``units`` (``Span.units``), while all other such groups do the same."""
+
+    kind: str
+    units: tuple[int, ...]
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What was measured on a machine. ``sizes``: of its levels, innermost first. ``facts``: date, versions, backend."""
+
+    device: str
+    memory_bytes: float
+    sizes: tuple[int, ...]
+    kernel_latency: float
+    matmuls: tuple[MatmulTime, ...]
+    streams: tuple[StreamTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Measurements:
+        return Measurements(
+            **{
+                **content,
+                "sizes": tuple(content["sizes"]),
+                "matmuls": tuple(MatmulTime(**entry) for entry in content["matmuls"]),
+                "streams": tuple(StreamTime(**entry) for entry in content["streams"]),
+                "collectives": tuple(
+                    CollectiveTime(**{**entry, "units": tuple(entry["units"])}) for entry in content["collectives"]
+                ),
+            }
+        )
+
+
+def robust_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(intercept, slope), neither negative, with the least sum of ``|log(line(x) / y)|`` over points (x, y), y > 0.
+
+    An outlier costs no more than its distance, a microsecond counts as much in a small message as a millisecond in a
+    large one, and half as much is as wrong as twice as much. Tried are the lines through two of the points, or through
+    one and with one coefficient 0: where the least sum of plain absolute deviations lies (Boscovich, 1757). Of more
+    than 40 points, 40 are taken, evenly in the order of x.
+    """
+    taken = sorted(points)
+    if len(taken) > _MOST_POINTS:
+        taken = [taken[i * (len(taken) - 1) // (_MOST_POINTS - 1)] for i in range(_MOST_POINTS)]
+
+    def distance(line: tuple[float, float]) -> float:
+        return sum(abs(log((line[0] + line[1] * x) / y)) for x, y in taken)
+
+    lines = [(y, 0.0) for _, y in taken] + [(0.0, y / x) for x, y in taken if x > 0 and taken[0][0] > 0]
+    for (x1, y1), (x2, y2) in combinations(taken, 2):
+        slope = (y2 - y1) / (x2 - x1) if x2 > x1 else -1.0
+        if slope > 0 and y1 >= slope * x1 and (y1 > slope * x1 or taken[0][0] > 0):
+            lines.append((y1 - slope * x1, slope))
+    if len({x for x, _ in taken}) == 1 and taken[0][0] > 0:
+        lines = [(0.0, y / x) for x, y in taken]  # one size tells no intercept
+    return min(lines, key=distance)
+
+
+def fit_cluster(measured: Measurements, name: str, like: Device | None = None) -> Cluster:
+    """The cluster that was measured. ``like``: a device whose peaks are known; without, peaks are what was reached."""
+    levels: list[Level] = []
+    names = ("machine",) if len(measured.sizes) == 1 else ("node", "network", *("",) * len(measured.sizes))
+    for index, size in enumerate(measured.sizes):
+        inside = [time for time in measured.collectives if _only_on(time.units, index)]
+        levels.append(fit_level(names[index] or f"level{index}", size, inside, index))
+    facts = measured.facts
+    source = f"measured on {facts.get('date', 'an unknown day')} ({facts.get('software', 'unknown software')})"
+    sources = {f"device.{key}": source for key in ("flops", "memory", "memory_bandwidth", "kernel_latency")}
+    sources |= {"device.matmul_half_flops": source, "levels": source}
+    if like is not None:
+        sources |= dict.fromkeys(("device.flops", "device.memory_bandwidth"), f"as {like.name}")
+        sources |= dict.fromkeys(("device.matmul_efficiency", "device.memory_efficiency"), source)
+    return Cluster(name, fit_device(measured, like), tuple(levels), sources=tuple(sources.items()))
+
+
+def fit_device(measured: Measurements, like: Device | None = None) -> Device:
+    """Rates are what large operators reach. The line of each series has its own intercept, of which the latency of a
+    kernel is a part; the rest, in FLOPs, is ``matmul_half_flops``."""
+    latency = measured.kernel_latency
+    rates: dict[str, float] = {}
+    halves: list[float] = []
+    for dtype in sorted({time.dtype for time in measured.matmuls}):
+        points = [(time.flops, max(time.seconds - latency, 1e-9)) for time in measured.matmuls if time.dtype == dtype]
+        intercept, slope = robust_line(points)
+        rates[dtype] = 1 / slope
+        halves.append(intercept / slope)
+    _, slope = robust_line([(time.num_bytes, max(time.seconds - latency, 1e-9)) for time in measured.streams])
+    device = Device(
+        name=measured.device,
+        flops=Figures(rates),
+        memory_bytes=measured.memory_bytes,
+        memory_bandwidth=1 / slope,
+        kernel_latency=latency,
+        matmul_efficiency=Figures(dict.fromkeys(rates, 1.0)),
+        matmul_half_flops=median(halves),
+    )
+    if like is None:
+        return device
+    peaks = {dtype: max(like.flops.get(dtype, rate), rate) for dtype, rate in rates.items()}
+    bandwidth = max(like.memory_bandwidth, device.memory_bandwidth)
+    return replace(
+        device,
+        flops=Figures({**like.flops, **peaks}),
+        memory_bandwidth=bandwidth,
+        matmul_efficiency=Figures({**like.matmul_efficiency, **{d: rates[d] / peaks[d] for d in rates}}),
+        memory_efficiency=device.memory_bandwidth / bandwidth,
+    )
+
+
+def _only_on(units: Sequence[int], level: int) -> bool:
+    """Whether a group has one member in each of several units of the level below, and all in one unit of this."""
+    return units[level] == units[0] and units[level + 1] == 1
+
+
+def fit_level(name: str, size: int, times: Iterable[CollectiveTime], index: int = 0) -> Level:
+    """The figures of one level from collectives that cross no other.
+
+    The slope of a line gives the bandwidth of its kind and group size; intercepts are ``launch + steps x latency``.
+    A level without measurements (one device) gets figures that nothing uses.
+    """
+    series: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for time in times:
+        series.setdefault((time.kind, time.units[0]), []).append((time.num_bytes, time.seconds))
+    if not series:
+        return Level(name, size, bandwidth=1e9, latency=0.0)
+    lines = {key: robust_line(points) for key, points in series.items()}
+    fixed = {(kind, units): (num_steps(kind, units), line[0]) for (kind, units), line in lines.items()}
+    launch, latency = robust_line([(float(steps), max(seconds, 1e-9)) for steps, seconds in fixed.values()])
+    launches = {
+        kind: median(
+            max(seconds - steps * latency, 0.0) for (other, _), (steps, seconds) in fixed.items() if other == kind
+        )
+        for kind, _ in lines
+    }
+    paces = {(kind, units): share_sent(kind, units) / max(slope, 1e-15) for (kind, units), (_, slope) in lines.items()}
+    reference = REFERENCE if any(kind == REFERENCE for kind, _ in paces) else next(iter(paces))[0]
+    by_size = {units: pace for (kind, units), pace in sorted(paces.items()) if kind == reference}
+    kinds = sorted({kind for kind, _ in paces} - {reference})
+    efficiency = {
+        kind: median(
+            pace / by_size[units] for (other, units), pace in paces.items() if other == kind and units in by_size
+        )
+        for kind in kinds
+    }
+    return Level(
+        name,
+        size,
+        bandwidth=by_size[max(by_size)],
+        latency=latency,
+        launch=launch,
+        group_bandwidths=tuple(by_size.items()) if len(by_size) > 1 else (),
+        efficiency=Figures(efficiency),
+        launches=Figures(launches),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """Predicted against measured seconds of one series."""
+
+    series: str
+    size: float
+    measured: float
+    predicted: float
+
+    @property
+    def relative_error(self) -> float:
+        return abs(self.predicted - self.measured) / self.measured
+
+
+def residuals(cluster: Cluster, measured: Measurements) -> tuple[Residual, ...]:
+    """Every measurement beside what the cluster's figures say."""
+    device = cluster.device
+    found = []
+    for product in measured.matmuls:
+        seconds = device.kernel_latency + (product.flops + device.matmul_half_flops) / device.matmul_flops(
+            product.dtype
+        )
+        found.append(Residual(f"matmul {product.dtype}", product.flops, product.seconds, seconds))
+    for stream in measured.streams:
+        seconds = device.kernel_latency + stream.num_bytes / device.bytes_per_second()
+        found.append(Residual("element-wise", stream.num_bytes, stream.seconds, seconds))
+    for time in measured.collectives:
+        algorithms = affines(time.kind, cluster.levels, Span(time.units))
+        seconds = min(fixed + slope * time.num_bytes for fixed, slope in algorithms)
+        spread = " x ".join(str(units) for units in time.units[:-1])
+        found.append(Residual(f"{time.kind} over {spread}", time.num_bytes, time.seconds, seconds))
+    return tuple(found)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest value that is not exceeded by ``part`` of them.
+
+    >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5), quantile([4.0, 1.0, 3.0, 2.0], 0.9)
+    (2.0, 4.0)
+    """
+    ordered = sorted(values)
+    return ordered[max(0, -int(-part * len(ordered) // 1) - 1)]
+
+
+def format_residuals(found: Sequence[Residual]) -> list[str]:
+    """One line per series: how many measurements, median and 90th percentile of the relative error, and the largest
+    measurement beside its prediction."""
+    by_series: dict[str, list[Residual]] = {}
+    for residual in found:
+        by_series.setdefault(residual.series, []).append(residual)
+    lines = []
+    for series, those in by_series.items():
+        errors = [residual.relative_error for residual in those]
+        largest = max(those, key=lambda residual: residual.size)
+        lines.append(
+            f"{series}: {len(those)} points, median {quantile(errors, 0.5):.0%}, 90th percentile"
+            f" {quantile(errors, 0.9):.0%}; the largest {format_quantity(largest.measured, 's')},"
+            f" predicted {format_quantity(largest.predicted, 's')}"
+        )
+    return lines
