@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.operators import dropout, uniform
 from shardwise.rules.elementwise import ELEMENTWISE
+from shardwise.rules.kernels import SCATTERED_SUM
 from shardwise.rules.label_terms import label_terms
 
 aten = torch.ops.aten
@@ -215,6 +216,7 @@ REDUCTIONS = [
     call(aten.topk.default, x(3, 12), 2),
     call(aten.topk.default, x(12, 2), 3, 0, False),
     call(aten.diff.default, x(3, 4), 1, -1),
+    call(aten.diff.default, x(7, 2), 2, 0),
     call(aten.diff.default, x(3, 4), 1, -1, x(3, 1)),
     call(aten.diff.default, ids(9, 3, 4), 2, 0, ids(9, 1, 4), ids(9, 2, 4)),
     call(aten.glu.default, x(3, 6)),
@@ -271,12 +273,30 @@ SHAPES = [
     call(aten.meshgrid.default, [x(2), x(3)]),
     call(aten.meshgrid.indexing, [x(2), x(3), x(2)], indexing="xy"),
     call(aten.roll.default, x(3, 4), [1], [1]),
+    call(aten.roll.default, x(5, 7), [-2, 3], [0, 1]),
+    call(aten.roll.default, x(9, 2), [4, 3], [0, 0]),
+    call(aten.roll.default, x(2, 6), [6], [1]),
     unsplit(aten.roll.default, x(3, 4), [1]),
     call(aten.flip.default, x(3, 4), [0]),
+    call(aten.flip.default, x(5, 7), [0, -1]),
+    call(aten.fliplr.default, x(2, 7)),
+    call(aten.flipud.default, x(7, 2)),
     call(aten.pad.default, x(3, 4), [1, 2]),
     call(aten.pad.default, x(3, 4), [1, 2], "constant", 3.0),
     call(aten.pad.default, x(2, 3, 4), [1, 1], "reflect"),
+    call(aten.pad.default, x(1, 2, 6, 7), [2, 1, 0, 3], "reflect"),
+    call(aten.pad.default, x(2, 3, 7), [-1, 3], "reflect"),
+    call(aten.pad.default, x(1, 2, 5, 7), [2, 4, 1, 0], "replicate"),
+    call(aten.pad.default, x(2, 3, 7), [3, -2], "replicate"),
+    call(aten.pad.default, x(1, 2, 5, 7), [2, 4, 1, 5], "circular"),
     call(aten.constant_pad_nd.default, x(2, 3, 4), [0, 0, -1, 1]),
+    call(aten.constant_pad_nd.default, x(2, 7), [-2, -3]),
+    call(aten.constant_pad_nd.default, x(2, 3), [5, 4], 2.0),
+    call(aten.constant_pad_nd.default, x(3, 5), [2, -1, -1, 3]),
+    call(aten.constant_pad_nd.default, bits(2, 5), [2, 1], True),
+    call(aten.unfold.default, x(7, 2), 0, 1, 3),
+    call(aten.unfold.default, x(2, 9), 1, 4, 1),
+    call(aten.unfold.default, x(8), 0, 2, 2),
     call(aten.unfold.default, x(2, 6), 1, 3, 2),
     call(aten.tril.default, x(2, 5, 6)),
     call(aten.tril.default, x(6, 4), -1),
@@ -306,6 +326,15 @@ JOINS = [
     call(aten.slice.Tensor, x(2, 6), 1, 1, 9223372036854775807, 2),
     call(aten.slice.Tensor, x(2, 5), 1, 0, 5, 2),
     call(aten.narrow.default, x(6, 2), 0, 2, 2),
+    call(aten.slice.Tensor, x(2, 9), 1, 2, 7),
+    call(aten.slice.Tensor, x(2, 11), 1, 1, 10, 3),
+    call(aten.slice.Tensor, x(2, 12), 1, 4),
+    call(aten.narrow.default, x(7, 2), 0, 1, 5),
+    call(aten.slice_scatter.default, x(2, 9), x(2, 4), 1, 3, 7),
+    call(aten.slice_scatter.default, x(2, 12), x(2, 4), 1, 4, 8),
+    call(aten.slice_scatter.default, x(2, 12), x(2, 8), 1, 4, 12),
+    call(aten.cat.default, [x(2, 1), x(2, 7), x(2, 3)], 1),
+    call(aten.cat.default, [x(4, 2), x(6, 2), x(0, 2)]),
     call(aten.slice_scatter.default, x(2, 6), x(2, 3), 1, 3, 6),
     call(aten.slice_scatter.default, x(2, 6), x(2, 3), 1, 0, 6, 2),
     call(aten.slice_scatter.default, x(2, 5), x(2, 4), 1, 1),
@@ -333,6 +362,7 @@ INDEXING = [
     call(aten.index.Tensor, x(5, 3), [ids(5, 4) - 5]),
     call(aten.index.Tensor, x(2, 4, 3), [None, ids(4, 3, 1), ids(3, 1, 2)]),
     call(aten.index.Tensor, x(4, 2, 3), [ids(4, 3), None, ids(3, 3)]),
+    call(aten.index.Tensor, x(4, 2, 3, 5), [ids(4, 3, 1), None, ids(3, 2) - 3]),
     call(aten.one_hot.default, ids(5, 2, 3), 5),
     call(aten.scatter.src, x(3, 5), 1, torch.tensor([[0, 1], [4, 2], [3, 3]])[:, :1], x(3, 1)),
     call(aten.scatter.src, x(3, 5), 1, torch.tensor([[0, 1], [4, 2], [3, 2]]), plain(x(3, 3))),
@@ -341,12 +371,31 @@ INDEXING = [
     call(aten.scatter.reduce, plain(x(3, 5)), 1, ids(5, 3, 2), plain(x(3, 2)), reduce="add"),
     call(aten.scatter.value_reduce, plain(x(3, 5)), 1, ids(5, 3, 2), 2.0, reduce="multiply"),
     call(aten.scatter_add.default, x(3, 5), 1, ids(5, 3, 2), x(3, 2)),
+    call(aten.scatter_add.default, x(2, 3, 4), 0, ids(2, 5, 3, 4), x(5, 3, 4)),
+    call(aten.scatter_add.default, x(3, 5), 0, ids(3, 4, 2), plain(x(6, 2))),
+    call(aten.scatter_reduce.two, x(3, 5), 1, ids(5, 3, 4), x(3, 4), "sum"),
+    call(aten.scatter_reduce.two, x(3, 5), 1, ids(5, 3, 4), x(3, 4), "sum", include_self=False),
+    call(aten.scatter_reduce.two, x(3, 5), 1, ids(5, 3, 4), x(3, 4), "prod"),
+    call(aten.scatter_reduce.two, x(3, 5), 1, ids(5, 3, 4), x(3, 4), "mean"),
+    call(aten.scatter_reduce.two, x(3, 5), 1, ids(5, 3, 4), x(3, 4), "amax", include_self=False),
+    call(aten.scatter_reduce.two, ids(9, 3, 5), 1, ids(5, 3, 4), ids(9, 3, 4), "amin"),
     call(aten.index_add.default, x(3, 5), 1, ids(5, 4), x(3, 4)),
+    call(aten.index_add.default, x(5, 2), 0, ids(5, 3), x(3, 2), alpha=0.5),
+    call(aten.index_add.default, x(5), 0, ids(5, 7), x(7)),
     call(aten.index_copy.default, x(3, 5), 1, torch.tensor([4, 0]), x(3, 2)),
     call(aten.index_fill.int_Scalar, x(3, 5), 1, torch.tensor([4, 0]), 0.5),
     call(aten.index_fill.int_Tensor, x(3, 5), 1, torch.tensor([4, 0]), x()),
     call(aten.index_put.default, x(3, 5), [None, torch.tensor([4, 0])], x(3, 2)),
+    call(aten.index_fill.int_Scalar, x(5), 0, torch.tensor([-1, 0]), 0.5),
     call(aten.index_put.default, x(5, 3), [ids(5, 4)], x(3), True),
+    call(aten.index_put.default, x(5, 3, 4), [None, ids(3, 2, 3) - 3, ids(4, 2, 1)], x(5, 2, 3), True),
+    call(aten.index_put.default, x(4, 3, 2), [ids(4, 3), None, ids(2, 3)], x(3, 3), True),
+    call(aten.index_put.default, x(5), [torch.tensor(-2)], x()),
+    call(aten.masked_scatter.default, x(3, 4), torch.arange(12).reshape(3, 4) % 3 == 1, x(5)),
+    call(aten.masked_scatter.default, x(2, 3, 4), torch.arange(3).reshape(3, 1) > 0, x(4, 5)),
+    call(aten.take.default, x(3, 4), ids(12, 2, 5) - 6),
+    call(SCATTERED_SUM, x(3, 4), 1, ids(6, 4), [6], [0], [6]),
+    call(SCATTERED_SUM, x(3, 4), 0, ids(5, 3, 4), [5], [0], [5]),
     call(aten.index_put.default, x(5, 3, 2), [torch.tensor([4, 0]), torch.tensor([1, 2])], x(2, 2)),
 ]
 
@@ -437,27 +486,6 @@ CONVOLUTION = [
     call(aten.conv_transpose1d.default, x(2, 3, 4), x(3, 2, 2)),
     call(aten.conv_transpose2d.input, x(2, 3, 3, 3), x(3, 2, 2, 2), x(2)),
     call(aten.conv_transpose3d.input, x(1, 2, 2, 2, 2), x(2, 2, 2, 2, 2)),
-    call(aten.max_pool1d.default, x(2, 3, 6), [2]),
-    call(aten.max_pool2d.default, x(2, 3, 4, 4), [2, 2]),
-    call(aten.max_pool3d.default, x(2, 2, 2, 2, 2), [2, 2, 2]),
-    call(aten.max_pool2d_with_indices.default, x(2, 3, 4, 4), [2, 2]),
-    call(aten.avg_pool1d.default, x(3, 6), [2]),
-    call(aten.avg_pool2d.default, x(2, 3, 4, 4), [2, 2]),
-    call(aten.avg_pool3d.default, x(2, 2, 2, 2, 2), [2, 2, 2]),
-    call(aten.adaptive_avg_pool1d.default, x(2, 3, 4), [2]),
-    call(aten.adaptive_avg_pool2d.default, x(2, 3, 4, 4), [1, 1]),
-    call(aten._adaptive_avg_pool2d.default, x(2, 3, 4, 4), [2, 2]),
-    call(aten.adaptive_avg_pool3d.default, x(2, 2, 2, 2, 2), [1, 1, 1]),
-    call(aten.adaptive_max_pool2d.default, x(2, 3, 4, 4), [2, 2]),
-    call(aten.upsample_nearest2d.default, x(2, 3, 2, 2), [4, 4]),
-    call(aten.upsample_nearest2d.vec, x(2, 3, 2, 2), [4, 4], None),
-    call(aten.upsample_bilinear2d.default, x(2, 3, 2, 2), [4, 4], False),
-    call(aten.upsample_bilinear2d.vec, x(2, 3, 2, 2), [4, 4], False, None),
-]
-
-_LABELS = torch.tensor([1, -100, 3, 0])
-
-
     # Windows that overlap, leave gaps, are padded or larger than a part.
     call(aten.conv1d.default, x(2, 2, 9), x(2, 2, 5), x(2), [1], [2]),
     call(aten.conv1d.default, x(2, 2, 11), x(2, 2, 3), None, [3], [4], [2]),
@@ -524,6 +552,27 @@ _LABELS = torch.tensor([1, -100, 3, 0])
     call(aten.upsample_bicubic2d.default, x(1, 2, 4, 5), [7, 3], False),
     call(aten.upsample_bicubic2d.default, x(1, 2, 4, 5), [7, 8], True),
     call(aten.upsample_bicubic2d.vec, x(1, 2, 4, 5), None, False, [1.6, 2.0]),
+    call(aten.max_pool1d.default, x(2, 3, 6), [2]),
+    call(aten.max_pool2d.default, x(2, 3, 4, 4), [2, 2]),
+    call(aten.max_pool3d.default, x(2, 2, 2, 2, 2), [2, 2, 2]),
+    call(aten.max_pool2d_with_indices.default, x(2, 3, 4, 4), [2, 2]),
+    call(aten.avg_pool1d.default, x(3, 6), [2]),
+    call(aten.avg_pool2d.default, x(2, 3, 4, 4), [2, 2]),
+    call(aten.avg_pool3d.default, x(2, 2, 2, 2, 2), [2, 2, 2]),
+    call(aten.adaptive_avg_pool1d.default, x(2, 3, 4), [2]),
+    call(aten.adaptive_avg_pool2d.default, x(2, 3, 4, 4), [1, 1]),
+    call(aten._adaptive_avg_pool2d.default, x(2, 3, 4, 4), [2, 2]),
+    call(aten.adaptive_avg_pool3d.default, x(2, 2, 2, 2, 2), [1, 1, 1]),
+    call(aten.adaptive_max_pool2d.default, x(2, 3, 4, 4), [2, 2]),
+    call(aten.upsample_nearest2d.default, x(2, 3, 2, 2), [4, 4]),
+    call(aten.upsample_nearest2d.vec, x(2, 3, 2, 2), [4, 4], None),
+    call(aten.upsample_bilinear2d.default, x(2, 3, 2, 2), [4, 4], False),
+    call(aten.upsample_bilinear2d.vec, x(2, 3, 2, 2), [4, 4], False, None),
+]
+
+_LABELS = torch.tensor([1, -100, 3, 0])
+
+
 def _losses() -> list[Sample]:
     cross, nll = aten.cross_entropy_loss.default, aten.nll_loss.default
     grid = ids(3, 2, 5)

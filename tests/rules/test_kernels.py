@@ -19,7 +19,18 @@ CALLS = [
     (kernels.GATHER_ROWS, (torch.zeros(2, 3), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
     (kernels.TAKE_ROWS, (torch.zeros(2, 1), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
     (kernels.INDEX_SELECT_ROWS, (torch.zeros(2, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 3)),
-    (kernels.INDEX_ROWS, (torch.zeros(2, 3), [torch.zeros(5, dtype=torch.int64)], 0, [1], [4], [2], [2]), (5, 3)),
+    (kernels.INDEX_ROWS, (torch.zeros(2, 3), [torch.zeros(5, dtype=torch.int64)], [0], [1], [4], [2], [2]), (5, 3)),
+    (
+        kernels.SCATTER_ROWS,
+        (torch.zeros(2, 3), 0, torch.zeros(5, 3, dtype=torch.int64), None, 1.0, "sum", True, False, [4], [2], [2]),
+        (2, 3),
+    ),
+    (kernels.SCATTERED_SUM, (torch.zeros(5, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (2, 3)),
+    (
+        kernels.INDEX_PUT_ROWS,
+        (torch.zeros(2, 3), [torch.zeros(5, dtype=torch.int64)], torch.zeros(3), True, [0], [1], [4], [2], [2]),
+        (2, 3),
+    ),
     (kernels.ONE_HOT_CLASSES, (torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 2)),
     (kernels.CUMULATED, (torch.zeros(2, 3), 0, torch.float32, [5], [1], [4], [4], [2], [2]), (4, 3)),
     (kernels.TRIANGLE, (torch.zeros(2, 3), 0, True, [4], [2], [2], [3], [0], [3]), (2, 3)),
@@ -82,7 +93,12 @@ LOOKUPS = [
     lambda rows, index, piece: kernels.GATHER_ROWS(rows, 0, index.reshape(1, 1).expand(1, 2), *piece),
     lambda rows, index, piece: kernels.TAKE_ROWS(rows, 0, index.reshape(1, 1), *piece),
     lambda rows, index, piece: kernels.INDEX_SELECT_ROWS(rows, 0, index, *piece),
-    lambda rows, index, piece: kernels.INDEX_ROWS(rows, [index], 0, [len(piece[0])], *piece),
+    lambda rows, index, piece: kernels.INDEX_ROWS(rows, [index], [0], [len(piece[0])], *piece),
+    lambda rows, index, piece: kernels.SCATTER_ROWS(rows, 0, index, None, 1.0, "", True, True, *piece),
+    lambda rows, index, piece: kernels.SCATTERED_SUM(torch.ones(1, 2), 0, index, *piece),
+    lambda rows, index, piece: kernels.INDEX_PUT_ROWS(
+        rows, [index], torch.zeros(2), True, [0], [len(piece[0])], *piece
+    ),
 ]
 
 

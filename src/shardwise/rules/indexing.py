@@ -1,4 +1,4 @@
-"""Lookups and updates by index: a part of the rows answers for its own indices and gives 0 for the others."""
+"""Lookups by index: a part of the rows answers for its own indices and gives 0 for the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, leading_names, single
-from shardwise.rules.calls import any_split, broadcast_shape, flat_pieces, normal_dim, operand_positions, unchanged
+from shardwise.rules import lowerings
+from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
+from shardwise.rules.calls import any_split, broadcast_shape, flat_pieces, normal_dim, unchanged
 from shardwise.rules.kernels import (
     EMBEDDING_ROWS,
     GATHER_ROWS,
@@ -27,9 +28,6 @@ _FIRST = ((0,),)
 
 def _shapes(op: Op, graph: Graph) -> list[tuple[int, ...]]:
     return [graph.by_name[name].shape for name in op.operands]
-
-
-# -- lookups -----------------------------------------------------------------------------------------------------------
 
 
 def embedding_rule(op: Op, graph: Graph) -> OpRule:
@@ -52,7 +50,7 @@ def embedding_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=localize)
 
 
-def _aligned(shape: Sequence[int], index: Sequence[int], place: int) -> tuple[Dims, Dims, dict[str, FactorKind]]:
+def aligned_dims(shape: Sequence[int], index: Sequence[int], place: int) -> tuple[Dims, Dims, dict[str, FactorKind]]:
     """gather and scatter: dims off ``place`` are shared where the index covers them, whole where it is shorter."""
     operand: list[tuple[str, ...]] = []
     indices: list[tuple[str, ...]] = []
@@ -76,7 +74,7 @@ def gather_rule(op: Op, graph: Graph) -> OpRule:
     if not shape or not index:
         return _scalar_lookup(op, graph)
     place = normal_dim(arguments(op)["dim"], len(shape))
-    operand, indices, kinds = _aligned(shape, index, place)
+    operand, indices, kinds = aligned_dims(shape, index, place)
 
     def localize(op: Op, context: LocalContext) -> Call:
         if not context.is_split("v"):
@@ -153,7 +151,7 @@ def _indexed_dims(op: Op, graph: Graph) -> tuple[list[int], list[tuple[int, ...]
     return places, [value.shape for value in values]
 
 
-def _index_layout(op: Op, graph: Graph) -> tuple[list[int], list[Dims], Dims, Dims] | None:
+def index_layout(op: Op, graph: Graph) -> tuple[list[int], list[Dims], Dims, Dims] | None:
     """``(indexed dims, dims of each index, dims of x, dims of x[indices])``: v0 ... are indexed, i0 ... index."""
     found = _indexed_dims(op, graph)
     if found is None or not found[0]:
@@ -180,14 +178,13 @@ def _index_layout(op: Op, graph: Graph) -> tuple[list[int], list[Dims], Dims, Di
 
 
 def index_rule(op: Op, graph: Graph) -> OpRule | None:
-    """``x[:, i, j]`` with integer indices. Neighbouring indexed dims are sums; scattered ones are whole."""
-    layout = _index_layout(op, graph)
+    """``x[:, i, j]`` with integer indices: indexed dims are sums."""
+    layout = index_layout(op, graph)
     if layout is None:
         return None
     places, indices, operand, result = layout
     indexed = [f"v{i}" for i in range(len(places))]
-    together = places == list(range(places[0], places[0] + len(places)))
-    kinds: dict[str, FactorKind] = dict.fromkeys(indexed, "sum" if together else "whole")
+    kinds: dict[str, FactorKind] = dict.fromkeys(indexed, "sum")
 
     def localize(op: Op, context: LocalContext) -> Call:
         if not any_split(context, indexed):
@@ -195,7 +192,7 @@ def index_rule(op: Op, graph: Graph) -> OpRule | None:
         ids = tuple(item for item in arguments(op)["indices"] if item is not None)
         counts = tuple(len(context.pieces[name]) for name in indexed)
         pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
-        return Call(INDEX_ROWS, (Ref(op.operands[0]), ids, places[0], counts, *pieces))
+        return Call(INDEX_ROWS, (Ref(op.operands[0]), ids, tuple(places), counts, *pieces))
 
     return build(op, graph, [operand, *indices], [result], kinds=kinds, linear=_FIRST, localize=localize)
 
@@ -214,79 +211,20 @@ def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
     return build(op, graph, [single(names)], [single([*names, "c"])], localize=localize)
 
 
-# -- updates -----------------------------------------------------------------------------------------------------------
-
-
-def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
-    """The dim that is scattered into is whole, on every operand; the others are parallel where all sizes agree."""
-    shapes = _shapes(op, graph)
-    shape, index, *source = shapes
-    if not shape or not index:
-        return None
-    place = normal_dim(arguments(op)["dim"], len(shape))
-    operand, indices, kinds = _aligned(shape, index, place)
-    kinds |= {"v": "whole", "i": "whole"}
-    operands = [operand, indices]
-    for own in source:
-        if len(own) != len(index):
-            return None
-        dims = []
-        for i, (size, count) in enumerate(zip(own, index, strict=True)):
-            if size == count:
-                dims.append(indices[i])
-            else:
-                dims.append((f"s{i}",))
-                kinds |= dict.fromkeys((f"s{i}", *indices[i], *operand[i]), "whole")
-        operands.append(tuple(dims))
-    reduces = arguments(op).get("reduce") is not None
-    positions = operand_positions(op)
-    together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
-    given = arguments(op)
-    additive = not reduces and ("value" not in given or given["value"] == 0)
-    return build(op, graph, operands, [operand], kinds=kinds, linear=(together,) if additive else ())
-
-
-def _index_update(joint: bool) -> RuleFunction:
-    """index_add, index_copy, index_fill: rows along ``dim`` are whole."""
-
-    def function(op: Op, graph: Graph) -> OpRule | None:
-        shape = _shapes(op, graph)[0]
-        positions = operand_positions(op)
-        if not shape:
-            return None
-        place = normal_dim(arguments(op)["dim"], len(shape))
-        names = dim_names(len(shape))
-        dims = single(names)
-        by_argument: dict[str, Dims] = {
-            "self": dims,
-            "index": single(["i"])[: len(_shapes(op, graph)[positions["index"][0]])],
-            "source": single(["i" if i == place else name for i, name in enumerate(names)]),
-            "value": (),
-        }
-        ordered = sorted((p[0], name) for name, p in positions.items())
-        kinds: dict[str, FactorKind] = {names[place]: "whole", "i": "whole"}
-        linear = (tuple(positions[name][0] for name in ("self", "source")),) if joint else ()
-        return build(op, graph, [by_argument[name] for _, name in ordered], [dims], kinds=kinds, linear=linear)
-
-    return function
-
-
-def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
-    """Indexed dims and those of the indices are whole, the others parallel; values broadcast."""
-    layout = _index_layout(op, graph)
-    if layout is None:
-        return None
-    _, indices, operand, selected = layout
-    values = graph.by_name[op.operands[-1]].shape
-    sizes = dict(zip((d[0] for d in operand), graph.by_name[op.operands[0]].shape, strict=True))
-    for dims, name in zip(indices, op.operands[1:], strict=False):
-        sizes |= {dim[0]: size for dim, size in zip(dims, graph.by_name[name].shape, strict=True) if dim}
-    aligned = selected[len(selected) - len(values) :]
-    value_dims = tuple(dim if size == sizes[dim[0]] else () for dim, size in zip(aligned, values, strict=True))
-    whole = [name for name in sizes if name[0] in "vi"]
-    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    together = ((0, len(op.operands) - 1),)
-    return build(op, graph, [operand, *indices, value_dims], [operand], kinds=kinds, linear=together)
+def take_rule(op: Op, graph: Graph) -> OpRule:
+    """``x.flatten()[index]``."""
+    x, index = _shapes(op, graph)
+    names, sources = dim_names(len(index)), tuple(f"x{i}" for i in range(len(x)))
+    kinds: dict[str, FactorKind] = dict.fromkeys(sources, "lowered")
+    return build(
+        op,
+        graph,
+        [single(sources), single(names)],
+        [single(names)],
+        kinds=kinds,
+        linear=_FIRST,
+        lowering=lowerings.take,
+    )
 
 
 INDEXING: RuleTable = {
@@ -295,15 +233,6 @@ INDEXING: RuleTable = {
     aten.take_along_dim.default: take_along_rule,
     aten.index_select.default: index_select_rule,
     aten.index.Tensor: index_rule,
+    aten.take.default: take_rule,
     aten.one_hot.default: one_hot_rule,
-    aten.scatter.src: scatter_rule,
-    aten.scatter.value: scatter_rule,
-    aten.scatter.reduce: scatter_rule,
-    aten.scatter.value_reduce: scatter_rule,
-    aten.scatter_add.default: scatter_rule,
-    aten.index_add.default: _index_update(joint=True),
-    aten.index_copy.default: _index_update(joint=True),
-    aten.index_fill.int_Scalar: _index_update(joint=False),
-    aten.index_fill.int_Tensor: _index_update(joint=False),
-    aten.index_put.default: index_put_rule,
 }

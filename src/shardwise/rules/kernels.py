@@ -9,6 +9,7 @@ more code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from math import prod
 from typing import Any, Final
 
@@ -111,33 +112,158 @@ def _index_select_rows(
 def _index_rows(
     x: Tensor,
     indices: Sequence[Tensor],
-    first_dim: int,
+    dims: Sequence[int],
     counts: Sequence[int],
     sizes: Sequence[int],
     offsets: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """``x[:, ..., indices[0], ...]`` from ``first_dim`` on; ``counts``: how many atoms each indexed dim has."""
-    indexed = range(first_dim, first_dim + len(indices))
-    if any(x.shape[dim] == 0 for dim in indexed):
+    """``x`` indexed in ``dims``; ``counts``: how many atoms each of them has."""
+    place = _place_of_indices(dims)
+    if any(x.shape[dim] == 0 for dim in dims):
         shape = broadcast_shape(*(index.shape for index in indices))
-        kept = x.sum(list(indexed), dtype=x.dtype).reshape(
-            [*x.shape[:first_dim], *(1 for _ in shape), *x.shape[first_dim + len(indices) :]]
-        )
-        return kept.expand([*x.shape[:first_dim], *shape, *x.shape[first_dim + len(indices) :]])
-    locals_: list[Tensor] = []
-    everything = torch.ones((), dtype=torch.bool, device=x.device)
+        kept = x.sum(list(dims), dtype=x.dtype)
+        opened = kept.reshape([*kept.shape[:place], *(1 for _ in shape), *kept.shape[place:]])
+        return opened.expand([*kept.shape[:place], *shape, *kept.shape[place:]])
+    found = _local_indices(indices, counts, sizes, offsets, lengths)
+    everywhere = _all_of([mine for _, mine in found])
+    rows = x[_selector(x.dim(), dims, [local for local, _ in found])]
+    trailing = rows.dim() - place - everywhere.dim()
+    return torch.where(everywhere.reshape([*everywhere.shape, *(1,) * trailing]), rows, 0)
+
+
+def _place_of_indices(dims: Sequence[int]) -> int:
+    """Where the dims of the indices stand in ``x[indices]``: in place of adjacent dims, in front of scattered ones."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
+
+
+def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What stands between the brackets."""
+    chosen: list[Any] = [slice(None)] * rank
+    for dim, index in zip(dims, indices, strict=True):
+        chosen[dim] = index
+    return tuple(chosen)
+
+
+def _all_of(conditions: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.logical_and, conditions)
+
+
+def _local_indices(
+    indices: Sequence[Tensor],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> list[tuple[Tensor, Tensor]]:
+    """``local_index`` of every indexed dim, which has ``counts`` atoms. Negative indices count from the end."""
+    found: list[tuple[Tensor, Tensor]] = []
     start = 0
     for index, count in zip(indices, counts, strict=True):
         own = slice(start, start + count)
-        wrapped = torch.where(index < 0, index + prod(sizes[own]), index)
-        local, mine = local_index(wrapped, sizes[own], offsets[own], lengths[own])
-        locals_.append(local)
-        everything = everything & mine
+        found.append(local_index(_from_front(index, prod(sizes[own])), sizes[own], offsets[own], lengths[own]))
         start += count
-    rows = x[(slice(None),) * first_dim + tuple(locals_)]
-    trailing = x.dim() - first_dim - len(indices)
-    return torch.where(everything.reshape([*everything.shape, *(1,) * trailing]), rows, 0)
+    return found
+
+
+def _from_front(index: Tensor, size: int) -> Tensor:
+    return torch.where(index < 0, index + size, index)
+
+
+# -- updates: what goes to rows of other ranks goes to a spare row behind the own ones, which is then dropped ----------
+
+
+def _with_spare(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """``x`` with one more row in each of ``dims``."""
+    wider = [(0, int(dim in dims)) for dim in reversed(range(x.dim()))]
+    return torch.constant_pad_nd(x, [size for pair in wider for size in pair])
+
+
+def _spare_row(local: Tensor, mine: Tensor, spare: int) -> Tensor:
+    """What ``local_index`` gave, with row ``spare`` for rows of other ranks and one behind it for what is in no row (so
+    that it fails as it does on one device)."""
+    return torch.where(mine, local, torch.where(local == 0, spare, spare + 1))
+
+
+def _scatter_rows(
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor | None,
+    value: float,
+    how: str,
+    include_self: bool,
+    from_end: bool,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """scatter, or scatter_reduce (``how`` not empty), of ``src`` times ``value``, or of ``value``.
+
+    ``index`` has the dims of x, or ``dim`` alone, and ``src`` then those of x, or none. ``from_end``: negative indices
+    count from the end.
+    """
+    if index.dim() < 2:
+        shape = [index.numel() if d == dim else size for d, size in enumerate(x.shape)]
+        index = index.reshape([-1 if d == dim else 1 for d in range(x.dim())]).expand(shape)
+        src = None if src is None else src.expand(shape)
+    index = _from_front(index, prod(sizes)) if from_end else index
+    places = _spare_row(*local_index(index, sizes, offsets, lengths), prod(lengths))
+    if src is None:
+        src = torch.full(index.shape, value, dtype=x.dtype, device=x.device)
+    elif value != 1:
+        src = src * value
+    wide = _with_spare(x, [dim])
+    if how:
+        wide = torch.scatter_reduce(wide, dim, places, src, how, include_self=include_self)
+    else:
+        wide = torch.scatter(wide, dim, places, src)
+    return wide.narrow(dim, 0, prod(lengths))
+
+
+def _scattered_sum(
+    src: Tensor, dim: int, index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    """Rows of zeros to which ``src`` is added along ``dim``. ``index``: with the dims of ``src``, or of ``dim``
+    alone."""
+    places = _spare_row(*local_index(index, sizes, offsets, lengths), prod(lengths))
+    if places.dim() < 2:
+        places = places.reshape([-1 if d == dim else 1 for d in range(src.dim())]).expand(src.shape)
+    zeros = src.new_zeros([prod(lengths) + 1 if d == dim else size for d, size in enumerate(src.shape)])
+    return torch.scatter_add(zeros, dim, places, src).narrow(dim, 0, prod(lengths))
+
+
+def _index_put_rows(
+    x: Tensor,
+    indices: Sequence[Tensor],
+    values: Tensor,
+    accumulate: bool,
+    dims: Sequence[int],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """``x`` with ``values`` put at ``indices`` in ``dims``; ``counts``: how many atoms each of them has."""
+    found = _local_indices(indices, counts, sizes, offsets, lengths)
+    everywhere = _all_of([mine for _, mine in found])
+    places = [
+        torch.where(everywhere | ~mine, _spare_row(local, mine, x.shape[dim]), x.shape[dim])
+        for dim, (local, mine) in zip(dims, found, strict=True)
+    ]
+    wide: Tensor = torch.ops.aten.index_put.default(
+        _with_spare(x, dims), _slices(x.dim(), dims, places), values, accumulate
+    )
+    for dim in dims:
+        wide = wide.narrow(dim, 0, x.shape[dim])
+    return wide
+
+
+def _slices(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> list[Tensor | None]:
+    found: list[Tensor | None] = [None] * rank
+    for dim, index in zip(dims, indices, strict=True):
+        found[dim] = index
+    return found
 
 
 def _one_hot_classes(index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -257,7 +383,19 @@ INDEX_SELECT_ROWS: Final = _define(
     f"index_select_rows(Tensor x, int dim, Tensor index, {_ATOMS}) -> Tensor", _index_select_rows
 )
 INDEX_ROWS: Final = _define(
-    f"index_rows(Tensor x, Tensor[] indices, int first_dim, int[] counts, {_ATOMS}) -> Tensor", _index_rows
+    f"index_rows(Tensor x, Tensor[] indices, int[] dims, int[] counts, {_ATOMS}) -> Tensor", _index_rows
+)
+SCATTER_ROWS: Final = _define(
+    "scatter_rows(Tensor x, int dim, Tensor index, Tensor? src, Scalar value, str how, bool include_self, "
+    "bool from_end, "
+    f"{_ATOMS}) -> Tensor",
+    _scatter_rows,
+)
+SCATTERED_SUM: Final = _define(f"scattered_sum(Tensor src, int dim, Tensor index, {_ATOMS}) -> Tensor", _scattered_sum)
+INDEX_PUT_ROWS: Final = _define(
+    "index_put_rows(Tensor x, Tensor[] indices, Tensor values, bool accumulate, int[] dims, int[] counts, "
+    f"{_ATOMS}) -> Tensor",
+    _index_put_rows,
 )
 ONE_HOT_CLASSES: Final = _define(f"one_hot_classes(Tensor index, {_ATOMS}) -> Tensor", _one_hot_classes)
 TRIANGLE: Final = _define(f"triangle(Tensor x, int diagonal, bool upper, {_ROWS}, {_ATOMS}) -> Tensor", _triangle)

@@ -25,6 +25,7 @@ from shardwise.rules.recurrent import RECURRENT
 from shardwise.rules.reductions import REDUCTIONS
 from shardwise.rules.rule import OpRule
 from shardwise.rules.shapes import SHAPES
+from shardwise.rules.updates import UPDATES
 
 __all__ = ["RULES", "join", "rule_of", "whole_rule"]
 
@@ -47,12 +48,13 @@ RULES: RuleTable = join(
         SHAPES,
         JOINS,
         INDEXING,
+        UPDATES,
         ATTENTION,
         NORMALIZATION,
         CONVOLUTION,
+        POOLING,
         LOSSES,
         CONSTRUCTORS,
-        POOLING,
         DROPOUT,
         LABEL_TERMS,
         RECURRENT,

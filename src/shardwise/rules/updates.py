@@ -1,0 +1,207 @@
+"""Updates by index: every part of the rows applies what falls into them, and sums can also be split by what is added.
+
+A part of the indices can be applied alone only if the order does not matter and nothing is overwritten: additions are
+lowered to ``self`` plus the sum of what is added to zeros. Of indices that overwrite, or that take a maximum, a product
+or a mean, every part of the rows sees all.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules import lowerings
+from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.calls import (
+    any_split,
+    broadcast_shape,
+    flat_pieces,
+    normal_dim,
+    operand_positions,
+    replaced,
+    unchanged,
+)
+from shardwise.rules.elementwise import broadcast_dims
+from shardwise.rules.indexing import aligned_dims, index_layout
+from shardwise.rules.kernels import INDEX_PUT_ROWS, SCATTER_ROWS, SCATTERED_SUM
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+
+aten = torch.ops.aten
+
+_REDUCTIONS = {"add": "sum", "multiply": "prod"}  # aten.scatter's words -> those of scatter_reduce
+
+
+def _how(op: Op, given: dict[str, Any]) -> str:
+    """The reduction of a scatter in the words of scatter_reduce, or nothing for one that overwrites."""
+    if op.target is aten.scatter_add.default:
+        return "sum"
+    named = given.get("reduce") or ""
+    return _REDUCTIONS.get(named, named)
+
+
+def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
+    """``... v ..., ... i ... -> ... v ...``: the other dims are parallel where all sizes agree."""
+    given, positions = arguments(op), operand_positions(op)
+    shape, index, *sources = (graph.by_name[name].shape for name in op.operands)
+    if not shape or not index:
+        return None
+    place = normal_dim(given["dim"], len(shape))
+    operand, indices, kinds = aligned_dims(shape, index, place)
+    how = _how(op, given)
+    adds = op.target in (aten.scatter_add.default, aten.scatter_reduce.two) and how == "sum"
+    adds = adds and given.get("include_self", True) and not kinds and index in sources
+    kinds["i"] = "lowered" if adds else "whole"
+    operands = [operand, indices]
+    for own in sources:
+        if len(own) != len(index):
+            return None
+        dims = []
+        for i, (size, count) in enumerate(zip(own, index, strict=True)):
+            if size == count:
+                dims.append(indices[i])
+                continue
+            dims.append((f"s{i}",))
+            kinds |= dict.fromkeys((f"s{i}", *indices[i], *(() if i == place else operand[i])), "whole")
+        operands.append(tuple(dims))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split("v"):
+            return unchanged(op)
+        x, ids, *source = map(Ref, op.operands)
+        rest = (source[0] if source else None, given.get("value", 1), how, given.get("include_self", True), False)
+        return Call(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces["v"])))
+
+    together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
+    additive = op.target is aten.scatter_add.default or (not how and given.get("value", 0) == 0)
+    linear = (together,) if additive else ()
+    lowering = lowerings.scatter_add if adds else None
+    return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=localize, lowering=lowering)
+
+
+def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
+    """index_add, index_copy, index_fill: ``... v ..., i, ... i ... -> ... v ...``."""
+    given, positions = arguments(op), operand_positions(op)
+    shape = graph.by_name[op.operands[0]].shape
+    if not shape:
+        return None
+    place = normal_dim(given["dim"], len(shape))
+    names = dim_names(len(shape))
+    dims = single(names)
+    by_argument: dict[str, Dims] = {
+        "self": dims,
+        "index": single(["i"])[: len(graph.by_name[op.operands[1]].shape)],
+        "source": single(["i" if i == place else name for i, name in enumerate(names)]),
+        "value": (),
+    }
+    ordered = [name for _, name in sorted((p[0], name) for name, p in positions.items())]
+    adds = op.target is aten.index_add.default
+    fills = "source" not in positions
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not context.is_split(names[place]):
+            return unchanged(op)
+        x, ids = map(Ref, op.operands[:2])
+        source = Ref(op.operands[2]) if len(op.operands) > 2 else None
+        number = given["value"] if source is None else given.get("alpha", 1)
+        rest = (source, number, "sum" if adds else "", True, fills)
+        return Call(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces[names[place]])))
+
+    kinds: dict[str, FactorKind] = {"i": "lowered" if adds else "whole"}
+    linear = () if fills else (tuple(positions[name][0] for name in ("self", "source")),)
+    return build(
+        op,
+        graph,
+        [by_argument[name] for name in ordered],
+        [dims],
+        kinds=kinds,
+        linear=linear,
+        localize=localize,
+        lowering=lowerings.index_add if adds else None,
+    )
+
+
+def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
+    """``x[i, j] = values``, or ``+=``, with integer indices; values broadcast."""
+    layout = index_layout(op, graph)
+    if layout is None:
+        return None
+    places, indices, operand, selected = layout
+    values = graph.by_name[op.operands[-1]].shape
+    sizes = dict(zip((d[0] for d in operand), graph.by_name[op.operands[0]].shape, strict=True))
+    for dims, name in zip(indices, op.operands[1:], strict=False):
+        sizes |= {dim[0]: size for dim, size in zip(dims, graph.by_name[name].shape, strict=True) if dim}
+    aligned = selected[len(selected) - len(values) :]
+    value_dims = tuple(dim if size == sizes[dim[0]] else () for dim, size in zip(aligned, values, strict=True))
+    indexed = [f"v{i}" for i in range(len(places))]
+    adds = arguments(op)["accumulate"] and places == list(range(places[0], places[0] + len(places)))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not any_split(context, indexed):
+            return unchanged(op)
+        x, *ids, source = map(Ref, op.operands)
+        counts = tuple(len(context.pieces[name]) for name in indexed)
+        pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
+        rest = (arguments(op)["accumulate"], tuple(places), counts)
+        return Call(INDEX_PUT_ROWS, (x, tuple(ids), source, *rest, *pieces))
+
+    kinds: dict[str, FactorKind] = {name: "lowered" if adds else "whole" for name in sizes if name[0] == "i"}
+    return build(
+        op,
+        graph,
+        [operand, *indices, value_dims],
+        [operand],
+        kinds=kinds,
+        linear=((0, len(op.operands) - 1),),
+        localize=localize,
+        lowering=lowerings.index_put if adds else None,
+    )
+
+
+def scattered_sum_rule(op: Op, graph: Graph) -> OpRule:
+    """``... i ..., i or ... i ... -> ... v ...``: what is added is a sum, the rows are parallel."""
+    src, index = (graph.by_name[name].shape for name in op.operands)
+    place = op.args[1]
+    assert isinstance(place, int), "the dim is a number"
+    names = dim_names(len(src))
+    added = single(["i" if dim == place else name for dim, name in enumerate(names)])
+    rows = single(["v" if dim == place else name for dim, name in enumerate(names)])
+    indices = added if len(index) == len(src) else single(["i"])
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        sizes, offsets, lengths = flat_pieces(context.pieces["v"])
+        return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths)
+
+    return build(op, graph, [added, indices], [rows], kinds={"i": "sum"}, linear=((0,),), localize=localize)
+
+
+def masked_scatter_rule(op: Op, graph: Graph) -> OpRule | None:
+    """The n-th element that is masked gets the n-th of the source: lowered to a running count and a lookup."""
+    shape, mask, source = (graph.by_name[name].shape for name in op.operands)
+    if broadcast_shape(shape, mask) != shape or prod(source) == 0:
+        return None
+    names, sources = dim_names(len(shape)), tuple(f"s{i}" for i in range(len(source)))
+    dims = single(names)
+    kinds: dict[str, FactorKind] = dict.fromkeys((*names, *sources), "lowered")
+    operands = [dims, broadcast_dims(mask, shape, names), single(sources)]
+    return build(op, graph, operands, [dims], kinds=kinds, linear=((0, 2),), lowering=lowerings.masked_scatter)
+
+
+UPDATES: RuleTable = {
+    aten.scatter.src: scatter_rule,
+    aten.scatter.value: scatter_rule,
+    aten.scatter.reduce: scatter_rule,
+    aten.scatter.value_reduce: scatter_rule,
+    aten.scatter_add.default: scatter_rule,
+    aten.scatter_reduce.two: scatter_rule,
+    aten.index_add.default: index_update_rule,
+    aten.index_copy.default: index_update_rule,
+    aten.index_fill.int_Scalar: index_update_rule,
+    aten.index_fill.int_Tensor: index_update_rule,
+    aten.index_put.default: index_put_rule,
+    SCATTERED_SUM: scattered_sum_rule,
+    aten.masked_scatter.default: masked_scatter_rule,
+}
