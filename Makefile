@@ -7,6 +7,7 @@
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
+#   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
 #   make openmpi    mpirun for the tests that use it (they are skipped without), where apt-get may install it
@@ -16,7 +17,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test zoo bench-step bench-redistribution sweep sweep-redistribution lint install format clean openmpi
+.PHONY: demo test zoo bench-step bench-redistribution bench-collectives sweep sweep-redistribution lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -45,6 +46,9 @@ zoo: install
 
 bench-redistribution: install
 	$(BIN)/python benchmarks/redistribution.py $(BENCH_ARGS)
+
+bench-collectives: install
+	$(BIN)/python benchmarks/collective_costs.py $(BENCH_ARGS)
 
 sweep-redistribution: install
 	PYTHONPATH=tests $(BIN)/python -m layouts.sweep

@@ -118,7 +118,7 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-o", "--output", required=True, metavar="FILE", help="the cluster file to write, such as my.toml")
     add("-n", "--ranks", type=int, metavar="N", help="ranks that measure (one per GPU; without GPUs 2)")
-    add("--like", metavar="CLUSTER", help="a bundled cluster with this device, whose peaks are known: h100")
+    add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, whose peaks are known: h100")
     add("--points", metavar="FILE", help="fit what shardwise.runtime.measure wrote, instead of measuring")
     add("--tiny", action="store_true", help="measure a few small sizes only: to see whether it works")
 

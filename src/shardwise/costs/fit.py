@@ -8,6 +8,7 @@ say shows in the residuals, which are written into the cluster file beside them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
@@ -89,11 +90,9 @@ def robust_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     An outlier costs no more than its distance, a microsecond counts as much in a small message as a millisecond in a
     large one, and half as much is as wrong as twice as much. Tried are the lines through two of the points, or through
     one and with one coefficient 0: where the least sum of plain absolute deviations lies (Boscovich, 1757). Of more
-    than 40 points, 40 are taken, evenly in the order of x.
+    than 40 points, some 40 are taken, at equal ratios of x.
     """
-    taken = sorted(points)
-    if len(taken) > _MOST_POINTS:
-        taken = [taken[i * (len(taken) - 1) // (_MOST_POINTS - 1)] for i in range(_MOST_POINTS)]
+    taken = _thinned(sorted(points))
 
     def distance(line: tuple[float, float]) -> float:
         return sum(abs(log((line[0] + line[1] * x) / y)) for x, y in taken)
@@ -108,21 +107,34 @@ def robust_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return min(lines, key=distance)
 
 
-def fit_cluster(measured: Measurements, name: str, like: Device | None = None) -> Cluster:
-    """The cluster that was measured. ``like``: a device whose peaks are known; without, peaks are what was reached."""
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most 40 points, of many in ascending order of x, as many among small x as among large ones."""
+    if len(points) <= _MOST_POINTS:
+        return points
+    least, most = max(points[0][0], 1.0), points[-1][0]
+    wanted = [least * (most / least) ** (i / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)]
+    places = {min(bisect_left(points, (x,)), len(points) - 1) for x in wanted}
+    return [points[place] for place in sorted(places)]
+
+
+def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) -> Cluster:
+    """The cluster that was measured. ``like``: one of the same hardware, whose peaks are known and whose links have
+    the same shape; without, peaks are what was reached."""
     levels: list[Level] = []
     names = ("machine",) if len(measured.sizes) == 1 else ("node", "network", *("",) * len(measured.sizes))
     for index, size in enumerate(measured.sizes):
         inside = [time for time in measured.collectives if _only_on(time.units, index)]
-        levels.append(fit_level(names[index] or f"level{index}", size, inside, index))
+        known = like.levels[index] if like is not None and index < len(like.levels) else None
+        levels.append(fit_level(names[index] or f"level{index}", size, inside, known))
     facts = measured.facts
     source = f"measured on {facts.get('date', 'an unknown day')} ({facts.get('software', 'unknown software')})"
     sources = {f"device.{key}": source for key in ("flops", "memory", "memory_bandwidth", "kernel_latency")}
     sources |= {"device.matmul_half_flops": source, "levels": source}
     if like is not None:
-        sources |= dict.fromkeys(("device.flops", "device.memory_bandwidth"), f"as {like.name}")
+        sources |= dict.fromkeys(("device.flops", "device.memory_bandwidth"), f"as {like.device.name}")
         sources |= dict.fromkeys(("device.matmul_efficiency", "device.memory_efficiency"), source)
-    return Cluster(name, fit_device(measured, like), tuple(levels), sources=tuple(sources.items()))
+    device = fit_device(measured, None if like is None else like.device)
+    return Cluster(name, device, tuple(levels), sources=tuple(sources.items()))
 
 
 def fit_device(measured: Measurements, like: Device | None = None) -> Device:
@@ -164,10 +176,12 @@ def _only_on(units: Sequence[int], level: int) -> bool:
     return units[level] == units[0] and units[level + 1] == 1
 
 
-def fit_level(name: str, size: int, times: Iterable[CollectiveTime], index: int = 0) -> Level:
+def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level | None = None) -> Level:
     """The figures of one level from collectives that cross no other.
 
     The slope of a line gives the bandwidth of its kind and group size; intercepts are ``launch + steps x latency``.
+    ``like``: a level with the same links; group sizes that it names and nobody measured get its bandwidths, scaled as
+    the measured ones are.
     A level without measurements (one device) gets figures that nothing uses.
     """
     series: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -177,16 +191,14 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], index: int 
         return Level(name, size, bandwidth=1e9, latency=0.0)
     lines = {key: robust_line(points) for key, points in series.items()}
     fixed = {(kind, units): (num_steps(kind, units), line[0]) for (kind, units), line in lines.items()}
-    launch, latency = robust_line([(float(steps), max(seconds, 1e-9)) for steps, seconds in fixed.values()])
-    launches = {
-        kind: median(
-            max(seconds - steps * latency, 0.0) for (other, _), (steps, seconds) in fixed.items() if other == kind
-        )
-        for kind, _ in lines
-    }
+    latency = _latency(fixed)
+    starts = {key: max(seconds - steps * latency, 0.0) for key, (steps, seconds) in fixed.items()}
+    launches = {kind: median(start for (other, _), start in starts.items() if other == kind) for kind, _ in lines}
     paces = {(kind, units): share_sent(kind, units) / max(slope, 1e-15) for (kind, units), (_, slope) in lines.items()}
     reference = REFERENCE if any(kind == REFERENCE for kind, _ in paces) else next(iter(paces))[0]
     by_size = {units: pace for (kind, units), pace in sorted(paces.items()) if kind == reference}
+    if like is not None:
+        by_size = _completed(by_size, like)
     kinds = sorted({kind for kind, _ in paces} - {reference})
     efficiency = {
         kind: median(
@@ -199,11 +211,30 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], index: int 
         size,
         bandwidth=by_size[max(by_size)],
         latency=latency,
-        launch=launch,
+        launch=median(launches.values()),
         group_bandwidths=tuple(by_size.items()) if len(by_size) > 1 else (),
         efficiency=Figures(efficiency),
         launches=Figures(launches),
     )
+
+
+def _completed(by_size: Mapping[int, float], like: Level) -> dict[int, float]:
+    """Measured bandwidths, and those of ``like`` for its other group sizes, times the ratio of the measured sizes."""
+    ratios = tuple((units, pace / like.link_bandwidth(units)) for units, pace in by_size.items())
+    scale = replace(like, group_bandwidths=ratios)
+    others = {units: pace * scale.link_bandwidth(units) for units, pace in like.group_bandwidths}
+    return dict(sorted((others | dict(by_size)).items()))
+
+
+def _latency(fixed: Mapping[tuple[str, int], tuple[int, float]]) -> float:
+    """Seconds per step, from (steps, seconds) of every kind and group size: the median slope between group sizes of the
+    same kind (Theil and Sen); between kinds, where all groups are of one size."""
+    pairs = combinations(fixed.items(), 2)
+    alike = [(one, other) for ((kind, _), one), ((other_kind, _), other) in pairs if kind == other_kind]
+    if not alike:
+        alike = list(combinations(fixed.values(), 2))
+    slopes = [(late - soon) / (many - few) for (few, soon), (many, late) in alike if many != few]
+    return max(median(slopes), 0.0) if slopes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def calibrate(
 
     ``num_ranks``: by default one per GPU, or two where there is none.
     ``points``: measurements made before (by ``runtime.measure``, on several machines perhaps), instead of new ones.
-    ``like``: a bundled cluster whose device this is: its peaks are taken, and the part of them that was reached.
+    ``like``: a bundled cluster of the same hardware: its peaks are taken, and the part of them that was reached.
     Raises ShardwiseError if ranks fail or files cannot be read or written.
     """
     output = Path(output)
@@ -35,9 +35,9 @@ def calibrate(
         raise ShardwiseError(
             problem(f"{output} is not a .toml file", fix="name it so: cluster files are found by that")
         )
-    device = None if like is None else load(like).device
+    known = None if like is None else load(like)
     measured = _measure(num_ranks or _num_devices(), tiny) if points is None else _read(points)
-    fitted = fit_cluster(measured, output.stem, device)
+    fitted = fit_cluster(measured, output.stem, known)
     # What is compared is what the file says, with the digits that it has.
     cluster = parse(format_cluster(fitted), str(output))
     lines = format_residuals(residuals(cluster, measured))
