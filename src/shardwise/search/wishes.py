@@ -3,7 +3,8 @@ sub-axes and atoms.
 
 Split counts, one per dim of every tensor operand, are mapped in the order of the operator's factors (first appearance
 in the operands): each factor takes, major first, the earliest free sub-axes of the mesh whose sizes multiply to its
-count. What is left of the mesh repeats the work. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix
+count. What is left of the mesh repeats the work. ``()`` for an operand leaves it to the others: it gets the counts of
+the factors that it shares with them. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix
 product are ``m@dp k@tp``.
 """
 
@@ -19,8 +20,7 @@ from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import is_rest, parse_choices
-from shardwise.rules.rule import base_name
-from shardwise.rules.rule import OpRule
+from shardwise.rules.rule import FactorKind, OpRule, base_name
 from shardwise.search.propagate import factor_places
 
 SplitCounts = tuple[tuple[int, ...], ...]
@@ -71,7 +71,7 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
             raise LayoutError(
                 f"the strategy of operand {i} is {own!r}: it needs one split count per dim of {list(shape)}"
             )
-        if len(own) != len(shape):
+        if own and len(own) != len(shape):
             raise LayoutError(f"{len(own)} split counts {own} for operand {i} of {len(shape)} dims {list(shape)}")
     for i, (own, shape) in enumerate(zip(counts, shapes, strict=True)):
         for d, count in enumerate(own):
@@ -84,9 +84,9 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
     found: dict[str, int] = {}
     seen_in: dict[str, tuple[int, int]] = {}
     sizes = {factor.name: factor for factor in rule.factors}
-    for i, (own, dims) in enumerate(zip(counts, rule.operands, strict=True)):
     through = {name: window.factor for name, window in rule.windows}
-        for d, (count, factors) in enumerate(zip(own, dims, strict=True)):
+    for i, (own, dims) in enumerate(zip(counts, rule.operands, strict=True)):
+        for d, (count, factors) in enumerate(zip(own, dims, strict=bool(own))):
             left = count
             for position, own_name in enumerate(factors):
                 name = through.get(own_name, own_name)
@@ -156,8 +156,8 @@ def _divide_choices(
         parts.setdefault(base_name(factor.name), []).append(factor.name)
     left = {factor.name: factor.size for factor in divided.factors}
     known = {factor.name for factor in rule.factors} | set(left)
-    choices: dict[str, str] = {}
     through = {name: window.factor for name, window in rule.windows}
+    choices: dict[str, str] = {}
     for axis, wish in wanted.items():
         choice = through.get(wish, wish)
         if is_rest(choice):
@@ -181,9 +181,11 @@ def _divide_choices(
     return choices
 
 
-def burdens(graph: Graph, rules: Mapping[str, OpRule]) -> dict[tuple[str, str], int]:
-    """(op, divided factor) -> in how many operators the same atom must be kept whole. Atoms are followed through all
-    operators."""
+def burdens(
+    graph: Graph, rules: Mapping[str, OpRule], kinds: tuple[FactorKind, ...] = ("whole",)
+) -> dict[tuple[str, str], int]:
+    """(op, divided factor) -> in how many operators the same atom is a factor of one of these kinds: by default, must
+    be kept whole. Atoms are followed through all operators."""
     parent: dict[Any, Any] = {}
 
     def find(node: Any) -> Any:
@@ -196,12 +198,10 @@ def burdens(graph: Graph, rules: Mapping[str, OpRule]) -> dict[tuple[str, str], 
     for op in graph.ops:
         operand_places, result_places = factor_places(rules[op.name])
         for factor in rules[op.name].factors:
-        seen = {rules[op.name].parts_of(name)[0].name for name, _ in rules[op.name].windows}
             node = (op.name, factor.name)
-            if factor.kind == "whole":
-            if factor.name in seen:
-                continue
+            if factor.kind in kinds:
                 whole.append(node)
+            if factor.kind == "whole":
                 continue
             for names, places in ((op.operands, operand_places), (op.results, result_places)):
                 for value, own in zip(names, places, strict=True):
