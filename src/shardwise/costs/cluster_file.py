@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
         except (OSError, UnicodeDecodeError) as error:
             raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="give its path")) from error
     else:
-        cluster = _bundled(text)
+        cluster = family(text) if hosts is not None and text in families() else _bundled(text)
     return cluster if hosts is None else on_hosts(cluster, hosts)
 
 
@@ -136,21 +136,19 @@ class _Reader:
         return found
 
     def named(
-        self,
-        table: Mapping[str, Any],
-        key: str,
-        unit: str,
-        where: str,
-        names: tuple[str, ...],
-        most: float | None = None,
+        self, table: Mapping[str, Any], key: str, unit: str, where: str, names: tuple[str, ...], most: float = inf
     ) -> Figures:
-        """A table of figures by name: dtypes or kinds of collectives."""
+        """A table of figures by name: dtypes or kinds of collectives. Only times may be 0."""
         found = self.table(table, key, where)
         for name in found.keys() - set(names):
             self.complain(f"{where}.{key}.{name}", f"is not one of {', '.join(names)}")
-        values = {name: self.figure(found[name], unit, f"{where}.{key}.{name}") for name in names if name in found}
+        values = {
+            name: self.figure(found[name], unit, f"{where}.{key}.{name}", may_be_zero=unit == "s")
+            for name in names
+            if name in found
+        }
         for name, value in values.items():
-            if most is not None and value > most:
+            if value > most:
                 self.complain(f"{where}.{key}.{name}", f"{value:g} is more than {most:g}")
         return Figures(values)
 

@@ -81,7 +81,8 @@ def parse_quantity(value: object, unit: str) -> float:
         if match[2] not in units and match[2]:
             raise ShardwiseError(f"unknown unit {match[2]!r} in {value!r}: write for example {example!r}")
         try:
-            number = float(match[1]) * (units[match[2]] if match[2] else 1.0)
+            factor = units[match[2]] if match[2] else 1.0
+            number = float(match[1]) * factor if factor >= 1 else float(match[1]) / round(1 / factor)
         except ValueError:
             raise ShardwiseError(f"{match[1]!r} is not a number") from None
     elif isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -1,0 +1,318 @@
+"""Clusters: units, files, bundled ones, sizes, hosts, and what is said about files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.costs.cluster import Cluster, Device, slowest
+from shardwise.costs.cluster_file import families, family, format_cluster, parse
+from shardwise.costs.units import UNITS, Figures, format_quantity, parse_quantity
+from shardwise.errors import LaunchError, ShardwiseError
+
+SMALL = """
+name = "small"
+
+[device]
+name = "A"
+memory = "16 GiB"
+memory_bandwidth = "500 GB/s"
+kernel_latency = "5 us"
+
+[device.flops]
+bf16 = "100 TFLOP/s"
+
+[[levels]]
+name = "node"
+size = 4
+bandwidth = "100 GB/s"
+latency = "2 us"
+
+[[levels]]
+name = "network"
+size = 3
+bandwidth = "100 Gb/s"
+latency = "10 us"
+shared_by = 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "number"),
+    [
+        ("900 GB/s", "B/s", 9e11),
+        ("80 GiB", "B", 80 * 2**30),
+        ("312 TFLOP/s", "FLOP/s", 3.12e14),
+        ("312TFLOPS", "FLOP/s", 3.12e14),
+        ("5 us", "s", 5e-6),
+        ("5 µs", "s", 5e-6),
+        ("400 Gbit/s", "B/s", 5e10),
+        ("400 Gb/s", "B/s", 5e10),
+        ("85 %", "", 0.85),
+        (1.5e12, "B/s", 1.5e12),
+        ("2e9", "FLOP", 2e9),
+    ],
+)
+def test_figures_are_read_with_their_units(text: object, unit: str, number: float) -> None:
+    assert parse_quantity(text, unit) == pytest.approx(number, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "match"),
+    [
+        ("900 GB", "B/s", "unknown unit 'GB'"),
+        ("900 parsecs", "B/s", "unknown unit 'parsecs'"),
+        ("fast", "B/s", "not a number with a unit"),
+        (-1, "B/s", "negative"),
+        ("-3 us", "s", "negative"),
+        (float("inf"), "s", "not finite"),
+        (float("nan"), "s", "not finite"),
+        (True, "s", "not a number with a unit"),
+        (None, "B", "not a number with a unit"),
+        ("1.2.3 GB", "B", "not a number"),
+    ],
+)
+def test_figures_that_are_none_are_refused(value: object, unit: str, match: str) -> None:
+    with pytest.raises(ShardwiseError, match=match):
+        parse_quantity(value, unit)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_figures_are_written_so_that_they_read_back(unit: str) -> None:
+    for number in (0.0, 3e-9, 7.25e-6, 0.5, 12.0, 4321.0, 8.25e10, 2.0**36, 3.12e14):
+        assert parse_quantity(format_quantity(number, unit), unit) == pytest.approx(number, rel=1e-3)
+
+
+def test_bundled_clusters_have_what_the_issue_asks_for_and_say_where_each_figure_comes_from() -> None:
+    wanted = {
+        "a100-40",
+        "a100-80",
+        "h100",
+        "h200",
+        "b200",
+        "v100",
+        "mi300x",
+        "ascend-910a",
+        "ascend-910b",
+        "l4",
+        "local",
+    }
+    assert set(families()) == wanted
+    for name in wanted - {"local"}:
+        largest = family(name)
+        assert (largest.levels[-1].size, largest.num_devices) == (2048, 8 * 2048), name
+        assert Cluster.load(f"{name}-1x8").num_devices == 8
+        assert Cluster.load(f"{name}-2048x8").num_devices == 16384
+    for name in wanted:
+        cited = dict(family(name).sources)
+        missing = [
+            key for key in figures_of(family(name)) if not any(f"{key}.".startswith(f"{source}.") for source in cited)
+        ]
+        assert not missing, f"{name}: {missing} have no source"
+        assert all(text.strip() for text in cited.values())
+
+
+def figures_of(cluster: Cluster) -> list[str]:
+    """The names of all figures of a cluster, as its sources name them."""
+    device = ("flops", "memory", "memory_bandwidth", "kernel_latency", "matmul_half_flops", "memory_efficiency")
+    found = [f"device.{name}" for name in device] + ["device.matmul_efficiency"] * bool(
+        cluster.device.matmul_efficiency
+    )
+    for level in cluster.levels:
+        found.append(f"levels.{level.name}.bandwidth")
+        found += [f"levels.{level.name}.group_bandwidths"] * bool(level.group_bandwidths)
+        found += [f"levels.{level.name}.efficiency"] * bool(level.efficiency)
+        found += [f"levels.{level.name}.hierarchical"] * level.hierarchical
+    return [*found, "levels.latency", "levels.launch"]
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_cluster_is_written_so_that_it_reads_back(name: str) -> None:
+    cluster = family(name)
+    text = format_cluster(cluster, {"date": "today", "residuals": ['a "quoted" line', "another"]})
+    again = parse(text)
+    assert again.levels == cluster.levels or format_cluster(again) == format_cluster(cluster)
+    assert again.sources == cluster.sources
+    assert parse(format_cluster(again)) == again
+
+
+def test_clusters_are_values() -> None:
+    one, other = Cluster.load("h100-16x8"), Cluster.load("h100-16x8")
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert one != Cluster.load("h100-8x8")
+    assert Figures({"b": 1.0, "a": 2.0}) == Figures({"a": 2.0, "b": 1.0})
+    assert dict(Figures({"a": 2.0})) == {"a": 2.0}
+    assert "b" not in Figures({"a": 2.0})
+
+
+def test_names_say_nodes_and_devices_per_node() -> None:
+    cluster = Cluster.load("a100-80-16x8")
+    assert [level.size for level in cluster.levels] == [8, 16]
+    assert cluster.num_devices == 128
+    assert cluster.name == "a100-80-16x8"
+    assert [level.size for level in Cluster.load("h100").levels] == [8]
+    assert [level.size for level in Cluster.load("ascend-910a-4x8").levels] == [4, 2, 4]
+    assert [level.size for level in Cluster.load("ascend-910a-4x2").levels] == [2, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("h101", "no cluster 'h101'(.|\n)*bundled: .*h100"),
+        ("h100-0x8", "0 nodes of 8"),
+        ("h100-4096x8", "1 to 2048 nodes"),
+        ("h100-2x16", "2 nodes of 16"),
+        ("ascend-910a-2x6", "6 is not a multiple of 4"),
+        ("local-2x4", "1 to 1 nodes"),
+        ("nowhere/cluster.toml", "cannot read the cluster file"),
+    ],
+)
+def test_names_that_lead_nowhere_are_explained(name: str, match: str) -> None:
+    with pytest.raises(ShardwiseError, match=match):
+        Cluster.load(name)
+
+
+def test_a_cluster_with_another_number_of_devices_fills_its_nodes_first() -> None:
+    cluster = parse(SMALL)
+    assert [level.size for level in cluster.with_devices(2).levels] == [2]
+    assert [level.size for level in cluster.with_devices(8).levels] == [4, 2]
+    with pytest.raises(ShardwiseError, match="6 is not a multiple of 4"):
+        cluster.with_devices(6)
+    for wrong in (0, -1, True, 2.0):
+        with pytest.raises(ShardwiseError, match="whole number of devices from 1"):
+            cluster.with_devices(wrong)  # type: ignore[arg-type]
+    assert Cluster.local(7).num_devices == 7
+
+
+def test_a_dtype_without_a_figure_runs_as_another() -> None:
+    v100, a100 = Cluster.load("v100").device, Cluster.load("a100-80").device
+    assert v100.peak_flops("bf16") == v100.peak_flops("f32")
+    assert a100.peak_flops("f8") == a100.peak_flops("f16")
+    assert a100.matmul_flops("bf16") < a100.peak_flops("bf16")
+    with pytest.raises(ShardwiseError, match="no figure for int4"):
+        a100.peak_flops("int4")
+    only_half = replace(a100, flops=Figures({"f16": 1e12}))
+    with pytest.raises(ShardwiseError, match="no figure for f32"):
+        only_half.peak_flops("f32")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('memory = "16 GiB"\n', "", "device.memory: is missing"),
+        ('"500 GB/s"', "-5", "device.memory_bandwidth: -5 is negative"),
+        ('"500 GB/s"', '"500 GB"', "device.memory_bandwidth: unknown unit 'GB'"),
+        ('"16 GiB"', "0", "device.memory: 0 is not positive"),
+        ("bf16 =", "bfloat =", "device.flops.bfloat: is not one of"),
+        ("size = 4", "size = 0", r"levels\[0\].size: 0 is not a whole number"),
+        ("size = 4", 'size = "four"', r"levels\[0\].size: 'four' is not a whole number"),
+        ('latency = "2 us"\n', "", r"levels\[0\].latency: is missing"),
+        ("shared_by = 4", "shared_by = 0", r"levels\[1\].shared_by: 0"),
+        ("shared_by = 4", "share_by = 4", r"levels\[1\].share_by: is not known"),
+        ('name = "A"\n', "", "device.name: is missing"),
+        ('name = "small"', "", "name: is missing"),
+        ("[[levels]]", "[[level]]", "levels: is missing"),
+        ("[[levels]]", "[levels]", "is not TOML"),
+        ("shared_by = 4", "hierarchical = 1", "neither true nor false"),
+        ("shared_by = 4", 'group_bandwidths = {1 = "1 GB/s"}', "not a number of units from 2"),
+        ("shared_by = 4", "efficiency = {all_reduces = 1}", "is not one of all_gather"),
+        ('kernel_latency = "5 us"', "matmul_efficiency = {bf16 = 1.5}\nkernel_latency = 0", "1.5 is more than 1"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_place(old: str, new: str, expected: str) -> None:
+    assert old in SMALL
+    with pytest.raises(ShardwiseError, match=expected):
+        parse(SMALL.replace(old, new), "mine.toml")
+
+
+def test_all_faults_of_a_file_are_told_at_once() -> None:
+    text = SMALL.replace('"500 GB/s"', "-5").replace('memory = "16 GiB"\n', "").replace("size = 3", "size = -3")
+    with pytest.raises(ShardwiseError) as caught:
+        parse(text, "mine.toml")
+    message = str(caught.value)
+    assert "3 faults" in message
+    assert "mine.toml" in message
+    assert "fix:" in message
+    assert all(place in message for place in ("device.memory:", "device.memory_bandwidth:", "levels[1].size:"))
+
+
+def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(SMALL)
+    cluster = Cluster.load(path)
+    assert cluster.num_devices == 12
+    assert cluster.device == Device("A", Figures({"bf16": 1e14}), 16 * 2**30, 5e11, 5e-6, Figures(), 0.0, 1.0)
+    assert cluster.levels[1].bandwidth == 1.25e10
+    assert cluster.levels[1].shared_by == 4
+    assert str(cluster) == "small: 12 x A (16 GiB), node of 4 at 100 GB/s, network of 3 at 12.5 GB/s shared by 4"
+
+
+def test_a_device_may_be_like_a_bundled_one() -> None:
+    start, end = SMALL.index("[device]"), SMALL.index("[[levels]]")
+    text = SMALL[:start] + '[device]\nlike = "h100"\nname = "capped"\nmatmul_efficiency = {bf16 = 0.5}\n' + SMALL[end:]
+    device, h100 = parse(text).device, Cluster.load("h100").device
+    assert device.name == "capped"
+    assert device.flops == h100.flops
+    assert device.matmul_flops("bf16") == h100.peak_flops("bf16") / 2
+    assert device.matmul_flops("f32") == h100.matmul_flops("f32")
+    with pytest.raises(ShardwiseError, match=r"device.like: 'h99' is not one of"):
+        parse(text.replace("h100", "h99"))
+
+
+def test_a_mixed_cluster_is_planned_with_the_slowest_figures_and_says_so() -> None:
+    start, end = SMALL.index("[device]"), SMALL.index("[[levels]]")
+    kinds = '[[devices]]\nlike = "a100-40"\ncount = 8\n\n[[devices]]\nlike = "h100"\ncount = 4\n\n'
+    cluster = parse(SMALL[:start] + kinds + SMALL[end:])
+    a100, h100 = Cluster.load("a100-40").device, Cluster.load("h100").device
+    assert cluster.device.memory_bytes == a100.memory_bytes
+    assert cluster.device.peak_flops("bf16") == a100.peak_flops("bf16")
+    assert cluster.device.matmul_flops("bf16") == pytest.approx(
+        min(a100.matmul_flops("bf16"), h100.matmul_flops("bf16"))
+    )
+    assert cluster.mixed == ((a100.name, 8), (h100.name, 4))
+    assert f"slowest figures of 8 x {a100.name}, 4 x {h100.name}" in str(cluster)
+    assert slowest([a100, a100]) == a100
+    with pytest.raises(ShardwiseError, match="devices: are 11, but the levels hold 4 x 3 = 12"):
+        parse(SMALL[:start] + kinds.replace("count = 4", "count = 3") + SMALL[end:])
+    with pytest.raises(ShardwiseError, match="both"):
+        parse(SMALL + kinds)
+
+
+def test_a_hostfile_says_how_many_nodes_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.txt"
+    path.write_text("node1 slots=8\nnode2 slots=8\nnode3 slots=8\n")
+    cluster = Cluster.load("h100", hosts=path)
+    assert [level.size for level in cluster.levels] == [8, 3]
+    assert "3 hosts of 8" in cluster.name
+    path.write_text("node1 slots=8\nnode2 slots=4\n")
+    with pytest.raises(ShardwiseError, match="different numbers of ranks"):
+        Cluster.load("h100", hosts=path)
+    path.write_text("node1 slots=16\n")
+    with pytest.raises(ShardwiseError, match="1 nodes of 16: h100 describes"):
+        Cluster.load("h100", hosts=path)
+    path.write_text("node1 slots=\n")
+    with pytest.raises(LaunchError):
+        Cluster.load("h100", hosts=path)
+
+
+def test_a_rank_table_says_how_many_nodes_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+
+    def write(ranks: list[list[int]]) -> None:
+        servers = [
+            {"server_id": f"10.0.0.{i}", "device": [{"device_id": d, "rank_id": r} for d, r in enumerate(own)]}
+            for i, own in enumerate(ranks)
+        ]
+        path.write_text(json.dumps({"server_list": servers}))
+
+    write([[4, 5, 6, 7], [0, 1, 2, 3]])
+    assert [level.size for level in Cluster.load("ascend-910b", hosts=path).levels] == [4, 2]
+    write([[0, 2, 4, 6], [1, 3, 5, 7]])
+    with pytest.raises(ShardwiseError, match="neighbouring ranks"):
+        Cluster.load("ascend-910b", hosts=path)

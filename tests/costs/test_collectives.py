@@ -1,0 +1,333 @@
+"""Seconds of collectives: where groups are, closed forms, what concurrent groups share, order of algorithms."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.costs.cluster import Cluster, Level
+from shardwise.costs.cluster_file import family, parse
+from shardwise.costs.collectives import KINDS, TREE_PACE, LinkPrice, Links, Span, affines, num_steps, share_sent
+from shardwise.costs.mesh_shapes import mesh_shapes
+from shardwise.costs.units import Figures
+from shardwise.errors import LayoutError, PlanError
+from shardwise.layouts.conversions import Move
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.redistribute import redistribute
+from shardwise.layouts.text import parse_layout
+
+# Two nodes of four; powers of ten, so that expected times can be read.
+CLUSTER = parse(
+    """
+    name = "two nodes of four"
+    [device]
+    name = "A"
+    memory = "1 GB"
+    memory_bandwidth = "1 GB/s"
+    kernel_latency = 0
+    flops = {f32 = 1e12}
+    [[levels]]
+    name = "node"
+    size = 4
+    bandwidth = "100 GB/s"
+    latency = "1 us"
+    launch = "10 us"
+    [[levels]]
+    name = "network"
+    size = 2
+    bandwidth = "10 GB/s"
+    latency = "100 us"
+    launch = "20 us"
+    """
+)
+MESH = Mesh(dp=2, tp=4)
+DP, TP, BOTH = MESH.expand("dp"), MESH.expand("tp"), MESH.sub_axes
+BYTES = 1e9
+
+
+def links(cluster: Cluster = CLUSTER, mesh: Mesh = MESH) -> Links:
+    return Links(cluster, mesh)
+
+
+def with_network(**changes: object) -> Cluster:
+    node, network = CLUSTER.levels
+    return replace(CLUSTER, levels=(node, replace(network, **changes)))  # type: ignore[arg-type]
+
+
+def test_groups_are_where_the_order_of_the_axes_puts_them() -> None:
+    assert links().span(DP).units == (2, 2, 1)
+    assert links().span(TP).units == (4, 1, 1)
+    assert links().span(BOTH).units == (8, 2, 1)
+    assert links().span((TP[0],)).units == (2, 1, 1)
+    assert links().span((*DP, TP[1])).units == (4, 2, 1)
+    assert links(mesh=Mesh(tp=4, dp=2)).span(("tp",)).units == (4, 2, 1)
+    assert links().level_names(DP) == ("network",)
+    assert links().level_names(TP) == ("node",)
+    assert links().level_names(BOTH) == ("node", "network")
+
+
+@given(st.randoms(use_true_random=False))
+def test_spans_are_those_of_the_ranks(randomly: random.Random) -> None:
+    """Against counting, for nodes that do not fit the axes as well."""
+    mesh = Mesh({f"a{i}": randomly.choice((1, 2, 3, 4, 6)) for i in range(randomly.randint(1, 3))})
+    inner = randomly.choice([n for n in range(1, mesh.num_devices + 1) if mesh.num_devices % n == 0])
+    rest = mesh.num_devices // inner
+    middle = randomly.choice([n for n in range(1, rest + 1) if rest % n == 0])
+    level = CLUSTER.levels[0]
+    sizes = (inner, middle, rest // middle)
+    cluster = replace(CLUSTER, levels=tuple(replace(level, size=size) for size in sizes))
+    axes = tuple(axis for axis in mesh.sub_axes if randomly.random() < 0.5)
+    groups = {mesh.group(axes, rank) for rank in range(mesh.num_devices)}
+    expected = tuple(
+        max(len({rank // unit for rank in group}) for group in groups) for unit in (1, inner, inner * middle)
+    )
+    assert Links(cluster, mesh).span(axes).units == (*expected, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fixed", "per_byte"),
+    [
+        ("all_gather", 10e-6 + 3e-6, 0.75 / 1e11),
+        ("reduce_scatter", 10e-6 + 3e-6, 0.75 / 1e11),
+        ("all_reduce", 10e-6 + 6e-6, 1.5 / 1e11),
+        ("all_to_all", 10e-6 + 3e-6, 0.75 / 1e11),
+        ("collective_permute", 10e-6 + 1e-6, 1 / 1e11),
+        ("halo_exchange", 10e-6 + 2e-6, 1 / 1e11),
+    ],
+)
+def test_inside_a_node_times_are_the_textbooks(kind: str, fixed: float, per_byte: float) -> None:
+    assert links().algorithms(kind, TP) == (pytest.approx((fixed, per_byte)),)
+    assert links().seconds(kind, TP, BYTES) == pytest.approx(fixed + per_byte * BYTES)
+    assert num_steps(kind, 4) == round((fixed - 10e-6) / 1e-6)
+    assert share_sent(kind, 4) == pytest.approx(per_byte * 1e11)
+
+
+def test_groups_across_nodes_have_their_own_part_of_the_network() -> None:
+    """Four groups over dp, one card each; where the node has one card for all, each has a quarter of it; where a card
+    is as fast as four, nothing is lost."""
+    alone = links().coefficients("all_gather", DP)
+    assert alone == pytest.approx((20e-6 + 100e-6, 0.5 / 1e10))
+    assert links(with_network(shared_by=4)).coefficients("all_gather", DP) == pytest.approx((120e-6, 0.5 / 2.5e9))
+    assert links(with_network(shared_by=4, bandwidth=4e10)).coefficients("all_gather", DP) == pytest.approx(alone)
+
+
+def test_a_ring_over_nodes_has_the_cards_of_all_its_members() -> None:
+    fixed, per_byte = links().coefficients("all_gather", BOTH)
+    assert fixed == pytest.approx(20e-6 + 6 * 1e-6 + 1 * 100e-6)
+    assert per_byte == pytest.approx(7 / 8 / 4e10)
+    fast_network = with_network(bandwidth=1e12)
+    assert links(fast_network).coefficients("all_gather", BOTH)[1] == pytest.approx(7 / 8 / 1e11)
+
+
+def test_small_all_reduces_over_many_nodes_take_the_tree() -> None:
+    mesh = Mesh(dp=1024, tp=8)
+    across = Links(Cluster.load("h100-1024x8"), mesh)
+    axes = mesh.expand("dp")
+    ring, tree = across.algorithms("all_reduce", axes)
+    assert tree[0] < ring[0] / 50
+    assert tree[1] * TREE_PACE == pytest.approx(ring[1] * 1024 / 1023)
+    assert across.coefficients("all_reduce", axes, 1e3) == tree
+    assert across.coefficients("all_reduce", axes, 1e12) == ring
+    for num_bytes in (1e3, 1e6, 1e9, 1e12):
+        assert across.seconds("all_reduce", axes, num_bytes) == min(f + s * num_bytes for f, s in (ring, tree))
+
+
+def test_a_hierarchical_library_sends_only_slices_across() -> None:
+    """HCCL: reduce-scatter inside, all-reduce of a quarter across, all-gather inside."""
+    (fixed, per_byte) = links(with_network(hierarchical=True)).coefficients("all_reduce", BOTH)
+    assert fixed == pytest.approx(10e-6 + 20e-6 + 6 * 1e-6 + 2 * 100e-6)
+    assert per_byte == pytest.approx(2 * 0.75 / 1e11 + 2 * 0.5 / 4 / 1e10)
+
+
+def test_an_all_to_all_is_limited_by_what_crosses_nodes() -> None:
+    fixed, per_byte = links().coefficients("all_to_all", BOTH)
+    assert fixed == pytest.approx(20e-6 + 3 * 1e-6 + 4 * 100e-6)
+    assert per_byte == pytest.approx(max(3 / 8 / 1e11, 4 / 8 / 1e10))
+
+
+def test_a_halo_exchange_crosses_nodes_only_at_their_ends_and_a_permutation_everywhere() -> None:
+    assert links().coefficients("halo_exchange", BOTH)[1] == pytest.approx(1 / 4e10)
+    assert links().coefficients("collective_permute", BOTH)[1] == pytest.approx(1 / 1e10)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    for axes in (DP, TP, BOTH):
+        parts = [links().coefficients(kind, axes) for kind in ("reduce_scatter", "all_gather")]
+        ring = links().algorithms("all_reduce", axes)[0]
+        launch = 10e-6 if axes == TP else 20e-6
+        assert ring[1] == pytest.approx(parts[0][1] + parts[1][1])
+        assert ring[0] + launch == pytest.approx(parts[0][0] + parts[1][0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prices_are_sane(kind: str) -> None:
+    """Nothing is free but a group of one; more bytes, more members and more levels never cost less."""
+    mesh = Mesh(pod=4, dp=16, tp=8)
+    many = Links(Cluster.load("a100-80-64x8"), mesh)
+    assert many.seconds(kind, (), BYTES) == 0
+    seconds = [many.seconds(kind, mesh.expand("tp")[:count], BYTES) for count in range(4)]
+    assert seconds == sorted(seconds)
+    for axes in (mesh.expand("tp"), mesh.expand("dp"), mesh.sub_axes):
+        fixed, per_byte = many.coefficients(kind, axes)
+        assert fixed > 0
+        assert per_byte > 0
+        assert many.seconds(kind, axes, 2 * BYTES) > many.seconds(kind, axes, BYTES)
+    assert many.seconds(kind, mesh.expand("dp"), BYTES) > many.seconds(kind, mesh.expand("tp"), BYTES)
+
+
+def test_swapped_bandwidths_swap_the_prices() -> None:
+    node, network = CLUSTER.levels
+    swapped = replace(
+        CLUSTER,
+        levels=(replace(node, bandwidth=network.bandwidth), replace(network, bandwidth=node.bandwidth)),
+    )
+    assert links().seconds("all_gather", TP, BYTES) < links().seconds("all_gather", DP, BYTES)
+    assert links(swapped).seconds("all_gather", TP, BYTES) > links(swapped).seconds("all_gather", DP, BYTES)
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    with pytest.raises(PlanError, match="2 x 2 = 4 devices, two nodes of four has 8"):
+        Links(CLUSTER, Mesh(dp=2, tp=2))
+    with pytest.raises(LayoutError, match="unknown mesh axis"):
+        links().seconds("all_gather", ("pp",), 1.0)
+    with pytest.raises(ValueError, match="'broadcast' is not one of"):
+        links().seconds("broadcast", TP, 1.0)
+
+
+def test_launches_and_efficiency_belong_to_a_kind() -> None:
+    node = replace(CLUSTER.levels[0], efficiency=Figures({"all_gather": 0.5}), launches=Figures({"all_gather": 1e-3}))
+    own = links(replace(CLUSTER, levels=(node, CLUSTER.levels[1])))
+    assert own.coefficients("all_gather", TP) == pytest.approx((1e-3 + 3e-6, 0.75 / 5e10))
+    assert own.coefficients("all_reduce", TP) == links().coefficients("all_reduce", TP)
+
+
+def test_bandwidths_of_group_sizes_are_interpolated() -> None:
+    level = Level("node", 8, 100.0, 0.0, group_bandwidths=((2, 10.0), (4, 30.0), (8, 40.0)))
+    assert [level.link_bandwidth(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [10, 10, 20, 30, 35, 40, 40]
+    assert Level("node", 8, 100.0, 0.0).link_bandwidth(3) == 100
+
+
+def test_redistribution_takes_the_prices() -> None:
+    """The list that a price chooses costs no more, by that price, than the list with the fewest bytes."""
+    price = links().price(itemsize=4)
+    assert hash(price) == hash(links().price(4))
+    assert price == links().price(4)
+    assert price("slice", TP, 100.0) == (0.0,)
+    elements = 3 * 1000.0  # an all-gather over 4 of shards of 1,000 elements: a rank sends 3,000
+    assert price("all_gather", TP, elements) == (links().seconds("all_gather", TP, 4 * 4000),)
+    assert price("all_reduce", TP, 2 * 3 / 4 * 1000) == (pytest.approx(links().seconds("all_reduce", TP, 4 * 1000)),)
+    pairs = [
+        ("[64@(dp,tp), 64]", "[64, 64@(dp,tp)]"),
+        ("[64@(tp,dp), 64]", "[64, 64]"),
+        ("[64@dp, 64]", "[64@tp, 64@dp]"),
+    ]
+    for source, target in [tuple(parse_layout(text, MESH) for text in pair) for pair in pairs]:
+        own, bytes_only = (redistribute(source, target, price=given) for given in (price, None))
+        assert own[-1].target == target.canonical()
+        assert 0 < seconds_of(own, price) <= seconds_of(bytes_only, price) * (1 + 1e-9)
+
+
+def seconds_of(moves: tuple[Move, ...], price: LinkPrice) -> float:
+    """Forward and backward."""
+    return sum(
+        price(primitive, move.axes, move.num_sent(backward))[0]
+        for move in moves
+        for backward, primitive in ((False, move.entry.forward), (True, move.entry.backward))
+    )
+
+
+HYBRID_CUBE_MESH = (  # NVLinks between the GPUs of a DGX-1 with V100: `nvidia-smi topo -m`
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+
+
+def num_rings(size: int) -> int:
+    """The most rings through the first ``size`` GPUs that use every link once per direction."""
+    cycles = [(0, *rest) for rest in permutations(range(1, size))]
+    edges = [[(cycle[i], cycle[(i + 1) % size]) for i in range(size)] for cycle in cycles]
+    free = [list(row[:size]) for row in HYBRID_CUBE_MESH[:size]]
+
+    def most(first: int) -> int:
+        found = 0
+        for index in range(first, len(edges)):
+            if all(free[a][b] for a, b in edges[index]):
+                for a, b in edges[index]:
+                    free[a][b] -= 1
+                found = max(found, 1 + most(index))
+                for a, b in edges[index]:
+                    free[a][b] += 1
+                if found == min(map(sum, free)):
+                    break
+        return found
+
+    return most(0)
+
+
+def test_bandwidths_of_v100_groups_are_the_rings_of_its_links() -> None:
+    per_ring = 22.5e9
+    bandwidths = dict(family("v100").levels[0].group_bandwidths)
+    assert {size: num_rings(size) * per_ring for size in (2, 3, 4, 6, 7, 8)} == {
+        size: bandwidth for size, bandwidth in bandwidths.items() if size != 5
+    }
+    assert num_rings(5) == 0  # relayed through another GPU: assumed
+
+
+@pytest.mark.parametrize(
+    ("devices", "max_axes", "shapes"),
+    [
+        (64, 2, {(8, 8)}),
+        (64, 3, {(8, 4, 2), (4, 2, 8)}),
+        (1024, 3, {(128, 4, 2), (64, 2, 8), (32, 4, 8), (16, 8, 8)}),
+        (64, 1, {(64,)}),
+        (8, 1, {(8,)}),
+        (8, 3, {(2, 2, 2)}),
+        (8, 5, {(2, 2, 2)}),
+        (1, 2, {()}),
+    ],
+)
+def test_mesh_shapes_respect_the_levels(devices: int, max_axes: int, shapes: set[tuple[int, ...]]) -> None:
+    assert (
+        set(mesh_shapes(Cluster.load("h100").with_devices(devices) if devices <= 8 else big(devices), max_axes))
+        == shapes
+    )
+
+
+def big(devices: int) -> Cluster:
+    return family("h100").with_devices(devices)
+
+
+def test_with_fewer_axes_than_levels_neighbouring_levels_share_one() -> None:
+    three = Cluster.load("ascend-910a-4x8")
+    assert set(mesh_shapes(three, 2)) == {(8, 4), (4, 8)}
+    assert set(mesh_shapes(three, 3)) == {(4, 2, 4)}
+    with pytest.raises(ValueError, match="at least one axis"):
+        mesh_shapes(three, 0)
+
+
+def test_every_axis_of_a_shape_is_inside_one_level() -> None:
+    cluster = family("h100").with_devices(1024)
+    for shape in mesh_shapes(cluster, 4):
+        mesh = Mesh({f"a{i}": size for i, size in enumerate(shape)})
+        own = Links(cluster, mesh)
+        assert all(len(own.level_names(mesh.expand(name))) == 1 for name, _ in mesh.axes), shape
+
+
+def test_affines_of_one_algorithm_are_what_nccl_would_do_on_two_nodes() -> None:
+    """The formula of NCCL's tuning model, written out: ring, Simple, 2 nodes of 8."""
+    levels = Cluster.load("h100-2x8").levels
+    ring, _ = affines("all_reduce", levels, Span((16, 2, 1)))
+    steps, between = 2 * 15, 2 * 1
+    assert ring[0] == pytest.approx(8.4e-6 + (steps - between) * 3.4e-6 + between * 9.6e-6)
+    assert ring[1] == pytest.approx(steps / 16 / (8 * 46e9))
