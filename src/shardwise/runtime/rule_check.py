@@ -255,7 +255,7 @@ def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple
     stored: dict[str, Layout] = {}
     for name, layout in zip(call.op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True):
         whole = {axis: "I" for axis, state in layout.states if state != "P"}
-        stored.setdefault(name, layout.moved(whole))
+        stored.setdefault(name, layout.without_windows.moved(whole))
     spmd = build_spmd(call.graph, rules, {call.op.name: strategy}, stored, mesh)
     cluster = VirtualCluster(mesh)
     held = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
@@ -344,9 +344,11 @@ def _missing(call: _Call, rule: OpRule, tolerance: float) -> Iterator[tuple[tupl
 def _has(rule: OpRule, dims: Sequence[int | None]) -> bool:
     """Whether the rule opens a factor that slices just these dims of the operands."""
 
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    through = {name: window.factor for name, window in rule.windows}
+
     def slices(factor: str, own: Dims, dim: int | None) -> bool:
-        sizes = {f.name: f.size for f in rule.factors}
-        leading = [next((name for name in names if sizes[name] > 1), "") for names in own]
+        leading = [next((through.get(name, name) for name in names if sizes[name] > 1), "") for names in own]
         return [d for d, name in enumerate(leading) if name == factor] == ([] if dim is None else [dim])
 
     return any(
