@@ -135,9 +135,8 @@ def test_a_cluster_is_written_so_that_it_reads_back(name: str) -> None:
     cluster = family(name)
     text = format_cluster(cluster, {"date": "today", "residuals": ['a "quoted" line', "another"]})
     again = parse(text)
-    assert again.levels == cluster.levels or format_cluster(again) == format_cluster(cluster)
+    assert again == cluster
     assert again.sources == cluster.sources
-    assert parse(format_cluster(again)) == again
 
 
 def test_clusters_are_values() -> None:

@@ -336,7 +336,8 @@ def _named(title: str, figures: Mapping[str, float], unit: str) -> list[str]:
 
 
 def _figure(value: float, unit: str) -> str:
-    return _quoted(format_quantity(value, unit)) if unit else f"{value:.4g}"
+    text = format_quantity(value, unit)
+    return _quoted(text) if unit else text
 
 
 def _toml(value: Any) -> str:

@@ -97,7 +97,8 @@ def parse_quantity(value: object, unit: str) -> float:
 
 
 def format_quantity(number: float, unit: str) -> str:
-    """A figure as one reads it, with four digits: 85899345920, B -> ``80 GiB``; 3.12e14, FLOP/s -> ``312 TFLOP/s``.
+    """A figure as one reads it: 85899345920, B -> ``80 GiB``; 3.12e14, FLOP/s -> ``312 TFLOP/s``. With the digits that
+    it takes to read it back, if those are nine at most; others (measured ones) with four.
 
     >>> format_quantity(85899345920, "B"), format_quantity(9e11, "B/s"), format_quantity(5e-6, "s")
     ('80 GiB', '900 GB/s', '5 us')
@@ -105,12 +106,19 @@ def format_quantity(number: float, unit: str) -> str:
     if unit == "s":
         scale, name = next(((f, n) for n, f in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if number >= f), (1e-9, "ns"))
     elif unit == "B":
-        scale, name = next(
-            ((_BINARY[p], f"{p}B") for p in ("Ti", "Gi", "Mi", "Ki") if number >= _BINARY[p]), (1.0, "B")
-        )
+        fitting = [(_BINARY[p], f"{p}B") for p in ("Ti", "Gi", "Mi", "Ki", "") if number >= _BINARY[p]] or [(1.0, "B")]
+        scale, name = next((pair for pair in fitting if _is_short(number / pair[0])), fitting[0])
     elif unit:
         prefix = next((p for p in "PTGMk" if number >= _DECIMAL[p]), "")
         scale, name = _DECIMAL[prefix], prefix + unit
     else:
-        return f"{number:.4g}"
-    return f"{number / scale:.4g} {name}"
+        scale, name = 1.0, ""
+    return f"{_few_digits(number / scale)} {name}".rstrip()
+
+
+def _few_digits(number: float) -> str:
+    return next((f"{number:.{digits}g}" for digits in range(4, 10) if _is_short(number, digits)), f"{number:.4g}")
+
+
+def _is_short(number: float, digits: int = 9) -> bool:
+    return abs(float(f"{number:.{digits}g}") - number) <= 1e-13 * number
