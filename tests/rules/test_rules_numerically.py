@@ -59,7 +59,8 @@ def problem(case: Case, rule: OpRule, chosen: Chosen, sample: Sample) -> str:
     if not sample.unspecified:
         return mismatch(case, rule, chosen)
     for pieces in splits(rule, chosen):  # the values mean nothing; run_part checks the shapes
-        run_part(case, rule, pieces, [take_operand(t, rule, d, pieces) for t, d in zip(case.operands, rule.operands, strict=True)])
+        operands = zip(case.operands, rule.operands, strict=True)
+        run_part(case, rule, pieces, [take_operand(tensor, rule, dims, pieces) for tensor, dims in operands])
     return ""
 
 
@@ -140,9 +141,6 @@ _SIZELESS = {
     "aten.expand_as.default",
     "aten.chunk.default",
     "aten.tensor_split.sections",
-    # and those that accept empty tensors by themselves, unlike their kin
-    "aten.adaptive_avg_pool2d.default",
-    "aten.adaptive_avg_pool3d.default",
 }
 
 

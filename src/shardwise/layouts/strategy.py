@@ -162,10 +162,10 @@ def _windowed(rule: OpRule, dims: Dims, plain: Layout, strategy: Strategy) -> La
             window = through.get(base)
             major = rule.parts_of(window.factor)[0] if window is not None else None
             axes = strategy.axes_of.get(major.name, ()) if major is not None else ()
-            if window is None or major is None or not axes:
+            size, count = prod(atom.size for atom in parts), plain.mesh.size_of(axes)
+            if window is None or major is None or not axes or not size:
                 found.extend(parts)
                 continue
-            size, count = prod(atom.size for atom in parts), plain.mesh.size_of(axes)
             stride = prod(part.size for part in rule.parts_of(window.factor)[1:])
             ranges = _ranges(window, major.size, stride, count)
             if any(held != ((i * size // count, (i + 1) * size // count),) for i, held in enumerate(ranges)):

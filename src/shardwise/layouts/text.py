@@ -1,7 +1,7 @@
 """Layouts as types: ``bf16[32@dp, 512, 4096@(tp,sp)]``, ``f64[64, (3 12@tp 64)] partial(sum@tp) replicated(dp)``.
 
-Axes that are not mentioned are invariant. Windows are listed device by device: ``[2, 16@sp{0:5|3:9|7:13|11:16}]``, several
-ranges of one device with a plus: ``{14:16+0:6|...}``.
+Axes that are not mentioned are invariant. Windows are listed device by device: ``[2, 16@sp{0:5|3:9|7:13|11:16}]``,
+several ranges of one device with a plus: ``{14:16+0:6|...}``.
 """
 
 from __future__ import annotations

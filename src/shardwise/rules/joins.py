@@ -9,6 +9,7 @@ the dim whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -17,7 +18,8 @@ from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.calls import local_size, normal_dim, replaced
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule, Window
+from shardwise.rules.windows import Sliding, part_of, shifted
 
 aten = torch.ops.aten
 
@@ -95,26 +97,32 @@ def _slice_dims(
 
 
 def slice_rule(op: Op, graph: Graph) -> OpRule:
+    """The parts of the result that are not the unit are a window of those of the operand."""
     shape = graph.by_name[op.operands[0]].shape
     names = dim_names(len(shape))
     place, start, length, step = _slice_of(op, graph)
     operand, result, sizes = _slice_dims(shape[place], start, length, step)
+    slides = _PARTS in operand and "y" in result
+    # In units of the operand and of the result.
+    own = Sliding(sizes.get(_PARTS, 1), 1, step, before=-(start // sizes.get(_UNIT, 1) if step == 1 else start))
 
     def localize(op: Op, context: LocalContext) -> Call:
+        if slides and context.is_split("y"):
+            return Call(aten.slice.Tensor, (Ref(op.operands[0]), place, 0, context.operand_shapes[0][place], step))
         first, last = _local_bounds(context, start, length, step, sizes)
         return Call(aten.slice.Tensor, (Ref(op.operands[0]), place, first, last, step))
 
-    kinds: dict[str, FactorKind] = {_PARTS: "whole", "y": "whole"}
     dims = [_with(names, place, operand)]
     return build(
         op,
         graph,
         dims,
         [_with(names, place, result)],
-        kinds=kinds,
+        kinds={_PARTS: "whole", "y": "parallel" if slides else "whole"},
         sizes=sizes,
         linear=((0,),),
         localize=localize,
+        windows={_PARTS: Window("y", own.ranges)} if slides else {},
     )
 
 
@@ -131,19 +139,35 @@ def _local_bounds(context: LocalContext, start: int, length: int, step: int, siz
 
 
 def _slice_scatter(op: Op, graph: Graph) -> OpRule:
+    """The source is a window of what it is put into."""
     shape = graph.by_name[op.operands[0]].shape
     names = dim_names(len(shape))
     place, start, length, step = _slice_of(op, graph)
     whole_dim, part, sizes = _slice_dims(shape[place], start, length, step)
+    slides = step == 1 and _PARTS in whole_dim and "y" in part
+    before = start // sizes.get(_UNIT, 1)
 
     def localize(op: Op, context: LocalContext) -> Call:
         first, last = _local_bounds(context, start, length, step, sizes)
+        if slides and context.is_split(_PARTS):
+            offset, held = part_of(context, _PARTS)
+            unit = _local_unit(context, sizes[_UNIT])
+            first = min(max(before - offset, 0), held) * unit
+            last = first + context.operand_shapes[1][place]
         return replaced(op, dim=place, start=first, end=last)
 
     target = _with(names, place, whole_dim)
-    kinds: dict[str, FactorKind] = {_PARTS: "whole", "y": "whole"}
-    operands = [target, _with(names, place, part)]
-    return build(op, graph, operands, [target], kinds=kinds, sizes=sizes, linear=((0, 1),), localize=localize)
+    return build(
+        op,
+        graph,
+        [target, _with(names, place, part)],
+        [target],
+        kinds={_PARTS: "parallel" if slides else "whole", "y": "whole"},
+        sizes=sizes,
+        linear=((0, 1),),
+        localize=localize,
+        windows={"y": Window(_PARTS, shifted(-before, sizes["y"]))} if slides else {},
+    )
 
 
 def _select(op: Op, graph: Graph) -> OpRule:
@@ -162,6 +186,7 @@ def _select_scatter(op: Op, graph: Graph) -> OpRule:
 
 
 def _cat(op: Op, graph: Graph) -> OpRule | None:
+    """Every operand is a window of the result."""
     shapes = [graph.by_name[name].shape for name in op.operands]
     rank = len(graph.by_name[op.results[0]].shape)
     if any(len(shape) != rank for shape in shapes):  # the empty 1-D tensors that cat ignores
@@ -171,12 +196,13 @@ def _cat(op: Op, graph: Graph) -> OpRule | None:
     lengths = [shape[place] for shape in shapes]
     unit = gcd(*lengths) or 1
     numbers = [length // unit for length in lengths]
+    starts = [0, *accumulate(numbers)]
     sizes = {f"{_PARTS}{i}": number for i, number in enumerate(numbers)} | {_PARTS: sum(numbers), _UNIT: unit}
-    operands = [_with(names, place, _part(number, unit, f"{_PARTS}{i}")) for i, number in enumerate(numbers)]
-    result = _with(names, place, _part(sum(numbers), unit, _PARTS))
-    kinds: dict[str, FactorKind] = {name: "whole" for name in sizes if name != _UNIT}
+    operands = [_with(names, place, (f"{_PARTS}{i}", *((_UNIT,) if unit != 1 else ()))) for i in range(len(numbers))]
+    result = _with(names, place, (_PARTS, *((_UNIT,) if unit != 1 else ())))
     together = (tuple(range(len(operands))),)
-    return build(op, graph, operands, [result], kinds=kinds, sizes=sizes, linear=together)
+    windows = {f"{_PARTS}{i}": Window(_PARTS, shifted(-starts[i], number)) for i, number in enumerate(numbers)}
+    return build(op, graph, operands, [result], sizes=sizes, linear=together, windows=windows)
 
 
 def _stack(op: Op, graph: Graph) -> OpRule:

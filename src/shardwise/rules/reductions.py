@@ -14,7 +14,8 @@ from shardwise.rules import lowerings
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.calls import any_split, dims_of, flat_pieces, normal_dim, unchanged
 from shardwise.rules.kernels import CUMULATED
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, Lowering, OpRule
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, Lowering, OpRule, Window
+from shardwise.rules.windows import Sliding
 
 aten = torch.ops.aten
 
@@ -173,16 +174,26 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
 
 
 def _diff(op: Op, graph: Graph) -> OpRule:
-    """Neighbours are subtracted: the dim is whole, on what is prepended and appended as well."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
-    dim = normal_dim(arguments(op)["dim"], len(names))
+    """Neighbours are subtracted: row y reads the rows y to y + n. With something prepended or appended the dim is
+    whole."""
+    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    names = dim_names(len(shape))
+    dim = normal_dim(given["dim"], len(names))
 
     def along(name: str) -> Dims:
         return single([name if i == dim else own for i, own in enumerate(names)])
 
     operands = [along(f"x{i}") for i in range(len(op.operands))]
+    linear = (tuple(range(len(operands))),)
+    if len(operands) == 1:
+        windows = {"x0": Window("y", Sliding(shape[dim], given["n"] + 1, 1).ranges)}
+        return build(op, graph, operands, [along("y")], linear=linear, windows=windows)
+    linear = (tuple(range(len(operands))),)
+    if len(operands) == 1:
+        windows = {"x0": Window("y", Sliding(shape[dim], given["n"] + 1, 1).ranges)}
+        return build(op, graph, operands, [along("y")], linear=linear, windows=windows)
     kinds: dict[str, FactorKind] = dict.fromkeys((*(f"x{i}" for i in range(len(operands))), "y"), "whole")
-    return build(op, graph, operands, [along("y")], kinds=kinds, linear=(tuple(range(len(operands))),))
+    return build(op, graph, operands, [along("y")], kinds=kinds, linear=linear)
 
 
 def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from math import gcd, prod
 
@@ -11,11 +11,22 @@ import torch
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import block_offset, dims_of, flat_pieces, local_size, normal_dim, replaced
+from shardwise.rules.calls import any_split, block_offset, flat_pieces, local_size, normal_dim, replaced, unchanged
 from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.kernels import TRIANGLE
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, OpRule, Ranges, Window
+from shardwise.rules.window_kernels import COPIED_RUNS
+from shardwise.rules.windows import (
+    Run,
+    Sliding,
+    cut_runs,
+    part_of,
+    ranges_of_runs,
+    runs_within,
+    shifted,
+    windows_of_runs,
+)
 
 aten = torch.ops.aten
 
@@ -278,41 +289,121 @@ def _meshgrid(op: Op, graph: Graph) -> OpRule:
 # -- moving along a dim ------------------------------------------------------------------------------------------------
 
 
-def whole_dims_rule(op: Op, graph: Graph, dims: Sequence[int], linear: bool = True) -> OpRule:
-    """Operators that move data along ``dims`` (which may change their size): those are whole, the others parallel."""
+def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[Run]], plain: Call | None = None) -> OpRule:
+    """Operators whose results are copies of rows: ``runs`` per dim along which they move. ``plain``: the call where
+    none of these is split, if it is not the operator's own."""
     names = dim_names(_rank(op, graph))
-    same = graph.by_name[op.operands[0]].shape == graph.by_name[op.results[0]].shape
-    result = [f"y{i}" if i in dims and not same else name for i, name in enumerate(names)]
-    kinds: dict[str, FactorKind] = {name: "whole" for i in dims for name in (names[i], f"y{i}")}
-    return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST if linear else ())
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not any_split(context, [f"y{dim}" for dim in runs]):
+            return plain or unchanged(op)
+        local: list[tuple[Run, ...]] = []
+        for dim, own in runs.items():
+            part = cut_runs(own, *part_of(context, f"y{dim}"))
+            local.append(runs_within(part, ranges_of_runs(part)) if context.is_split(f"y{dim}") else part)
+        flat = [run for own in local for run in own]
+        columns = (tuple(run.length for run in flat), tuple(run.first for run in flat), tuple(run.step for run in flat))
+        return Call(COPIED_RUNS, (Ref(op.operands[0]), tuple(runs), tuple(map(len, local)), *columns))
+
+    return moved_rule(op, graph, {dim: windows_of_runs(own) for dim, own in runs.items()}, localize, names)
+
+
+def moved_rule(
+    op: Op,
+    graph: Graph,
+    ranges: Mapping[int, Callable[[int, int], Ranges]],
+    localize: Localize | None,
+    names: Sequence[str],
+    *,
+    linear: bool = True,
+    more: Dims = (),
+) -> OpRule:
+    """Operators that read some dims through windows (``ranges``: of the rows of the result), the others as they are.
+    ``more``: whole dims that the result has besides."""
+    result = [f"y{i}" if i in ranges else name for i, name in enumerate(names)]
+    return build(
+        op,
+        graph,
+        [single(names)],
+        [(*single(result), *more)],
+        kinds={name: "whole" for dim in more for name in dim},
+        linear=_FIRST if linear else (),
+        localize=localize,
+        windows={names[i]: Window(f"y{i}", own) for i, own in ranges.items()},
+    )
 
 
 def _roll(op: Op, graph: Graph) -> OpRule:
-    return whole_dims_rule(op, graph, dims_of(tuple(arguments(op)["dims"]), _rank(op, graph)))
+    """Without dims the tensor is rolled as if it were flat: whole."""
+    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    if not tuple(given["dims"]):
+        names = dim_names(len(shape))
+        return build(op, graph, [single(names)], [single(names)], kinds=dict.fromkeys(names, "whole"), linear=_FIRST)
+    shifts: dict[int, int] = {}
+    for dim, shift in zip(dims_in_order(tuple(given["dims"]), len(shape)), given["shifts"], strict=True):
+        shifts[dim] = (shifts.get(dim, 0) + shift) % max(shape[dim], 1)
+    moved = {dim: shift for dim, shift in shifts.items() if shift}  # a whole turn would be none of a part
+    x = Ref(op.operands[0])
+    plain = (
+        Call(aten.roll.default, (x, tuple(moved.values()), tuple(moved))) if moved else Call(aten.alias.default, (x,))
+    )
+    runs = {d: (Run(shift, shape[d] - shift, 1), Run(shape[d] - shift, 0, 1)) for d, shift in moved.items()}
+    return copied_rule(op, graph, runs, plain)
 
 
 def _flip(op: Op, graph: Graph) -> OpRule:
-    return whole_dims_rule(op, graph, dims_in_order(tuple(arguments(op)["dims"]), _rank(op, graph)))
+    """flip; fliplr and flipud have no argument for their dim."""
+    shape = graph.by_name[op.operands[0]].shape
+    own = {aten.fliplr.default: (1,), aten.flipud.default: (0,)}.get(op.target)
+    dims = dims_in_order(own or tuple(arguments(op)["dims"]), len(shape))
+    turned = {dim: windows_of_runs((Run(shape[dim], shape[dim] - 1, -1),)) for dim in dims if shape}
+    return moved_rule(op, graph, turned, None, dim_names(len(shape)))
 
 
 def _pad(op: Op, graph: Graph) -> OpRule:
-    """Only the padded dims are whole. Padding with 0, or with the tensor's own values, is linear."""
-    given, rank = arguments(op), _rank(op, graph)
-    padding = tuple(given["pad"])
-    padded = [rank - 1 - i // 2 for i in range(0, len(padding), 2) if padding[i] or padding[i + 1]]
-    constant = given.get("mode", "constant") == "constant"
-    return whole_dims_rule(op, graph, padded, linear=not constant or not given["value"])
+    """Padding with 0, or with the tensor's own values, is linear."""
+    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    padding, mode = tuple(given["pad"]), given.get("mode", "constant")
+    around = {len(shape) - 1 - i // 2: (padding[i], padding[i + 1]) for i in range(0, len(padding), 2)}
+    around = {dim: pair for dim, pair in around.items() if any(pair)}
+    if mode != "constant":
+        return copied_rule(op, graph, {dim: _mirrored(mode, shape[dim], *pair) for dim, pair in around.items()})
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        local = [0] * len(padding)
+        for dim, pair in around.items():
+            before, after = pair
+            if context.is_split(f"y{dim}"):
+                (offset, length), own = part_of(context, f"y{dim}"), context.operand_shapes[0][dim]
+                # Rows that are taken away (negative padding) are not in the window.
+                before = min(max(pair[0] - offset, 0), length)
+                after = length - before - own
+            position = 2 * (len(shape) - 1 - dim)
+            local[position : position + 2] = before, after
+        return replaced(op, pad=tuple(local))
+
+    ranges = {dim: shifted(-before, shape[dim]) for dim, (before, _) in around.items()}
+    return moved_rule(op, graph, ranges, localize, dim_names(len(shape)), linear=not given["value"])
+
+
+def _mirrored(mode: str, size: int, before: int, after: int) -> tuple[Run, ...]:
+    """The rows of a dim that is padded with its own."""
+    lead, tail = max(before, 0), max(after, 0)
+    first = {"reflect": Run(lead, before, -1), "replicate": Run(lead, 0, 0), "circular": Run(lead, size - lead, 1)}
+    last = {"reflect": Run(tail, size - 2, -1), "replicate": Run(tail, size - 1, 0), "circular": Run(tail, 0, 1)}
+    return first[mode], Run(size + min(before, 0) + min(after, 0), max(-before, 0), 1), last[mode]
 
 
 def _unfold(op: Op, graph: Graph) -> OpRule:
-    rank = _rank(op, graph)
-    names = dim_names(rank)
-    if not rank:
+    """``d -> y window``: the windows of a part read the rows from its first to its last."""
+    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    if not shape:
         return build(op, graph, [()], [(("window",),)], kinds={"window": "whole"}, linear=_FIRST)
-    place = normal_dim(arguments(op)["dimension"], rank)
-    result = ["y" if i == place else name for i, name in enumerate(names)] + ["window"]
-    kinds: dict[str, FactorKind] = dict.fromkeys((names[place], "y", "window"), "whole")
-    return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST)
+    place = normal_dim(given["dimension"], len(shape))
+    own = Sliding(shape[place], given["size"], given["step"])
+
+    names = dim_names(len(shape))
+    return moved_rule(op, graph, {place: own.ranges}, None, names, more=(("window",),))
 
 
 def _triangle(upper: bool) -> RuleFunction:
@@ -373,9 +464,11 @@ SHAPES: RuleTable = {
     aten.meshgrid.indexing: _meshgrid,
     aten.roll.default: _roll,
     aten.flip.default: _flip,
+    aten.fliplr.default: _flip,
+    aten.flipud.default: _flip,
     aten.pad.default: zeros_if_empty(_pad),
     aten.constant_pad_nd.default: _pad,
-    aten.unfold.default: _unfold,
+    aten.unfold.default: zeros_if_empty(_unfold),
     aten.tril.default: _triangle(upper=False),
     aten.triu.default: _triangle(upper=True),
 }

@@ -34,7 +34,7 @@ def _copied_runs(
             for run in zip(*(values[start : start + count] for values in (lengths, firsts, steps)), strict=True)
         ]
         start += count
-        x = torch.cat(parts, dim) if len(parts) != 1 else parts[0]
+        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else x.narrow(dim, 0, 0)
     return x
 
 
