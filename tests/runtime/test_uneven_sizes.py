@@ -1,0 +1,101 @@
+"""Sizes that do not divide by the number of devices: a vocabulary of 50,257, 30 heads and a batch of 6 on four."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.runtime.shards import shard
+
+RunRanks = Callable[..., list[Any]]
+VOCABULARY, HEADS, BATCH, TIME = 50_257, 30, 6, 5
+
+
+class OneBlock(nn.Module):
+    """A block of GPT-2 with tied embeddings; ``heads``: the strategy of its attention, if it has one."""
+
+    def __init__(self, heads: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = 2 * HEADS
+        self.tokens, self.norm = nn.Embedding(VOCABULARY, width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        attention = F.scaled_dot_product_attention
+        self.attention = sw.shard(attention, heads) if heads else attention
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        batch, time, width = x.shape
+        q, k, v = (t.view(batch, time, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        mixed = self.attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(VOCABULARY, (2, BATCH, TIME), generator=generator)
+    return ids, labels
+
+
+TENSOR_PARALLEL = {"head": "n@tp", "tokens": "v@tp", "up": "n@tp"}
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("", {"mesh": sw.Mesh(dp=4)}),
+    "data parallel": ("", {"mode": "data_parallel"}),
+    "semi-auto": ("h@tp", {"mode": "semi_auto", "mesh": sw.Mesh(tp=4), "strategies": TENSOR_PARALLEL}),
+    "auto, 2 x 2": ("h@tp", {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL}),
+}
+
+
+def planned(name: str) -> tuple[OneBlock, sw.Plan]:
+    heads, options = PLANS[name]
+    model = OneBlock(heads)
+    return model, sw.plan(model, batch(), 4, optimizer="sgd", **options)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_model_whose_sizes_do_not_divide_equals_one_device(name: str) -> None:
+    model, plan = planned(name)
+    report = sw.verify(model, batch(), plan, steps=1)
+    assert report.ok, str(report)
+    if name == "semi-auto":  # shards of 12,564 or 12,565 rows, and of 7 or 8 heads
+        assert str(plan.layouts["tokens.weight"]) == f"[{VOCABULARY}@tp, 60]"
+        rows = {plan.layouts["tokens.weight"].local_shape(plan.mesh.coordinates(rank))[0] for rank in range(4)}
+        assert rows == {12_564, 12_565}
+        assert [e.strategy for e in plan.operators if "attention" in e.target] == ["h@tp"]
+    elif "2" not in name:
+        assert "6@dp" in str(plan.layouts["args[0]"])
+
+
+def stepped() -> dict[str, float]:
+    """On a rank: the error of the loss, and of every gradient relative to its largest element, in float64."""
+    heads, options = PLANS["semi-auto"]
+    plan = sw.plan(OneBlock(heads).double(), batch(), 4, **options)
+    par = sw.parallelize(OneBlock(heads).double(), plan)
+    loss = par.step(*batch())
+    alone = OneBlock().double()
+    want = alone(*batch())
+    want.backward()
+    errors = {"loss": float((loss - want.detach()).abs())}
+    for name, parameter in par.named_parameters():
+        whole = alone.get_parameter(name).grad
+        own = shard(whole, plan.layouts[name], plan.mesh.coordinates(dist.get_rank()))
+        errors[name] = float((parameter.grad - own).abs().max() / whole.abs().max())
+    return errors
+
+
+def test_four_real_ranks_equal_one_device(run_ranks: RunRanks) -> None:
+    for errors in run_ranks(stepped, 4, time_limit_seconds=240):
+        assert len(errors) == 12
+        assert max(errors.values()) < 1e-11, errors
