@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +136,9 @@ def test_small_all_reduces_over_many_nodes_take_the_tree() -> None:
     assert across.coefficients("all_reduce", axes, 1e12) == ring
     for num_bytes in (1e3, 1e6, 1e9, 1e12):
         assert across.seconds("all_reduce", axes, num_bytes) == min(f + s * num_bytes for f, s in (ring, tree))
+    sizes = [1e3, 1e6, 1e9, 1e12]
+    each = across.seconds_each("all_reduce", axes, np.array(sizes))
+    assert each.tolist() == [across.seconds("all_reduce", axes, num_bytes) for num_bytes in sizes]
 
 
 def test_a_hierarchical_library_sends_only_slices_across() -> None:

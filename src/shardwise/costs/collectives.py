@@ -29,10 +29,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf, log2, prod
+from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster import Cluster, Level
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # How fast a tree is beside a ring: "busBw*.9" in NVIDIA/nccl, src/graph/tuning.cc (v2.8).
 TREE_PACE = 0.9
@@ -93,6 +98,12 @@ class Links:
         """Seconds of a collective over the product of sub-axes, of ``num_bytes`` as ``Collective.num_bytes`` counts
         them, while all other groups over these axes do the same."""
         return min(fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes))
+
+    def seconds_each(self, kind: str, axes: tuple[str, ...], num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """``seconds`` of many messages."""
+        import numpy as np  # here: starting ranks, which reads cluster files too, needs no numpy
+
+        return np.minimum.reduce([fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes)])
 
     def coefficients(self, kind: str, axes: tuple[str, ...], num_bytes: float = TYPICAL_BYTES) -> Affine:
         """(seconds, seconds per byte) of the algorithm that is the fastest for ``num_bytes``."""
