@@ -391,6 +391,8 @@ INDEXING = [
     call(aten.index_put.default, x(5, 3, 4), [None, ids(3, 2, 3) - 3, ids(4, 2, 1)], x(5, 2, 3), True),
     call(aten.index_put.default, x(4, 3, 2), [ids(4, 3), None, ids(2, 3)], x(3, 3), True),
     call(aten.index_put.default, x(5), [torch.tensor(-2)], x()),
+    call(aten.index_put.default, x(3, 4), [bits(3, 4)], x()),
+    call(aten.index_put.default, x(3, 4, 2), [None, torch.arange(4) % 2 == 1], x(1, 2), True),
     call(aten.masked_scatter.default, x(3, 4), torch.arange(12).reshape(3, 4) % 3 == 1, x(5)),
     call(aten.masked_scatter.default, x(2, 3, 4), torch.arange(3).reshape(3, 1) > 0, x(4, 5)),
     call(aten.take.default, x(3, 4), ids(12, 2, 5) - 6),

@@ -274,6 +274,8 @@ def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, 
 
     An atom of size 1 (which only matters when it is sharded) keeps its place among the others.
     """
+    if 0 in first or 0 in second:  # nothing to divide
+        return first if first == second else None
     cuts = sorted(_cuts(first) | _cuts(second))
     ones = _ones(first) | _ones(second)
     sizes = [1] * ones[1]

@@ -133,9 +133,14 @@ def _moments(
     dims = dims_of(dim, x.dim())
     count = _count(x, dims)
     average = x.sum(dims, keepdim=True) / count
-    squares = (x - average).square().sum(dims, keepdim)
+    squares = _squared(x - average).sum(dims, keepdim)
     free = max(count - (1 if correction is None else correction), 0)
     return squares / free, average if keepdim else average.squeeze(dims)
+
+
+def _squared(x: Tensor) -> Tensor:
+    """Squared magnitudes, real for complex numbers."""
+    return torch.view_as_real(torch.resolve_conj(x)).square().sum(-1) if x.is_complex() else x.square()
 
 
 def _root(x: Tensor) -> Tensor:
@@ -203,7 +208,7 @@ def vector_norm(
     if ord in (inf, -inf):
         return (amax if ord > 0 else amin)(x.abs(), dims, keepdim)
     if ord == 2:
-        return _root(x.square().sum(dims, keepdim))
+        return _root(_squared(x).sum(dims, keepdim))
     if ord == 1:
         return x.abs().sum(dims, keepdim)
     total = x.abs().pow(ord).sum(dims, keepdim)

@@ -128,7 +128,7 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
     """``x[i, j] = values``, or ``+=``, with integer indices; values broadcast."""
     layout = index_layout(op, graph)
     if layout is None:
-        return None
+        return _masked_put(op, graph)
     places, indices, operand, selected = layout
     values = graph.by_name[op.operands[-1]].shape
     sizes = dict(zip((d[0] for d in operand), graph.by_name[op.operands[0]].shape, strict=True))
@@ -159,6 +159,25 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
         localize=localize,
         lowering=lowerings.index_put if adds else None,
     )
+
+
+def _masked_put(op: Op, graph: Graph) -> OpRule | None:
+    """``x[mask] = value``, where the value is the same wherever the mask is: every part is masked for itself."""
+    given = arguments(op)["indices"]
+    places = [i for i, index in enumerate(given) if index is not None]
+    x, mask, values = (graph.by_name[name] for name in (*op.operands[:2], op.operands[-1]))
+    if len(places) != 1 or len(op.operands) != 3 or mask.dtype != torch.bool:
+        return None
+    names = dim_names(len(x.shape))
+    start, end = places[0], places[0] + len(mask.shape)
+    behind = x.shape[end:]
+    own = values.shape[len(values.shape) - len(behind) :] if len(values.shape) > len(behind) else values.shape
+    if prod(values.shape) != prod(own):  # one value per element that is masked: their number is data
+        return None
+    value_dims: Dims = tuple(() for _ in values.shape[: len(values.shape) - len(own)])
+    value_dims += broadcast_dims(own, behind, names[end:])
+    dims = single(names)
+    return build(op, graph, [dims, single(names[start:end]), value_dims], [dims], linear=((0, 2),))
 
 
 def scattered_sum_rule(op: Op, graph: Graph) -> OpRule:
