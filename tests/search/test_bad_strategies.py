@@ -73,14 +73,14 @@ def test_strategies_that_are_nested_wrongly_are_shown_nested_right():
 
 
 def test_a_dim_that_the_rule_can_not_split_is_named():
-    class Flipped(nn.Module):
+    class RolledFlat(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return sw.shard(torch.flip, ((1, 4),))(x, (1,)).mean()
+            return sw.shard(torch.roll, ((1, 4),))(x, (1,)).mean()
 
-    text = message(Flipped())
+    text = message(RolledFlat())
     assert "dim 1 of operand 0 [16, 32] can not be split (4 ways asked for)" in text
-    assert re.search(rf"op: +/flip \({HERE}\)", text), text
-    assert "factors that can be split: d0\n" in f"{text}\n"
+    assert re.search(rf"op: +/roll \({HERE}\)", text), text
+    assert "factors that can be split: none\n" in f"{text}\n"
 
 
 def test_a_broadcast_dim_can_not_be_split():
@@ -92,13 +92,13 @@ def test_a_broadcast_dim_can_not_be_split():
 
 
 def test_a_strategy_for_a_factor_that_can_not_be_split_is_refused():
-    class Flipped(nn.Module):
+    class RolledFlat(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return sw.shard(torch.flip, "d1@dp")(x, (1,)).mean()
+            return sw.shard(torch.roll, "d1@dp")(x, (1,)).mean()
 
-    text = message(Flipped())
+    text = message(RolledFlat())
     assert "factor d1 can not be split" in text
-    assert re.search(rf"op: +/flip \({HERE}\)", text), text
+    assert re.search(rf"op: +/roll \({HERE}\)", text), text
 
 
 @pytest.mark.parametrize("mode", ["stand_alone", "data_parallel"])
