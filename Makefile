@@ -2,12 +2,14 @@
 #
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
-#   make sweep      more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make sweep      every rule against its operator, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
+#   make operators  docs/operators.md, written from the rule tables
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements
+#   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
 #   make openmpi    mpirun for the tests that use it (they are skipped without), where apt-get may install it
@@ -17,7 +19,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test zoo bench-step bench-redistribution bench-collectives sweep sweep-redistribution lint install format clean openmpi
+.PHONY: demo test operators zoo bench-step bench-redistribution bench-collectives sweep sweep-redistribution lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -39,7 +41,11 @@ bench-step: install
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
 
 sweep: install
+	PYTHONPATH=tests $(BIN)/python -m rules.checking
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
+
+operators: install
+	PYTHONPATH=tests $(BIN)/python -m docs.operators
 
 zoo: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m models.zoo $(ZOO_ARGS)
@@ -49,6 +55,9 @@ bench-redistribution: install
 
 bench-collectives: install
 	$(BIN)/python benchmarks/collective_costs.py $(BENCH_ARGS)
+
+bench-planning: install
+	$(BIN)/python benchmarks/planning.py $(BENCH_ARGS)
 
 sweep-redistribution: install
 	PYTHONPATH=tests $(BIN)/python -m layouts.sweep

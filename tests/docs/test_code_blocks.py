@@ -82,7 +82,8 @@ def _execute(block: Block, namespace: dict[str, Any], where: str) -> str:
 
 def test_pages_have_blocks_that_run() -> None:
     assert {page.name for page in PAGES} >= {"README.md", "tour.md", "adding-a-rule.md"}
-    assert all(blocks_of(page.read_text(encoding="utf-8")) for page in PAGES)
+    written = [page for page in PAGES if page.name != "operators.md"]  # which is generated
+    assert all(blocks_of(page.read_text(encoding="utf-8")) for page in written)
 
 
 def test_a_block_takes_the_text_that_follows_it() -> None:
