@@ -103,7 +103,9 @@ class Links:
         """``seconds`` of many messages."""
         import numpy as np  # here: starting ranks, which reads cluster files too, needs no numpy
 
-        return np.minimum.reduce([fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes)])
+        each: list[NDArray[np.float64]] = [fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes)]
+        least: NDArray[np.float64] = np.minimum.reduce(each)
+        return least
 
     def coefficients(self, kind: str, axes: tuple[str, ...], num_bytes: float = TYPICAL_BYTES) -> Affine:
         """(seconds, seconds per byte) of the algorithm that is the fastest for ``num_bytes``."""

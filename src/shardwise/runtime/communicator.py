@@ -21,8 +21,8 @@ from shardwise.runtime.faults import Purpose, Waiting, collective_failed, conver
 from shardwise.runtime.moves import LocalMove, local_move
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
-_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
@@ -74,7 +74,7 @@ class Communicator:
         self.launched += 1
         rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
         try:
-            _gather_tensor(rows.view(-1), tensor.reshape(-1))
+            gather_tensor(rows.view(-1), tensor.reshape(-1))
         except RuntimeError as error:
             waiting = Waiting(self.name, self.launched, what, tuple(range(self.mesh.num_devices)))
             explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
@@ -219,7 +219,7 @@ class Message:
             received = _finished(_traced.all_gather_into_tensor(sent, self.size, self.group_name))
             return received.view(tensors[0].dtype), None
         received = sent.new_empty(self.size * self.largest)
-        work = _gather_tensor(received, sent, group=self.group, async_op=not wait)
+        work = gather_tensor(received, sent, group=self.group, async_op=not wait)
         return received.view(tensors[0].dtype), work
 
     def _reduce_scatter(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
@@ -236,7 +236,7 @@ class Message:
         if torch.compiler.is_compiling():
             return _finished(_traced.reduce_scatter_tensor(sent, "sum", self.size, self.group_name)), None
         received = sent.new_empty(sent.numel() // self.size)
-        work = _scatter_tensor(received, sent, group=self.group, async_op=not wait)
+        work = scatter_tensor(received, sent, group=self.group, async_op=not wait)
         return received, work
 
     def _all_to_all(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:

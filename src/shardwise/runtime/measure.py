@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.costs.fit import CollectiveTime, MatmulTime, Measurements, StreamTime
-from shardwise.runtime.communicator import _gather_tensor, _scatter_tensor
+from shardwise.runtime.communicator import gather_tensor, scatter_tensor
 from shardwise.runtime.ranks import init_ranks
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -175,9 +175,9 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group), whole.nbytes
     if kind == "all_gather":
-        return lambda: _gather_tensor(other, part, group=group), whole.nbytes
+        return lambda: gather_tensor(other, part, group=group), whole.nbytes
     if kind == "reduce_scatter":
-        return lambda: _scatter_tensor(part, whole, group=group), whole.nbytes
+        return lambda: scatter_tensor(part, whole, group=group), whole.nbytes
     if kind == "all_to_all":
         return lambda: dist.all_to_all_single(other, whole, group=group), whole.nbytes
     place, count = dist.get_rank(group), whole.numel()
