@@ -130,7 +130,7 @@ def _conversions(spmd: Spmd) -> tuple[ConversionEntry, ...]:
 
 
 def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int) -> ConversionEntry:
-    dtype = spmd.graph.by_name[conversion.value].dtype
+    dtype = spmd.graph.by_name[conversion.origin].dtype
 
     def entries(collectives: tuple[Collective, ...]) -> tuple[CollectiveEntry, ...]:
         return tuple(CollectiveEntry(c.kind, spmd.mesh.format_axes(c.axes), c.num_bytes) for c in collectives)
@@ -140,7 +140,7 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int) -> Conver
 
     backward = conversion.collectives(backward=True) if spmd.receives_gradient(conversion) else ()
     return ConversionEntry(
-        _value_name(conversion.value, spmd.graph),
+        _value_name(conversion.origin, spmd.graph),
         conversion.op,
         text(conversion.source),
         text(conversion.target),

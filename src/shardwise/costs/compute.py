@@ -19,8 +19,8 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.costs.cluster import Device
-from shardwise.graph.ir import Op
 from shardwise.costs.flops import flops_of
+from shardwise.graph.ir import Op
 
 aten = torch.ops.aten
 
@@ -28,8 +28,8 @@ Shape = tuple[int, ...]
 
 # FLOPs of attention's backward over those of its forward (see above).
 ATTENTION_BACKWARD = 2.5
-# Memory traffic of backward over that of forward, for operators whose FLOPs are not counted: the cotangent of the result
-# and what was saved are read, cotangents of operands written, as many bytes as forward moves.
+# Memory traffic of backward over that of forward, for operators whose FLOPs are not counted: the cotangent of the
+# result and what was saved are read, cotangents of operands written, as many bytes as forward moves.
 BACKWARD_TRAFFIC = 1.0
 
 DTYPE_NAMES = {
@@ -49,9 +49,7 @@ def is_view(target: OpOverload) -> bool:
     """Whether the operator's result is another view of its operand's memory: it takes no time on the device."""
     if target in (aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.alias.default):
         return True
-    return any(
-        result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns
-    )
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns)
 
 
 def forward_seconds(

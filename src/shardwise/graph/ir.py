@@ -67,7 +67,7 @@ class Source:
     trainable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Op:
     """One operator call. ``results`` names the tensors it returns, in order.
 
@@ -89,7 +89,7 @@ class Op:
     def module(self) -> str:
         return self.name.rpartition("/")[0]
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the tensor operands: the Refs in args, then kwargs, flattened in order, repetitions kept."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))

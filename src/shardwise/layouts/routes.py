@@ -9,7 +9,7 @@ same routes (``Routes.moves``), so what the search claims is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -34,6 +34,7 @@ SHARDED = len(STATES)  # codes from here on: the atom that the axis shards
 # Seconds added to every step of a route, so that of equally dear routes the one of fewest steps is taken. Too small to
 # be seen in a price: the shortest message takes about 1e-6 s.
 STEP = 1e-15
+COLUMNS = 64  # targets that are relaxed together: a block of prices that stays in the cache
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Routes:
         self._node_of = np.full(self.base ** len(axes.groups), -1, dtype=np.int64)
         self._node_of[self.keys] = np.arange(len(self.keys))
         self._prices: dict[int, Floats] = {}
+        self._moves: dict[tuple[int, int], tuple[Move, ...]] = {}
 
     def _allows(self, code: int, axis: int) -> bool:
         if code >= SHARDED:
@@ -182,41 +184,55 @@ class Routes:
         return np.stack([self._prices[int(node)] for node in targets.tolist()], axis=1)
 
     def _relax(self, targets: list[int]) -> None:
-        """Bellman and Ford's relaxation of all edges, towards all targets at once."""
-        best = np.full((len(self.codes), len(targets)), np.inf)
-        best[targets, np.arange(len(targets))] = 0.0
-        while True:
-            before = best.copy()
-            for step in self._edges:
-                best[step.sources] = np.minimum(best[step.sources], best[step.targets] + step.price[:, None])
-            if np.array_equal(before, best):
-                break
-        for i, target in enumerate(targets):
-            self._prices[target] = best[:, i]
+        """Bellman and Ford's relaxation of all edges, towards many targets at once."""
+        edges = self._edges
+        for start in range(0, len(targets), COLUMNS):
+            wanted = targets[start : start + COLUMNS]
+            best = np.full((len(self.codes), len(wanted)), np.inf)
+            best[wanted, np.arange(len(wanted))] = 0.0
+            while True:
+                known = best.copy()
+                for before, after, price in edges.by_rank:
+                    best[before] = np.minimum(best[before], best[after] + price[:, None])
+                if np.array_equal(known, best):
+                    break
+            for i, target in enumerate(wanted):
+                self._prices[target] = best[:, i]
 
     @cached_property
-    def _edges(self) -> tuple[_Edges, ...]:
-        """Every single step, in groups without repeated sources."""
-        found: list[_Edges] = []
+    def _edges(self) -> _Edges:
+        """Every single step."""
+        found: list[tuple[Ints, Ints, Floats, int]] = []
+        changes: list[tuple[int, ...]] = []
         num_axes = len(self.axes.groups)
         places = range(SHARDED, self.base)
         for count in range(1, num_axes + 1):
             for chosen in combinations(range(num_axes), count):
+                changes.append(chosen)
                 for before in (*range(SHARDED), SHARDED):
                     mine = self.codes[:, chosen]
                     held = (mine == before).all(axis=1) if before < SHARDED else (mine >= SHARDED).all(axis=1)
                     sources = np.flatnonzero(held)
                     if not len(sources):
                         continue
-                    for after in range(SHARDED):
-                        if after != before:
-                            self._add(found, sources, chosen, (after,) * count)
+                    ends = [(after,) * count for after in range(SHARDED) if after != before]
                     if before < SHARDED or count == 1:
-                        for spots in product(places, repeat=count):
-                            self._add(found, sources, chosen, spots)
-        return tuple(found)
+                        ends.extend(product(places, repeat=count))
+                    for end in ends:
+                        found.extend(self._steps(sources, chosen, end, len(changes) - 1))
+        if not found:
+            none = np.zeros(0, dtype=np.int64)
+            return _Edges(none, none, none, np.zeros(0), none, ())
+        columns = [np.concatenate([step[i] for step in found]) for i in range(3)]
+        numbers = np.concatenate([np.full(len(step[0]), step[3], dtype=np.int64) for step in found])
+        order = np.argsort(columns[0], kind="stable")
+        sources, starts = np.unique(columns[0][order], return_index=True)
+        return _Edges(sources, starts, columns[1][order], columns[2][order], numbers[order], tuple(changes))
 
-    def _add(self, found: list[_Edges], sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def _steps(
+        self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...], number: int
+    ) -> Iterator[tuple[Ints, Ints, Floats, int]]:
+        """The steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""
         codes = self.codes[sources].copy()
         codes[:, chosen] = after
         targets = self.node(codes)
@@ -224,8 +240,7 @@ class Routes:
         kept &= self._is_prefix(self.codes[sources], codes, chosen)
         sources, targets = sources[kept], targets[kept]
         if len(sources):
-            price = self._step_price(sources, targets, chosen)
-            found.append(_Edges(sources, targets, chosen, price + STEP))
+            yield sources, targets, self._step_price(sources, targets, chosen) + STEP, number
 
     def _is_prefix(self, before: Ints, after: Ints, chosen: tuple[int, ...]) -> NDArray[np.bool_]:
         """Whether on every atom the axes that stay are major to those that come or go."""
@@ -259,21 +274,24 @@ class Routes:
 
     def moves(self, source: int, target: int) -> tuple[Move, ...]:
         """The cheapest route as moves. Raises LayoutError where there is none."""
+        found = self._moves.get((source, target))
+        if found is None:
+            found = self._moves[source, target] = self._route(source, target)
+        return found
+
+    def _route(self, source: int, target: int) -> tuple[Move, ...]:
         left = self.prices(np.array([target]))[:, 0]
         if not np.isfinite(left[source]):
             raise LayoutError(f"no redistribution from {self.layout(source)} to {self.layout(target)}")
         path: list[Move] = []
-        node = source
+        edges, node = self._edges, source
         while node != target:
-            best: tuple[float, int, tuple[int, ...]] = (np.inf, node, ())
-            for step in self._edges:
-                at = int(np.searchsorted(step.sources, node))
-                if at < len(step.sources) and step.sources[at] == node:
-                    total = float(step.price[at] + left[step.targets[at]])
-                    if total < best[0]:
-                        best = (total, int(step.targets[at]), step.chosen)
-            _, after, chosen = best
-            axes = tuple(part for axis in chosen for part in self.axes.groups[axis])
+            at = int(np.searchsorted(edges.sources, node))
+            end = edges.starts[at + 1] if at + 1 < len(edges.starts) else len(edges.price)
+            own = slice(edges.starts[at], end)
+            step = int(edges.starts[at] + (edges.price[own] + left[edges.targets[own]]).argmin())
+            after = int(edges.targets[step])
+            axes = tuple(part for axis in edges.changes[edges.numbers[step]] for part in self.axes.groups[axis])
             path.append(Move(self.layout(node), self.layout(after), axes))
             node = after
         return tuple(path)
@@ -281,9 +299,23 @@ class Routes:
 
 @dataclass(frozen=True, eq=False)
 class _Edges:
-    """Steps of one kind: from ``sources`` (ascending) to ``targets``, over the axes ``chosen``, at ``price``."""
+    """Steps sorted by source: those of ``sources[i]`` begin at ``starts[i]``. Per step its target, its price in seconds
+    and the number, in ``changes``, of the axes that it changes."""
 
     sources: Ints
+    starts: Ints
     targets: Ints
-    chosen: tuple[int, ...]
     price: Floats
+    numbers: Ints
+    changes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Ints, Ints, Floats], ...]:
+        """The first step of every node, the second of those that have two, ...: sources, targets and prices."""
+        counts = np.diff(np.append(self.starts, len(self.price)))
+        found = []
+        for rank in range(int(counts.max(initial=0))):
+            has = counts > rank
+            steps = self.starts[has] + rank
+            found.append((self.sources[has], self.targets[steps], self.price[steps]))
+        return tuple(found)

@@ -6,15 +6,15 @@ collectives interleave with the computation). Every tensor the model returns is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from shardwise.errors import LayoutError, problem
-from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.layouts.conversions import Collective
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Value
+from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
@@ -23,6 +23,9 @@ from shardwise.partition.buckets import BUCKET_BYTES, Bucket, fill_buckets
 from shardwise.partition.lower import PlacedOp, lower_all
 from shardwise.partition.steps import Conversion, Step
 from shardwise.rules.rule import OpRule
+
+# The moves between two layouts of a value.
+Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 
 
 @dataclass(frozen=True)
@@ -91,17 +94,21 @@ def build_spmd(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     parameter_dtypes: Mapping[str, torch.dtype] | None = None,
+    route: Route | None = None,
+    shared: Mapping[str, Layout] | None = None,
 ) -> Spmd:
     """Insert the conversions. ``rules``: the divided rules; ``sources``: source value -> the layout it is stored or
     delivered in; ``bucket_bytes``: the largest message that several parameters share (``partition.buckets``; 0: none
-    is shared); ``parameter_dtypes``: those that decide about sharing, where they are not the graph's.
+    is shared); ``parameter_dtypes``: those that decide about sharing, where they are not the graph's; ``route``: the
+    moves between two layouts of a value (by default those that send the fewest bytes); ``shared``: values that are
+    converted to one layout first, from which all consumers take them.
 
     Raises LayoutError naming the operator when a strategy is not one of its own.
     """
     for op in graph.ops:
         _check(op, rules[op.name], strategies[op.name], mesh)
     placed, lowered = lower_all(graph, rules, strategies, mesh)
-    builder = _Builder(lowered, mesh, {name: sources[name] for name in graph.source_of})
+    builder = Builder(lowered, mesh, {name: sources[name] for name in graph.source_of}, route, shared)
     for item in placed:
         builder.add(item)
     outputs = tuple(Ref(builder.whole(out.name)) if isinstance(out, Ref) else out for out in graph.outputs)
@@ -133,12 +140,25 @@ def _check(op: Op, rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
         raise LayoutError(problem(str(error), op=op.name, source=op.source)) from error
 
 
-class _Builder:
-    """The steps so far, the layout of every name, and the conversions already made."""
+class Builder:
+    """The steps so far, the layout of every name, and the conversions already made.
 
-    def __init__(self, graph: Graph, mesh: Mesh, layouts: dict[str, Layout]) -> None:
+    ``route``: the moves between two layouts of a value; ``shared``: values whose consumers convert from a layout that
+    they share.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        layouts: dict[str, Layout],
+        route: Route | None = None,
+        shared: Mapping[str, Layout] | None = None,
+    ) -> None:
         self.graph, self.mesh, self.layouts = graph, mesh, layouts
+        self.route, self.shared = route or fewest_bytes, shared or {}
         self.steps: list[Step | Conversion] = []
+        self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
         self._made: dict[tuple[str, Layout], str] = {}
         self._count: dict[str, int] = {}
 
@@ -159,23 +179,34 @@ class _Builder:
     def convert(self, value: str, target: Layout, op: str) -> str:
         """The name under which ``value`` is available in ``target``; without gradient, replicated and invariant are the
         same."""
-        info, source = self.graph.by_name[value], self.layouts[value]
+        if value in self.shared and value not in self._shared_as:
+            self._shared_as[value] = self._converted(value, value, self.shared[value], op)
+        return self._converted(self._shared_as.get(value, value), value, target, op)
+
+    def _converted(self, name: str, origin: str, target: Layout, op: str) -> str:
+        """The name under which ``origin``, available as ``name``, is available in ``target``."""
+        info, source = self.graph.by_name[origin], self.layouts[name]
         if not info.requires_grad:
             source, target = _gradient_free(source), _gradient_free(target)
         target = target.canonical()
         if source.canonical() == target:
-            return value
-        key = (value, target)
+            return name
+        key = (origin, target)
         if key not in self._made:
-            moves = redistribute(source, target, differentiable=info.requires_grad)
-            self._count[value] = self._count.get(value, 0) + 1
-            result = f"{value}:{self._count[value]}"
+            moves = self.route(info, source, target)
+            self._count[origin] = self._count.get(origin, 0) + 1
+            result = f"{origin}:{self._count[origin]}"
             self._made[key] = result
             self.layouts[result] = target
             self.steps.append(
-                Conversion(value, result, source, target, moves, info.requires_grad, info.dtype.itemsize, op)
+                Conversion(name, origin, result, source, target, moves, info.requires_grad, info.dtype.itemsize, op)
             )
         return self._made[key]
+
+
+def fewest_bytes(value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
+    """The moves that send the fewest bytes."""
+    return redistribute(source, target, differentiable=value.requires_grad)
 
 
 def _gradient_free(layout: Layout) -> Layout:

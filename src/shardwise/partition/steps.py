@@ -11,10 +11,14 @@ from shardwise.partition.lower import PlacedOp
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``. ``op``: the consumer
-    it was first made for."""
+    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``.
+
+    ``origin``: the value of the graph that it is (``value`` itself, unless that was converted before); ``op``: the
+    consumer it was first made for.
+    """
 
     value: str
+    origin: str
     result: str
     source: Layout
     target: Layout

@@ -58,7 +58,7 @@ class Purpose:
         """(name, source line) of the operator that needs the converted value."""
         op = self.graph.op_by_name.get(conversion.op)
         if op is None:
-            op = self.graph.producer.get(conversion.value)  # an output of the model: what computed it
+            op = self.graph.producer.get(conversion.origin)  # an output of the model: what computed it
         return (op.name, op.source) if op else (conversion.op, "")
 
     def layouts(self, conversion: Conversion) -> tuple[Layout, Layout]:
@@ -69,14 +69,14 @@ class Purpose:
 
     def named(self, conversion: Conversion) -> str:
         """The converted value: ``blocks.0.mlp.up.weight``, or ``layer_norm (of norm/layer_norm, gpt.py:85)``."""
-        source = self.graph.source_of.get(conversion.value)
-        producer = self.graph.producer.get(conversion.value)
+        source = self.graph.source_of.get(conversion.origin)
+        producer = self.graph.producer.get(conversion.origin)
         made = f" (of {producer.name}, {producer.source})" if producer else ""
-        return "gradient of " * self.backward + (source.names[0] if source else conversion.value) + made
+        return "gradient of " * self.backward + (source.names[0] if source else conversion.origin) + made
 
     def describe(self, conversion: Conversion) -> str:
         """The value with its layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more tensors``."""
-        dtype = self.graph.by_name[conversion.value].dtype
+        dtype = self.graph.by_name[conversion.origin].dtype
         before, after = (format_layout(layout, dtype) for layout in self.layouts(conversion))
         more = len(self.conversions) - 1
         together = f" and {more} more tensor{'s' * (more > 1)}" if more else ""

@@ -256,11 +256,11 @@ def _subject(name: str, spmd: Spmd) -> Subject:
         return Subject(kind, source.names[0], spmd.layouts[name], graph.by_name[name].dtype)
     conversion = next((c for c in spmd.conversions if c.result == name), None)
     if conversion is not None:
-        own = graph.source_of.get(conversion.value)
-        shown = own.names[0] if own else conversion.value
-        consumer = graph.op_by_name.get(conversion.op) or graph.producer.get(conversion.value)
+        own = graph.source_of.get(conversion.origin)
+        shown = own.names[0] if own else conversion.origin
+        consumer = graph.op_by_name.get(conversion.op) or graph.producer.get(conversion.origin)
         where = (consumer.name, consumer.source) if consumer else (conversion.op, "")
-        return Subject("conversion", shown, conversion.target, graph.by_name[conversion.value].dtype, *where)
+        return Subject("conversion", shown, conversion.target, graph.by_name[conversion.origin].dtype, *where)
     op = graph.producer[name]
     return Subject("operator", name, spmd.layouts[name], graph.by_name[name].dtype, op.name, op.source)
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from shardwise.errors import LayoutError, ShardwiseError, problem
@@ -29,10 +29,12 @@ Choices = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Choice:
-    """A complete choice: a strategy for every op, and a layout for every source."""
+    """A complete choice: a strategy for every op, and a layout for every source. ``shared``: values that all consumers
+    convert from one layout, if the search chose one."""
 
     strategies: Mapping[str, Strategy]
     sources: Mapping[str, Layout]
+    shared: Mapping[str, Layout] = field(default_factory=dict)
 
 
 def choose(

@@ -1,0 +1,135 @@
+"""What a training step costs on a cluster: one object that the search, the program and its simulation all ask.
+
+Precision, optimizer and device decide how many bytes a value, a gradient and an optimizer state have and how long each
+operator and each collective takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardwise.costs.cluster import Device
+from shardwise.costs.collectives import Links
+from shardwise.costs.compute import Shape, backward_seconds, forward_seconds
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.ir import Op, Value
+
+# States that an optimizer keeps per element of a parameter, in the parameter's dtype (torch.optim's source: exp_avg,
+# exp_avg_sq; momentum_buffer; sum; square_avg).
+OPTIMIZER_STATES: Mapping[str, int] = {
+    "adamw": 2,
+    "adam": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adamax": 2,
+    "adadelta": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "momentum": 1,
+    "lion": 1,
+    "sgd": 0,
+    "none": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of a step, where they are not those of the model: ``compute`` for values and gathered parameters,
+    ``parameter`` for what is stored (optimizer states as well), ``reduce`` for reduced gradients."""
+
+    compute: torch.dtype | None = None
+    parameter: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds and bytes on the devices of ``links``."""
+
+    links: Links
+    optimizer: str = "adamw"
+    precision: Precision = field(default_factory=Precision)
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise ShardwiseError(
+                problem(
+                    f"the memory of optimizer {self.optimizer!r} is not known",
+                    fix=f"one of {', '.join(OPTIMIZER_STATES)}",
+                )
+            )
+
+    @property
+    def device(self) -> Device:
+        return self.links.cluster.device
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def dtype(self, value: Value) -> torch.dtype:
+        """In which a value is computed and sent."""
+        own = self.precision.compute
+        return own if own is not None and value.dtype.is_floating_point else value.dtype
+
+    def grad_itemsize(self, value: Value, is_parameter: bool) -> int:
+        """Bytes per element of a cotangent on its way."""
+        if is_parameter and self.precision.reduce is not None:
+            return self.precision.reduce.itemsize
+        return self.dtype(value).itemsize
+
+    def stored_itemsize(self, value: Value) -> int:
+        """Bytes per element of a parameter as it is stored."""
+        own = self.precision.parameter
+        return own.itemsize if own is not None and value.dtype.is_floating_point else value.dtype.itemsize
+
+    def state_bytes(self, value: Value, trainable: bool) -> int:
+        """Bytes per element of a parameter that a device keeps from step to step: itself, its gradient and optimizer
+        states."""
+        own = self.stored_itemsize(value)
+        return own * (2 + OPTIMIZER_STATES[self.optimizer]) if trainable else own
+
+    # -- seconds -------------------------------------------------------------------------------------------------------
+
+    def collective(self, kind: str, axes: tuple[str, ...], num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds of a collective per message size (``layouts.routes.Seconds``)."""
+        best: NDArray[np.float64] | None = None
+        for fixed, slope in self.links.algorithms(kind, axes):
+            seconds = fixed + slope * num_bytes
+            best = seconds if best is None else np.minimum(best, seconds)
+        assert best is not None, f"{kind} over {axes} has no algorithm"
+        return best
+
+    def operator(
+        self,
+        op: Op,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        shapes: tuple[Sequence[Shape], Sequence[Shape]],
+    ) -> float:
+        """Seconds of an operator on local ``shapes`` (operands, results), forward and backward. ``operands`` and
+        ``results`` are the whole values."""
+        dtypes = [self.dtype(value) for value in (*operands, *results)]
+        needed = [value.requires_grad for value in operands]
+        forward = forward_seconds(self.device, op, shapes[0], shapes[1], dtypes)
+        if not any(value.requires_grad for value in results):
+            return forward
+        return forward + backward_seconds(self.device, op, shapes[0], shapes[1], dtypes, needed)
+
+    def update(self, value: Value, numel: float) -> float:
+        """Seconds in which the optimizer updates ``numel`` elements of a parameter: it reads parameter, gradient and
+        states and writes parameter and states."""
+        own = self.stored_itemsize(value)
+        moved = own * (3 + 2 * OPTIMIZER_STATES[self.optimizer])
+        return numel * moved / self.device.bytes_per_second()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.links, self.optimizer, self.precision))
+
+    def __hash__(self) -> int:
+        return self._hash

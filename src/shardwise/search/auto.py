@@ -1,0 +1,240 @@
+"""The searches that choose by price: mesh shapes around them, and the choice that comes out.
+
+``dynamic_programming``     exact variable elimination (``elimination``)
+``ilp``                     the same cost graph as an integer program, solved by HiGHS
+``recursive_programming``   halving the devices again and again, heaviest operators first
+
+All of them minimise the same cost graph and keep what the user fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import log10
+
+import numpy as np
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.mesh_shapes import mesh_shapes
+from shardwise.costs.prices import Prices
+from shardwise.graph.ir import Graph
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.routes import Axes, Floats
+from shardwise.rules.atoms import Factored
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, build
+from shardwise.search.domains import Domains, PriceFragment
+from shardwise.search.dynamic_programming import Outcome, Solver, step_seconds
+from shardwise.search.dynamic_programming import search as solve_step
+from shardwise.search.elimination import MAX_JOINT, Problem, Solution, TooWide, solve
+from shardwise.search.free import settle
+from shardwise.search.modes import Choice, Choices, layout_of
+from shardwise.search.routing import Router
+
+PRICED_SEARCHES = ("dynamic_programming", "ilp", "recursive_programming")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan is expected to take, per step: seconds of collectives that nothing hides (``exposed``), of operators
+    (``compute``), of gathers of parameters and reductions of gradients (``traffic``, hidden behind operators as far as
+    these last); ``num_bytes`` per device of parameters, gradients, optimizer states and values kept for backward.
+
+    ``bound``: no plan of the searched space is faster (0: not known); ``log10_plans``: how many plans that are, as a
+    power of ten; ``search_seconds``: what the search took.
+    """
+
+    exposed: float
+    compute: float
+    traffic: float
+    num_bytes: float
+    bound: float = 0.0
+    log10_plans: float = 0.0
+    search_seconds: float = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self.exposed + max(self.compute, self.traffic)
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """How much slower than the bound, as a share of the bound; 0: proven optimal; None: not known."""
+        if not self.bound:
+            return None
+        gap = self.step_seconds / self.bound - 1
+        return gap if gap > 1e-9 else 0.0
+
+
+@dataclass
+class Search:
+    """One finished search on one mesh."""
+
+    cost: CostGraph
+    outcome: Outcome
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.cost.domains.axes.mesh
+
+    @property
+    def log10_plans(self) -> float:
+        return sum(log10(variable.size) for variable in self.cost.variables)
+
+    def choice(self, assignment: list[int] | None = None) -> Choice:
+        """An assignment (by default the best) as a choice for the whole graph."""
+        return choice_of(self.cost, self.outcome.assignment if assignment is None else assignment)
+
+    def prediction(self, assignment: list[int] | None = None) -> Prediction:
+        best = assignment is None
+        components = self.outcome.components if best else self.cost.components(assignment or [])
+        return Prediction(
+            float(components[EXPOSED]),
+            float(components[COMPUTE]),
+            float(components[TRAFFIC]),
+            float(components[BYTES]),
+            self.outcome.bound,
+            self.log10_plans,
+        )
+
+
+def cost_graph(
+    graph: Graph,
+    factored: Factored,
+    fixed: Choices,
+    axes: Axes,
+    prices: Prices,
+    fragments: Callable[[Graph, Router], PriceFragment],
+) -> CostGraph:
+    """The cost graph of a model on one mesh."""
+    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
+    router = Router(axes, prices, factored.atoms, parameters)
+    domains = Domains(graph, factored.rules, factored.atoms, router, fragments(graph, router))
+    return build(domains, fixed)
+
+
+def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
+    """The named axes whose parts the user treats differently."""
+    found = set()
+    for name, _ in mesh.axes:
+        parts = mesh.expand(name)
+        for choices in fixed.values():
+            own = {choices[part] for part in parts if part in choices}
+            if len(own) > 1 or (own and not all(part in choices for part in parts)):
+                found.add(name)
+    return frozenset(found)
+
+
+def solver_of(search: str) -> Solver:
+    """How a search minimises a sum of tables."""
+    if search == "ilp":
+        from shardwise.search.ilp import solve_ilp
+
+        return solve_ilp
+    return _eliminate
+
+
+def _eliminate(problem: Problem) -> Solution:
+    """By elimination; where that is too wide, as an integer program."""
+    try:
+        return solve(problem, max_joint=MAX_JOINT)
+    except TooWide:
+        from shardwise.search.ilp import solve_ilp
+
+        return solve_ilp(problem)
+
+
+def searched(cost: CostGraph, search: str, memory_bytes: float | None) -> Search:
+    """The best assignment of a cost graph. Raises DoesNotFit."""
+    if search == "recursive_programming":
+        from shardwise.search.recursive_programming import halve
+
+        return Search(cost, halve(cost, memory_bytes))
+    return Search(cost, solve_step(cost, memory_bytes, solver_of(search)))
+
+
+def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
+    """The meshes that a search tries where the user names none: axes are called after the level that they lie in."""
+    found = []
+    for shape in mesh_shapes(cluster, max_axes):
+        names = [level.name for level in cluster.levels]
+        left = [level.size for level in cluster.levels]
+        axes: list[tuple[str, int]] = []
+        for size in reversed(shape):
+            level = next((i for i, room in enumerate(left) if room > 1), len(left) - 1)
+            axes.append((names[level], size))
+            while size > 1 and level < len(left):
+                taken = min(size, left[level])
+                left[level] //= taken
+                size //= taken
+                level += 1
+        named: list[tuple[str, int]] = []
+        for name, size in reversed(axes):
+            same = sum(other == name for other, _ in axes)
+            number = sum(own.rstrip("0123456789") == name for own, _ in named) + 1
+            named.append((f"{name}{number}" if same > 1 else name, size))
+        found.append(Mesh(named))
+    return tuple(found) or (Mesh({cluster.levels[0].name: cluster.num_devices}),)
+
+
+def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
+    """An assignment as strategies, storage and shared layouts of the whole graph."""
+    domains = cost.domains
+    graph, mesh = domains.graph, domains.axes.mesh
+    decided: Choices = {}
+    stored: dict[str, Layout] = {}
+    shared: dict[str, Layout] = {}
+    for number, variable in enumerate(cost.variables):
+        value = assignment[number]
+        if variable.kind == "operator":
+            decided[variable.name] = domains.by_sub_axis(cost.domain_of[number].choices[value])
+        else:
+            layout = domains.routes(variable.name).layout(int(cost.nodes[number][value]))
+            (stored if variable.kind == "storage" else shared)[variable.name] = layout
+    choices, inputs = settle(graph, domains.rules, mesh, decided)
+    sources: dict[str, Layout] = {}
+    for source in graph.sources:
+        name = source.value
+        if name in stored:
+            sources[name] = stored[name]
+        else:
+            sources[name] = layout_of(inputs.get(name, {}), domains.atoms[name], mesh)
+    strategies = {name: domains.strategy_of(own) for name, own in choices.items()}
+    return Choice(strategies, sources, shared)
+
+
+def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
+    """The assignment that a choice (of another search) is in the cost graph, with the best shared layouts; None if it is
+    not in its space."""
+    domains = cost.domains
+    fixed: dict[int, int] = {}
+    for number, variable in enumerate(cost.variables):
+        if variable.kind == "operator":
+            own = choice.strategies[variable.name].choice_of
+            wanted = {part: own.get(part, "I") for part in domains.axes.mesh.sub_axes}
+            options = cost.domain_of[number].choices
+            at = [i for i, choices in enumerate(options) if domains.by_sub_axis(choices) == wanted]
+        elif variable.kind == "storage":
+            node = domains.routes(variable.name).node_of(choice.sources[variable.name])
+            at = np.flatnonzero(cost.nodes[number] == node).tolist()
+        else:
+            continue
+        if not at:
+            return None
+        fixed[number] = at[0]
+    return best_completion(cost, fixed)
+
+
+def best_completion(cost: CostGraph, fixed: Mapping[int, int]) -> list[int]:
+    """The assignment of least step in which some variables have given values."""
+    from shardwise.search.cost_graph import Weights
+    from shardwise.search.elimination import restricted
+
+    found = [solve(restricted(cost.weighted(Weights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
+    return min((item.assignment for item in found), key=lambda own: step_seconds(cost.components(own)))
+
+
+def components_of(cost: CostGraph, choice: Choice) -> Floats | None:
+    """The components of a choice, or None if it is not in the cost graph's space."""
+    assignment = assignment_of(cost, choice)
+    return None if assignment is None else cost.components(assignment)

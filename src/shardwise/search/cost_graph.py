@@ -1,0 +1,296 @@
+"""The cost graph: choices as variables, prices as tables over one or two of them.
+
+Variables are the strategy of every operator, the layout in which every parameter is stored, and for every value with
+several consumers the layout that they share: the value is converted to it once, and from there to each consumer. Every
+table has four components, because they do not simply add up: seconds of *exposed* collectives, seconds of *compute*,
+seconds of *traffic* that overlaps with compute (gathers of parameters, reductions of gradients), and *bytes* held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.routes import Floats, Ints, Routes
+from shardwise.search.domains import Domain, Domains
+from shardwise.search.elimination import Interner, Problem, Scope
+
+COMPONENTS = ("exposed", "compute", "traffic", "bytes")
+EXPOSED, COMPUTE, TRAFFIC, BYTES = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """``kind``: "operator", "storage" (of a parameter) or "shared" (layout of a value); ``name``: of the operator or
+    the value; ``size``: the number of its values."""
+
+    kind: str
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a second of each component and a byte cost in one solve."""
+
+    exposed: float = 1.0
+    compute: float = 1.0
+    traffic: float = 1.0
+    bytes: float = 0.0
+
+    @property
+    def vector(self) -> tuple[float, float, float, float]:
+        return self.exposed, self.compute, self.traffic, self.bytes
+
+
+@dataclass
+class CostGraph:
+    """``variables`` in execution order; ``factors``: scope and number of a table in ``kinds``, each of which holds its
+    components (None: zero everywhere)."""
+
+    domains: Domains
+    variables: list[Variable] = field(default_factory=list)
+    nodes: dict[int, Ints] = field(default_factory=dict)  # storage and shared variables: value -> node of its routes
+    domain_of: dict[int, Domain] = field(default_factory=dict)
+    factors: list[tuple[Scope, int]] = field(default_factory=list)
+    kinds: list[tuple[Floats | None, ...]] = field(default_factory=list)
+    number: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def weighted(self, weights: Weights) -> Problem:
+        """The problem of minimising the weighted sum of the components."""
+        interner = Interner()
+        numbers: list[int] = []
+        for components in self.kinds:
+            total: Floats | None = None
+            for weight, table in zip(weights.vector, components, strict=True):
+                if table is not None and weight:
+                    total = table * weight if total is None else total + table * weight
+            shape = next(table.shape for table in components if table is not None)
+            numbers.append(interner.add(np.zeros(shape) if total is None else total))
+        return Problem(
+            [variable.size for variable in self.variables],
+            [(scope, numbers[kind]) for scope, kind in self.factors],
+            interner,
+        )
+
+    def components(self, assignment: list[int]) -> Floats:
+        """The four components of a complete assignment."""
+        total = np.zeros(4)
+        for scope, kind in self.factors:
+            at = tuple(assignment[v] for v in scope)
+            for i, table in enumerate(self.kinds[kind]):
+                if table is not None:
+                    total[i] += table[at]
+        return total
+
+
+def build(
+    domains: Domains, fixed: Mapping[str, Mapping[str, str]], storage: Mapping[str, Layout] | None = None
+) -> CostGraph:
+    """The cost graph. ``fixed``: operator -> sub-axis -> choice; ``storage``: parameters whose layout is decided."""
+    return _Builder(domains, fixed, storage or {}).run()
+
+
+class _Builder:
+    def __init__(self, domains: Domains, fixed: Mapping[str, Mapping[str, str]], storage: Mapping[str, Layout]) -> None:
+        self.domains, self.graph = domains, domains.graph
+        self.fixed, self.storage = fixed, storage
+        self.cost = CostGraph(domains)
+        self._kinds: dict[object, int] = {}
+        self._home: dict[str, int] = {}  # value -> the variable whose layout its consumers convert from
+        self._ids: dict[int, int] = {}
+        self._kept_alive: list[object] = []
+        self.consumers = _consumers(self.graph, domains.operators, domains.active)
+        self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
+
+    def run(self) -> CostGraph:
+        for op in self.domains.operators:
+            for name in dict.fromkeys(op.operands):
+                if name in self.parameter and name not in self._home:
+                    self._store(name)
+            self._operator(op)
+        self._deliver()
+        return self.cost
+
+    # -- variables -----------------------------------------------------------------------------------------------------
+
+    def _variable(self, kind: str, name: str, size: int) -> int:
+        number = len(self.cost.variables)
+        self.cost.variables.append(Variable(kind, name, size))
+        self.cost.number[kind, name] = number
+        return number
+
+    def _store(self, name: str) -> None:
+        """The storage of a parameter: every layout that is sharded or whole."""
+        domains, routes = self.domains, self.domains.routes(name)
+        source, value = self.parameter[name], self.graph.by_name[name]
+        nodes = np.flatnonzero(((routes.codes == 0) | (routes.codes >= 3)).all(axis=1))
+        if name in self.storage:
+            node = routes.node_of(self.storage[name])
+            assert node is not None, f"{name} is stored as {self.storage[name]}, which is none of its layouts"
+            nodes = np.array([node])
+        variable = self._variable("storage", name, len(nodes))
+        self.cost.nodes[variable] = nodes
+
+        def table() -> tuple[Floats | None, ...]:
+            numel = routes.numel[nodes].astype(np.float64)
+            update = domains.prices.update(value, 1.0) if source.trainable else 0.0
+            per_element = domains.prices.state_bytes(value, source.trainable)
+            return numel * update, None, None, numel * per_element
+
+        self._factor((variable,), ("store", id(routes), value.dtype, source.trainable, nodes.tobytes()), table)
+        self._home[name] = variable
+        if len(self.consumers.get(name, ())) > 1:
+            self._share(name, variable, nodes, traffic=True)
+
+    def _operator(self, op: Op) -> None:
+        domain = self.domains.domain(op, self.fixed.get(op.name))
+        variable = self._variable("operator", op.name, len(domain))
+        self.cost.domain_of[variable] = domain
+        self._factor(
+            (variable,), ("operator", self._id(domain)), lambda: (domain.exposed, domain.compute, None, domain.kept)
+        )
+        for name in dict.fromkeys(name for name in op.operands if name in self._home):
+            self._edge(name, op, variable, domain)
+        for i, name in enumerate(op.results):
+            nodes = domain.results[i]
+            assert nodes is not None, f"{op.name}: {name} has no layouts"
+            self._home[name] = variable
+            if len(self.consumers.get(name, ())) > 1:
+                self._share(name, variable, nodes, traffic=False)
+
+    def _share(self, name: str, maker: int, made: Ints, *, traffic: bool) -> None:
+        """The layout that the consumers of a value convert from: any that its maker or a consumer uses."""
+        used = [made]
+        for op in self.consumers[name]:
+            domain = self.domains.domain(op, self.fixed.get(op.name))
+            used += [
+                nodes
+                for nodes, own in zip(domain.operands, op.operands, strict=True)
+                if own == name and nodes is not None
+            ]
+        nodes = np.unique(np.concatenate(used))
+        routes = self.domains.routes(name)
+        variable = self._variable("shared", name, len(nodes))
+        self.cost.nodes[variable] = nodes
+        kept = self._is_kept(name)
+
+        def table() -> tuple[Floats | None, ...]:
+            seconds = routes.prices(nodes)[made]
+            held = np.zeros_like(seconds)
+            if kept:
+                held += (routes.numel[nodes] * routes.tensor.itemsize)[None, :] * (made[:, None] != nodes[None, :])
+            return _placed(seconds, held, traffic)
+
+        key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic)
+        self._factor((maker, variable), key, table)
+        self._home[name] = variable
+
+    def _is_kept(self, name: str) -> bool:
+        return any(
+            i in self.domains.domain(op, self.fixed.get(op.name)).keeps
+            for op in self.consumers[name]
+            for i, own in enumerate(op.operands)
+            if own == name
+        )
+
+    # -- tables --------------------------------------------------------------------------------------------------------
+
+    def _edge(self, name: str, op: Op, variable: int, domain: Domain) -> None:
+        """What a consumer's layouts of a value cost, from where the value is."""
+        home = self._home[name]
+        routes = self.domains.routes(name)
+        made = self._nodes_at(home, name)
+        positions = tuple(i for i, own in enumerate(op.operands) if own == name)
+        traffic = name in self.parameter
+        stored = traffic and home == self.cost.number.get(("storage", name))
+
+        def table() -> tuple[Floats | None, ...]:
+            seconds = np.zeros((len(made), len(domain)))
+            held = np.zeros_like(seconds)
+            done: list[Ints] = []
+            for position in positions:
+                nodes = domain.operands[position]
+                assert nodes is not None, f"{op.name}: {name} has no layouts"
+                fresh = np.ones(len(domain))
+                for other in done:  # two operands in the same layout share the conversion
+                    fresh *= nodes != other
+                seconds += self._between(routes, made, nodes) * fresh[None, :]
+                if position in domain.keeps:
+                    moved = made[:, None] != nodes[None, :]
+                    if not stored and home not in self.cost.nodes:
+                        moved = np.ones_like(moved)  # the value itself is kept, once
+                    held += moved * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
+                done.append(nodes)
+            return _placed(seconds, held, traffic)
+
+        key = ("edge", id(routes), made.tobytes(), self._id(domain), positions, traffic, stored)
+        self._factor((home, variable), key, table)
+
+    @staticmethod
+    def _between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
+        """[made, nodes] seconds; each pair of layouts once, however many strategies have it."""
+        rows, back = np.unique(made, return_inverse=True)
+        columns, forth = np.unique(nodes, return_inverse=True)
+        small = routes.prices(columns)[rows]
+        return small[back][:, forth]
+
+    def _nodes_at(self, variable: int, name: str) -> Ints:
+        if variable in self.cost.nodes:
+            return self.cost.nodes[variable]
+        domain = self.cost.domain_of[variable]
+        producer = self.graph.producer[name]
+        nodes = domain.results[producer.results.index(name)]
+        assert nodes is not None, f"{name} has no layouts"
+        return nodes
+
+    def _deliver(self) -> None:
+        """The loss is needed whole, and buffers that are written back."""
+        wanted = [self.graph.loss] if self.graph.loss is not None else []
+        wanted += [value for _, value in self.graph.mutations]
+        for name in dict.fromkeys(wanted):
+            if name not in self._home:
+                continue
+            home, routes = self._home[name], self.domains.routes(name)
+            made = self._nodes_at(home, name)
+
+            def table(routes: Routes = routes, made: Ints = made) -> tuple[Floats | None, ...]:
+                return routes.prices(np.array([routes.whole]))[made, 0], None, None, None
+
+            self._factor((home,), ("deliver", id(routes), made.tobytes()), table)
+
+    def _factor(self, scope: Scope, key: object, table: object) -> None:
+        number = self._kinds.get(key)
+        if number is None:
+            number = self._kinds[key] = len(self.cost.kinds)
+            self.cost.kinds.append(table())  # type: ignore[operator]
+        if len(scope) == 2 and scope[0] > scope[1]:
+            raise AssertionError("scopes ascend: makers come before consumers")
+        self.cost.factors.append((scope, number))
+
+    def _id(self, thing: Domain) -> int:
+        """A number that no other domain has while this one lives."""
+        if id(thing) not in self._ids:
+            self._ids[id(thing)] = len(self._ids)
+            self._kept_alive.append(thing)
+        return self._ids[id(thing)]
+
+
+def _placed(seconds: Floats, held: Floats, traffic: bool) -> tuple[Floats | None, ...]:
+    """Components of a conversion: traffic of parameters overlaps with compute, that of values does not."""
+    some = held if held.any() else None
+    return (None, None, seconds, some) if traffic else (seconds, None, None, some)
+
+
+def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:
+    """Value -> the operators with a choice that use it, each once."""
+    found: dict[str, list[Op]] = {}
+    for op in operators:
+        for name in dict.fromkeys(op.operands):
+            if name in active:
+                found.setdefault(name, []).append(op)
+    return found

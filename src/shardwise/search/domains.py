@@ -1,0 +1,366 @@
+"""The legal strategies of an operator with their prices, as arrays.
+
+Every mesh axis (as a whole) splits a factor, repeats the work (``I`` or ``R``) or lets a partial sum pass (``P0`` ...);
+all combinations that leave every device a share are strategies. Operators of the same kind (target, arguments, shapes,
+atoms) share their domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.costs.saved import saved_by
+from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.routes import STATES, Floats, Ints, Routes
+from shardwise.layouts.strategy import Strategy, is_rest
+from shardwise.rules.rule import Dims, OpRule, base_name
+from shardwise.search.routing import Router
+from shardwise.search.wishes import burdens
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What a lowered strategy is made of: the layouts of its results; seconds of its operators and, apart, of its
+    collectives, forward and backward; and the bytes that its inside keeps for backward."""
+
+    results: tuple[Layout, ...]
+    compute: float
+    exposed: float
+    kept_bytes: float
+
+
+# Prices the program that a strategy lowers an operator to (``partition`` knows programs).
+PriceFragment = Callable[[Op, OpRule, Strategy], Fragment]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Strategies 0, 1, ... of one kind of operator. ``choices``: per strategy the choice of every axis. ``operands``,
+    ``results``: per tensor and strategy its node in the value's ``Routes`` (operands that carry no gradient and depend
+    on no parameter: None). ``compute``: seconds of the operator; ``exposed``: of collectives that are part of it;
+    ``kept``: bytes kept for backward besides operands; ``keeps``: operands that are kept."""
+
+    choices: tuple[tuple[str, ...], ...]
+    operands: tuple[Ints | None, ...]
+    results: tuple[Ints | None, ...]
+    compute: Floats
+    exposed: Floats
+    kept: Floats
+    keeps: frozenset[int]
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def only(self, kept: Ints) -> Domain:
+        """The domain with some strategies."""
+        return Domain(
+            tuple(self.choices[i] for i in kept.tolist()),
+            tuple(None if nodes is None else nodes[kept] for nodes in self.operands),
+            tuple(None if nodes is None else nodes[kept] for nodes in self.results),
+            self.compute[kept],
+            self.exposed[kept],
+            self.kept[kept],
+            self.keeps,
+        )
+
+
+class Domains:
+    """The domains of all operators of a graph on one mesh. ``active``: values that depend on a parameter; only these
+    have layouts to choose, all others are made where they are needed."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Mapping[str, OpRule],
+        atoms: Mapping[str, tuple[tuple[int, ...], ...]],
+        router: Router,
+        fragments: PriceFragment,
+    ) -> None:
+        self.graph, self.rules, self.atoms = graph, rules, atoms
+        self.router, self.axes, self.prices, self.fragments = router, router.axes, router.prices, fragments
+        self.parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
+        self._domains: dict[object, Domain] = {}
+
+    @cached_property
+    def active(self) -> frozenset[str]:
+        found = set(self.parameters)
+        for op in self.graph.ops:
+            if any(name in found for name in op.operands):
+                found.update(op.results)
+        return frozenset(found)
+
+    @cached_property
+    def operators(self) -> tuple[Op, ...]:
+        """The operators that have a choice, in execution order."""
+        return tuple(op for op in self.graph.ops if any(name in self.active for name in op.operands))
+
+    def routes(self, name: str) -> Routes:
+        """The layouts of a value and the ways between them."""
+        return self.router.routes(self.graph.by_name[name], self.atoms[name], is_parameter=name in self.parameters)
+
+    def domain(self, op: Op, fixed: Mapping[str, str] | None = None) -> Domain:
+        """The strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
+        key = self.kind_of(op)
+        found = self._domains.get(key)
+        if found is None:
+            found = self._domains[key] = self._build(op)
+        if not fixed:
+            return found
+        narrow = (key, tuple(sorted(fixed.items())))
+        if narrow not in self._domains:
+            wanted = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
+            kept = [
+                i
+                for i, choices in enumerate(found.choices)
+                if all(not want or want == {choice} for want, choice in zip(wanted, choices, strict=True))
+            ]
+            self._domains[narrow] = found.only(np.array(kept, dtype=np.int64))
+        return self._domains[narrow]
+
+    def kind_of(self, op: Op) -> object:
+        """What the domain of an operator depends on."""
+        rule = self.rules[op.name]
+
+        def tensor(name: str) -> object:
+            value = self.graph.by_name[name]
+            state = (name in self.active, name in self.parameters)
+            return value.shape, value.dtype, value.requires_grad, self.atoms[name], state
+
+        numbers: dict[str, int] = {}
+        for name in op.operands:
+            numbers.setdefault(name, len(numbers))
+
+        def plain(arg: Arg) -> Arg:
+            return map_refs(arg, lambda name: ("ref", numbers[name]))
+
+        return (
+            op.target,
+            tuple(plain(arg) for arg in op.args),
+            tuple((key, plain(arg)) for key, arg in op.kwargs),
+            tuple(map(tensor, op.operands)),
+            tuple(map(tensor, op.results)),
+            (rule.factors, rule.operands, rule.results, rule.linear),
+        )
+
+    def _build(self, op: Op) -> Domain:
+        rule = self.rules[op.name]
+        per_axis = self._choices(op, rule)
+        # [strategies, axes]: the number of each axis's choice in its list.
+        grid = np.array(list(product(*(range(len(own)) for own in per_axis))), dtype=np.int64)
+        grid = grid.reshape(-1, len(per_axis))
+        fitting = np.ones(len(grid), dtype=np.bool_)
+        ways: dict[str, Ints] = {}
+        for factor in rule.factors:
+            ways[factor.name] = own = np.ones(len(grid), dtype=np.int64)
+            for axis, size in enumerate(self.axes.sizes):
+                if factor.name in per_axis[axis]:
+                    own *= np.where(grid[:, axis] == per_axis[axis].index(factor.name), size, 1)
+            fitting &= own <= max(factor.size, 1)
+        fitting &= ~self._mixes_lowered(rule, per_axis, grid)
+        operands = [self._nodes(name, rule, dims, i, per_axis, grid) for i, (name, dims) in enumerate(_pairs(op, rule))]
+        results = [self._nodes(name, rule, dims, None, per_axis, grid) for name, dims in _results(op, rule)]
+        for nodes in (*operands, *results):
+            if nodes is not None:
+                fitting &= nodes >= 0
+        kept = np.flatnonzero(fitting)
+        return self._priced(
+            op,
+            rule,
+            [tuple(own[i] for own, i in zip(per_axis, row, strict=True)) for row in grid[kept].tolist()],
+            {name: own[kept] for name, own in ways.items()},
+            [None if nodes is None else nodes[kept] for nodes in operands],
+            [None if nodes is None else nodes[kept] for nodes in results],
+        )
+
+    def _choices(self, op: Op, rule: OpRule) -> list[list[str]]:
+        """Per axis its choices: the factors that it may split, then the states.
+
+        Of a factor that the graph divides into parts, those parts are left out that some operator must keep whole or
+        lower, if there are others: head dims that attention contracts, the halves that rotary embeddings swap. Partial
+        sums pass through parameters never: nothing makes them partial.
+        """
+        gradient = any(self.graph.by_name[name].requires_grad for name in (*op.operands, *op.results))
+        states = ["I", *(["R"] if gradient else [])]
+        for group, members in enumerate(rule.linear):
+            if any(op.operands[i] in self.active - self.parameters for i in members):
+                states.append(f"P{group}")
+        splittable = [f for f in rule.factors if f.kind in ("parallel", "sum", "lowered")]
+        light = {base_name(f.name) for f in splittable if not self.burden[op.name, f.name]}
+        named = [
+            f
+            for f in splittable
+            if base_name(f.name) == f.name or not self.burden[op.name, f.name] or base_name(f.name) not in light
+        ]
+        return [[f.name for f in named if f.size >= size] + states for size in self.axes.sizes]
+
+    @cached_property
+    def burden(self) -> Mapping[tuple[str, str], int]:
+        """(operator, factor) -> in how many operators the same atom must be whole or lowered."""
+        return burdens(self.graph, self.rules, ("whole", "lowered"))
+
+    @staticmethod
+    def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[str]], grid: Ints) -> NDArray[np.bool_]:
+        """Strategies that lower the operator on one axis and defer a sum or a gradient on another: no one needs both,
+        and every lowered strategy is priced by building its program."""
+        lowered = {factor.name for factor in rule.factors if factor.kind == "lowered"}
+        some, deferred = np.zeros(len(grid), dtype=np.bool_), np.zeros(len(grid), dtype=np.bool_)
+        for axis, own in enumerate(per_axis):
+            some |= np.array([choice in lowered for choice in own])[grid[:, axis]]
+            deferred |= np.array([is_rest(choice) and choice != "I" for choice in own])[grid[:, axis]]
+        return some & deferred
+
+    def _nodes(
+        self,
+        name: str,
+        rule: OpRule,
+        dims: Dims,
+        position: int | None,
+        per_axis: Sequence[Sequence[str]],
+        grid: Ints,
+    ) -> Ints | None:
+        """Per strategy the node of an operand (``position``) or a result; -1 where it is no layout of the value."""
+        if name not in self.active:
+            return None
+        routes = self.routes(name)
+        codes = np.zeros_like(grid)
+        for axis, (own, size) in enumerate(zip(per_axis, self.axes.sizes, strict=True)):
+            known = np.array([self._code(routes, rule, dims, position, choice, size) for choice in own])
+            codes[:, axis] = known[grid[:, axis]]
+        nodes = routes.node(np.maximum(codes, 0))
+        return np.where((codes < 0).any(axis=1), -1, nodes)
+
+    def _code(self, routes: Routes, rule: OpRule, dims: Dims, position: int | None, choice: str, size: int) -> int:
+        """The state of a tensor on an axis of ``size`` devices, under a choice; -1: none."""
+        state = self._state(rule, dims, position, choice)
+        if isinstance(state, str):
+            if state == "R" and not routes.tensor.differentiable:
+                state = "I"
+            return STATES.index(state)
+        return _position(routes, rule, dims, state, size)
+
+    def _state(self, rule: OpRule, dims: Dims, position: int | None, choice: str) -> str | tuple[int, int]:
+        """``I``, ``R``, ``P``, or the place (dim, index among the factors of the dim) of the factor that is split."""
+        if is_rest(choice):
+            if choice in ("I", "R"):
+                return choice
+            passes = position is None or position in rule.linear[int(choice[1:])]
+            return "P" if passes else "R"
+        for d, dim in enumerate(dims):
+            if choice in dim:
+                return d, dim.index(choice)
+        if position is not None:
+            return "R"
+        return "P" if rule.factor(choice).kind == "sum" else "I"
+
+    def _priced(
+        self,
+        op: Op,
+        rule: OpRule,
+        choices: list[tuple[str, ...]],
+        ways: Mapping[str, Ints],
+        operands: list[Ints | None],
+        results: list[Ints | None],
+    ) -> Domain:
+        count = len(choices)
+        compute, exposed, kept = np.zeros(count), np.zeros(count), np.zeros(count)
+        lowered = {factor.name for factor in rule.factors if factor.kind == "lowered"}
+        values = [self.graph.by_name[name] for name in op.operands]
+        outputs = [self.graph.by_name[name] for name in op.results]
+        saved = saved_by(op, values, outputs)
+        local = np.array([-(-f.size // ways[f.name]) for f in rule.factors], dtype=np.int64).reshape(-1, count)
+        alive = np.ones(count, dtype=np.bool_)
+        plain = np.array([not lowered.intersection(own) for own in choices], dtype=np.bool_)
+        same, back = np.unique(local[:, plain], axis=1, return_inverse=True)
+        place = {factor.name: i for i, factor in enumerate(rule.factors)}
+        prices = np.zeros((2, same.shape[1]))
+        for i, sizes in enumerate(same.T.tolist()):
+            shapes = tuple(
+                tuple(tuple(prod(sizes[place[f]] for f in dim) for dim in dims) for dims in side)
+                for side in (rule.operands, rule.results)
+            )
+            prices[0, i] = self.prices.operator(op, values, outputs, (shapes[0], shapes[1]))
+            prices[1, i] = self._kept(op, saved.results, saved.other_bytes, values, outputs, shapes)
+        compute[plain], kept[plain] = prices[:, back.reshape(-1)]
+        for i in np.flatnonzero(~plain).tolist():
+            fragment = self.fragments(op, rule, self.strategy(choices[i]))
+            compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
+            for nodes, name, layout in zip(results, op.results, fragment.results, strict=True):
+                if nodes is not None:
+                    node = self.routes(name).node_of(layout)
+                    alive[i] &= node is not None
+                    nodes[i] = -1 if node is None else node
+        found = Domain(
+            tuple(choices),
+            tuple(operands),
+            tuple(results),
+            compute,
+            exposed,
+            kept,
+            frozenset(saved.operands),
+        )
+        return found if alive.all() else found.only(np.flatnonzero(alive))
+
+    def _kept(
+        self,
+        op: Op,
+        results: tuple[int, ...],
+        other_bytes: int,
+        values: Sequence[Value],
+        outputs: Sequence[Value],
+        shapes: tuple[tuple[tuple[int, ...], ...], ...],
+    ) -> float:
+        """Bytes kept of a local call besides its operands."""
+        own = float(sum(prod(shapes[1][i]) * self.prices.dtype(outputs[i]).itemsize for i in results))
+        if other_bytes:
+            at = [replace(value, shape=shape) for value, shape in zip(values, shapes[0], strict=True)]
+            to = [replace(value, shape=shape) for value, shape in zip(outputs, shapes[1], strict=True)]
+            try:
+                own += saved_by(op, at, to).other_bytes
+            except (RuntimeError, ValueError):  # arguments that name whole sizes: in proportion to the result
+                whole = sum(value.numel for value in outputs)
+                part = sum(prod(shape) for shape in shapes[1])
+                own += other_bytes * part / max(whole, 1)
+        return own
+
+    def strategy(self, choices: Sequence[str]) -> Strategy:
+        """The strategy of a combination: every sub-axis does what its axis does."""
+        return Strategy.of(self.by_sub_axis(choices))
+
+    def strategy_of(self, choices: Mapping[str, str]) -> Strategy:
+        """The strategy of choices per sub-axis; those that split a factor together in device order."""
+        return Strategy.of({axis: choices[axis] for axis in self.axes.mesh.sub_axes if axis in choices})
+
+    def by_sub_axis(self, choices: Sequence[str]) -> dict[str, str]:
+        return {part: choice for group, choice in zip(self.axes.groups, choices, strict=True) for part in group}
+
+
+def _pairs(op: Op, rule: OpRule) -> list[tuple[str, Dims]]:
+    return list(zip(op.operands, rule.operands, strict=True))
+
+
+def _results(op: Op, rule: OpRule) -> list[tuple[str, Dims]]:
+    return list(zip(op.results, rule.results, strict=True))
+
+
+def _position(routes: Routes, rule: OpRule, dims: Dims, at: tuple[int, int], size: int) -> int:
+    """The code of the atom that a factor's place is: the same atom, or where the value is divided further the
+    major-most part of it, if the axis divides that."""
+    dim, index = at
+    sizes = [rule.factor(name).size for name in dims[dim]]
+    stride, own = prod(sizes[index + 1 :]), sizes[index]
+    atoms = routes.tensor.atoms[dim]
+    for i, atom in enumerate(atoms):
+        below = prod(atoms[i + 1 :])
+        if below * atom == stride * own and atom > 1:
+            if below == stride or (below > stride and atom % size == 0):
+                return routes.place[(dim, i)]
+            return -1
+    return -1

@@ -1,0 +1,265 @@
+"""The exact search: the best strategies, layouts of parameters and shared layouts, by variable elimination.
+
+A step takes ``exposed + max(compute, traffic)`` seconds: collectives of values wait for operators and operators for
+them; gathers of parameters and reductions of gradients travel while operators run, as far as there are any. A maximum
+does not add up over choices, so it is replaced by ``(1 - m) compute + m traffic``: for every m between 0 and 1 the least
+sum is a lower bound of the least step (Lagrange), and where the two choices that a bound lies between differ, mixtures
+of both (one up to some operator, the other from there) come close to it. A limit on memory is a second multiplier, in
+seconds per byte. What is left between the best choice found and the best bound is the optimality gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.layouts.routes import Floats
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
+from shardwise.search.elimination import Problem, Solution, solve
+
+# Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a nanosecond.
+TIE = 1e-20
+MAX_SOLVES = 24
+# Gaps below this are rounding.
+EXACT = 1e-9
+
+Solver = Callable[[Problem], Solution]
+
+
+def step_seconds(components: Floats) -> float:
+    """Seconds of a step from its components."""
+    return float(components[EXPOSED] + max(components[COMPUTE], components[TRAFFIC]))
+
+
+@dataclass
+class Outcome:
+    """The best assignment found. ``bound``: no assignment (that fits) is faster; ``least_bytes``: where a limit was
+    given, the least memory of any assignment; ``solves``: eliminations; ``largest_joint``: combinations of the largest
+    joint table; ``candidates``: the other assignments seen, fastest first."""
+
+    assignment: list[int]
+    components: Floats
+    bound: float
+    solves: int
+    largest_joint: int
+    candidates: list[list[int]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.components)
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound, as a share of the bound; 0: proven optimal."""
+        gap = self.seconds / self.bound - 1 if self.bound > 0 else 0.0
+        return gap if gap > EXACT else 0.0
+
+
+class DoesNotFit(Exception):
+    """No assignment needs so little memory; ``assignment`` needs the least."""
+
+    def __init__(self, assignment: list[int], num_bytes: float) -> None:
+        super().__init__(f"no plan needs less than {num_bytes:.0f} bytes")
+        self.assignment, self.num_bytes = assignment, num_bytes
+
+
+def search(cost: CostGraph, memory_bytes: float | None = None, solver: Solver = solve) -> Outcome:
+    """The fastest assignment whose bytes are within ``memory_bytes``. Raises DoesNotFit."""
+    run = _Run(cost, memory_bytes, solver)
+    bound = run.overlapped(TIE)
+    if memory_bytes is not None and not run.fits(run.best_of_last):
+        bound = run.within_memory()
+    best = run.best
+    assert best is not None, "a search that fits nothing raises"
+    run.improve(bound)
+    best = run.best
+    others = sorted((item for item in run.seen.values() if run.fits(item)), key=lambda item: item.seconds)
+    return Outcome(
+        list(best.assignment),
+        best.components,
+        min(bound, best.seconds),
+        run.solves,
+        run.largest_joint,
+        [list(item.assignment) for item in others if item.assignment != best.assignment],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    assignment: tuple[int, ...]
+    components: Floats
+
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.components)
+
+    def at(self, weights: Weights) -> float:
+        return float(self.components @ np.array(weights.vector))
+
+
+class _Run:
+    """One search: the assignments seen so far, and the best that fits."""
+
+    def __init__(self, cost: CostGraph, memory_bytes: float | None, solver: Solver) -> None:
+        self.cost, self.memory_bytes, self.solver = cost, memory_bytes, solver
+        self.seen: dict[tuple[int, ...], _Seen] = {}
+        self.best: _Seen | None = None
+        self.solves = self.largest_joint = 0
+
+    def fits(self, item: _Seen) -> bool:
+        return self.memory_bytes is None or item.components[BYTES] <= self.memory_bytes
+
+    def add(self, assignment: list[int], components: Floats | None = None) -> _Seen:
+        key = tuple(assignment)
+        item = self.seen.get(key)
+        if item is None:
+            item = _Seen(key, self.cost.components(assignment) if components is None else components)
+            self.seen[key] = item
+        if self.fits(item) and (self.best is None or _order(item) < _order(self.best)):
+            self.best = item
+        return item
+
+    def solved(self, weights: Weights) -> _Seen:
+        found = self.solver(self.cost.weighted(weights))
+        self.solves += 1
+        self.largest_joint = max(self.largest_joint, found.largest_joint)
+        return self.add(found.assignment)
+
+    def overlapped(self, per_byte: float) -> float:
+        """The best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the assignment
+        of least seconds and bytes so priced, in ``bracket`` the two that the bound lies between."""
+
+        def weights(multiplier: float) -> Weights:
+            return Weights(1.0, 1.0 - multiplier, multiplier, per_byte)
+
+        # Where all traffic hides behind compute, or all compute behind traffic, one solve settles it.
+        low = self.solved(weights(0.0))
+        self.best_of_last, self.bracket = low, (low, low)
+        if low.components[TRAFFIC] <= low.components[COMPUTE]:
+            return self._without_ties(low.at(weights(0.0)), low, per_byte)
+        high = self.solved(weights(1.0))
+        self.bracket = (low, high)
+        if high.components[COMPUTE] <= high.components[TRAFFIC]:
+            self.best_of_last = high
+            return self._without_ties(high.at(weights(1.0)), high, per_byte)
+        bound = 0.0
+        for _ in range(MAX_SOLVES):
+            slopes = [item.components[TRAFFIC] - item.components[COMPUTE] for item in (low, high)]
+            starts = [item.at(weights(0.0)) for item in (low, high)]
+            multiplier = float((starts[0] - starts[1]) / (slopes[1] - slopes[0]))
+            meet = low.at(weights(multiplier))
+            found = self.solved(weights(multiplier))
+            value = found.at(weights(multiplier))
+            bound = max(bound, value)
+            if value >= meet * (1 - 1e-12):
+                break
+            if found.components[TRAFFIC] > found.components[COMPUTE]:
+                low = found
+            else:
+                high = found
+        self.bracket = (low, high)
+        self.best_of_last = min((low, high), key=lambda item: item.seconds + per_byte * item.components[BYTES])
+        return bound if per_byte > TIE else bound - TIE * max(low.components[BYTES], high.components[BYTES])
+
+    @staticmethod
+    def _without_ties(value: float, item: _Seen, per_byte: float) -> float:
+        """A bound without what the bytes were weighed with to settle ties."""
+        return value if per_byte > TIE else value - float(item.components[BYTES]) * TIE
+
+    def within_memory(self) -> float:
+        """The best bound over the price of a byte, and assignments around the limit."""
+        assert self.memory_bytes is not None, "no limit"
+        large = self.best_of_last
+        small = self.solved(Weights(0.0, 0.0, 0.0, 1.0))
+        if not self.fits(small):
+            raise DoesNotFit(list(small.assignment), float(small.components[BYTES]))
+        # Of all that need the least memory, the fastest: seconds at a weight below the least difference of bytes.
+        small = self.solved(Weights(1e-3, 1e-3, 1e-3, 1.0))
+        bound = 0.0
+        for _ in range(MAX_SOLVES):
+            saved = float(large.components[BYTES] - small.components[BYTES])
+            if saved <= 0:
+                break
+            per_byte = max((small.seconds - large.seconds) / saved, TIE)
+            meet = large.seconds + per_byte * float(large.components[BYTES])
+            value = self.overlapped(per_byte)
+            bound = max(bound, value - per_byte * self.memory_bytes)
+            found = self.best_of_last
+            reached = found.seconds + per_byte * float(found.components[BYTES])
+            if reached >= meet * (1 - 1e-9) or found in (large, small):
+                self.mix(*self.bracket)
+                break
+            if self.fits(found):
+                small = found
+            else:
+                large = found
+            self.mix(*self.bracket)
+        self.mix(large, small)
+        self.mix(small, large)
+        return bound
+
+    def improve(self, bound: float) -> None:
+        """Close the gap: mixtures of the two assignments around the bound, then single variables."""
+        if self.best is None or self.best.seconds <= bound * (1 + EXACT):
+            return
+        low, high = self.bracket
+        self.mix(low, high)
+        self.mix(high, low)
+        self.descend()
+
+    def mix(self, first: _Seen, second: _Seen) -> None:
+        """All assignments that agree with one up to some variable and with the other from there; the best that fits."""
+        if first is second:
+            return
+        count = len(self.cost.variables)
+        change = np.zeros((count + 2, 4))
+        for scope, kind in self.cost.factors:
+            tables = self.cost.kinds[kind]
+            ends = [tuple(item.assignment[v] for v in scope) for item in (first, second)]
+            pieces = [(scope[-1] + 1, count + 1, ends[0]), (0, scope[0] + 1, ends[1])]
+            if len(scope) == 2:
+                pieces.append((scope[0] + 1, scope[1] + 1, (ends[0][0], ends[1][1])))
+            for start, stop, at in pieces:
+                price = [0.0 if table is None else table[at] for table in tables]
+                change[start] += price
+                change[stop] -= price
+        totals = np.cumsum(change, axis=0)[: count + 1]
+        seconds = totals[:, EXPOSED] + np.maximum(totals[:, COMPUTE], totals[:, TRAFFIC])
+        if self.memory_bytes is not None:
+            seconds = np.where(totals[:, BYTES] <= self.memory_bytes, seconds, np.inf)
+        cut = int(seconds.argmin())
+        if np.isfinite(seconds[cut]):
+            self.add([*first.assignment[:cut], *second.assignment[cut:]])
+
+    def descend(self) -> None:
+        """Change single variables while that makes the step faster."""
+        assert self.best is not None, "nothing to improve"
+        at: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        for scope, kind in self.cost.factors:
+            for variable in scope:
+                at.setdefault(variable, []).append((scope, kind))
+        assignment, total = list(self.best.assignment), self.best.components.copy()
+        improved = True
+        while improved:
+            improved = False
+            for variable, factors in at.items():
+                options = np.zeros((self.cost.variables[variable].size, 4))
+                for scope, kind in factors:
+                    index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
+                    for i, table in enumerate(self.cost.kinds[kind]):
+                        if table is not None:
+                            options[:, i] += table[index]
+                there = total - options[assignment[variable]] + options
+                seconds = there[:, EXPOSED] + np.maximum(there[:, COMPUTE], there[:, TRAFFIC])
+                if self.memory_bytes is not None:
+                    seconds = np.where(there[:, BYTES] <= self.memory_bytes, seconds, np.inf)
+                choice = int(seconds.argmin())
+                if seconds[choice] < step_seconds(total) * (1 - EXACT):
+                    total, assignment[variable], improved = there[choice], choice, True
+        self.add(assignment)
+
+
+def _order(item: _Seen) -> tuple[float, float]:
+    return item.seconds, float(item.components[BYTES])
