@@ -210,6 +210,14 @@ def test_launches_and_efficiency_belong_to_a_kind() -> None:
     assert own.coefficients("all_reduce", TP) == links().coefficients("all_reduce", TP)
 
 
+def test_a_measured_line_counts_for_just_such_groups() -> None:
+    node = replace(CLUSTER.levels[0], lines=(("all_reduce", 4, 1.0, 2.0),))
+    own = links(replace(CLUSTER, levels=(node, CLUSTER.levels[1])))
+    assert own.algorithms("all_reduce", TP) == ((1.0, 2.0),)
+    for kind, axes in (("all_gather", TP), ("all_reduce", TP[:1]), ("all_reduce", DP), ("all_reduce", BOTH)):
+        assert own.algorithms(kind, axes) == links().algorithms(kind, axes)
+
+
 def test_bandwidths_of_group_sizes_are_interpolated() -> None:
     level = Level("node", 8, 100.0, 0.0, group_bandwidths=((2, 10.0), (4, 30.0), (8, 40.0)))
     assert [level.link_bandwidth(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [10, 10, 20, 30, 35, 40, 40]

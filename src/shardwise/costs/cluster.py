@@ -79,7 +79,9 @@ class Level:
     units gets another bandwidth than all of them, in ascending order; numbers between are interpolated.
     ``efficiency``: kind of collective -> the fraction of the bandwidth that it gets (1 if it is not named).
     ``launches``: kind of collective -> its own ``launch``, where that is known.
-    ``hierarchical``: whether the library works level by level in groups over this one (HCCL), not in one ring.
+    ``lines``: (kind, number of units, seconds, seconds per byte of the message) of groups that were measured; they
+    count before the other figures. ``hierarchical``: whether the library works level by level in groups over this one
+    (HCCL), not in one ring.
     """
 
     name: str
@@ -91,7 +93,12 @@ class Level:
     group_bandwidths: tuple[tuple[int, float], ...] = ()
     efficiency: Figures = field(default_factory=Figures)
     launches: Figures = field(default_factory=Figures)
+    lines: tuple[tuple[str, int, float, float], ...] = ()
     hierarchical: bool = False
+
+    def line(self, kind: str, num_units: int) -> tuple[float, float] | None:
+        """(seconds, seconds per byte) that were measured for a kind of collective on groups of so many units."""
+        return next((line[2:] for line in self.lines if line[:2] == (kind, num_units)), None)
 
     def link_bandwidth(self, num_units: float) -> float:
         """B/s of one link for a group that spans ``num_units`` units."""

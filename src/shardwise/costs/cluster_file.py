@@ -37,6 +37,7 @@ _LEVEL_KEYS = {
     "latency": ("latency", "s", True, True),
     "launch": ("launch", "s", False, True),
 }
+_LINE = re.compile(r"(?P<kind>\w+) over (?P<units>\d+)")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
 
 
@@ -275,7 +276,17 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
 def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
     reader.unknown(
         table,
-        {"name", "size", "shared_by", "group_bandwidths", "efficiency", "launches", "hierarchical", *_LEVEL_KEYS},
+        {
+            "name",
+            "size",
+            "shared_by",
+            "group_bandwidths",
+            "efficiency",
+            "launches",
+            "lines",
+            "hierarchical",
+            *_LEVEL_KEYS,
+        },
         where,
     )
     figures = reader.figures(table, _LEVEL_KEYS, where)
@@ -293,8 +304,22 @@ def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
         group_bandwidths=tuple(sorted(by_size)),
         efficiency=reader.named(table, "efficiency", "", where, KINDS),
         launches=reader.named(table, "launches", "s", where, KINDS),
+        lines=_lines(reader, table, where),
         **({"bandwidth": 0.0, "latency": 0.0} | figures),
     )
+
+
+def _lines(reader: _Reader, table: Mapping[str, Any], where: str) -> tuple[tuple[str, int, float, float], ...]:
+    """``"all_reduce over 4" = ["30 us", "150 GB/s"]``: latency, and bytes of the message per second."""
+    found: list[tuple[str, int, float, float]] = []
+    for key, value in reader.table(table, "lines", where).items():
+        match, place = _LINE.fullmatch(key), f"{where}.lines.{key!r}"
+        if match is None or match["kind"] not in KINDS or not isinstance(value, list) or len(value) != 2:
+            reader.complain(place, 'is not like "all_reduce over 4" = ["30 us", "150 GB/s"]')
+            continue
+        seconds, pace = reader.figure(value[0], "s", place, may_be_zero=True), reader.figure(value[1], "B/s", place)
+        found.append((match["kind"], int(match["units"]), seconds, 1 / (pace or 1)))
+    return tuple(found)
 
 
 # -------------------------------------------------------------------------------------------------------- writing
@@ -317,6 +342,11 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
         lines += _named("levels.group_bandwidths", by_size, "B/s")
         lines += _named("levels.efficiency", level.efficiency, "")
         lines += _named("levels.launches", level.launches, "s")
+        if level.lines:
+            lines += ["", "[levels.lines]"]
+        for kind, units, seconds, per_byte in level.lines:
+            figures = f"{_figure(seconds, 's')}, {_figure(1 / per_byte, 'B/s')}"
+            lines += [f"{_quoted(f'{kind} over {units}')} = [{figures}]"]
     if cluster.sources:
         lines += ["", "[sources]", *(f"{_quoted(key)} = {_quoted(value)}" for key, value in cluster.sources)]
     if measured:

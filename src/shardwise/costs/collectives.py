@@ -19,7 +19,8 @@ all-reduce of the slices across, all-gather inside. Only a slice of the message 
 
 **Cross-sections** (``_all_to_all``). Of a rank's ``b`` bytes, the part for devices of other units crosses that level.
 
-Each algorithm is affine in the bytes; the cheapest is taken, as NCCL does.
+Each algorithm is affine in the bytes; the cheapest is taken, as NCCL does. Where a level was calibrated with just such
+groups, the line that was fitted to them counts instead of all that (``Level.lines``).
 """
 
 from __future__ import annotations
@@ -210,6 +211,9 @@ def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, .
         raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
     if span.size == 1:
         return ((0.0, 0.0),)
+    used = span.used()
+    if len(used) == 1 and (measured := levels[used[0]].line(kind, span.size)) is not None:
+        return (measured,)
     if kind in _PASSES:
         if any(levels[level].hierarchical for level in span.used()):
             return (_hierarchy(kind, levels, span),)

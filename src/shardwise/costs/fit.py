@@ -179,7 +179,8 @@ def _only_on(units: Sequence[int], level: int) -> bool:
 def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level | None = None) -> Level:
     """The figures of one level from collectives that cross no other.
 
-    The slope of a line gives the bandwidth of its kind and group size; intercepts are ``launch + steps x latency``.
+    The slope of a line gives the bandwidth of its kind and group size; intercepts are ``launch + steps x latency``. For
+    groups that were measured the level keeps the lines themselves; the figures are for all others.
     ``like``: a level with the same links; group sizes that it names and nobody measured get its bandwidths, scaled as
     the measured ones are.
     A level without measurements (one device) gets figures that nothing uses.
@@ -215,6 +216,7 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level
         group_bandwidths=tuple(by_size.items()) if len(by_size) > 1 else (),
         efficiency=Figures(efficiency),
         launches=Figures(launches),
+        lines=tuple((kind, units, first, slope) for (kind, units), (first, slope) in lines.items() if slope > 0),
     )
 
 
