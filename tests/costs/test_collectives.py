@@ -230,6 +230,8 @@ def test_redistribution_takes_the_prices() -> None:
     assert hash(price) == hash(links().price(4))
     assert price == links().price(4)
     assert price("slice", TP, 100.0) == (0.0,)
+    for way in ("halo_exchange", "halo_add"):
+        assert price(way, TP, 100.0) == (links().seconds("halo_exchange", TP, 400),)
     elements = 3 * 1000.0  # an all-gather over 4 of shards of 1,000 elements: a rank sends 3,000
     assert price("all_gather", TP, elements) == (links().seconds("all_gather", TP, 4 * 4000),)
     assert price("all_reduce", TP, 2 * 3 / 4 * 1000) == (pytest.approx(links().seconds("all_reduce", TP, 4 * 1000)),)

@@ -10,7 +10,7 @@ describes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -228,7 +228,3 @@ def slowest(devices: Sequence[Device]) -> Device:
         matmul_half_flops=max(device.matmul_half_flops for device in devices),
         memory_efficiency=min(device.bytes_per_second() for device in devices) / bandwidth,
     )
-
-
-DEVICE_FIELDS = tuple(entry.name for entry in fields(Device))
-LEVEL_FIELDS = tuple(entry.name for entry in fields(Level))

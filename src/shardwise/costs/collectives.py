@@ -168,11 +168,11 @@ class LinkPrice:
 
     def __call__(self, primitive: str, axes: tuple[str, ...], elements: float) -> tuple[float]:
         """``elements``: those that the busiest rank sends, as ``Move.num_sent`` counts them."""
-        if primitive not in KINDS:
+        kind = "halo_exchange" if primitive == "halo_add" else primitive  # the way back
+        if kind not in KINDS:
             return (0.0,)
-        size = self.links.mesh.size_of(axes)
-        whole = elements * size / (size - 1) / _PASSES.get(primitive, 1)
-        return (self.links.seconds(primitive, axes, whole * self.itemsize),)
+        whole = elements / share_sent(kind, self.links.mesh.size_of(axes))
+        return (self.links.seconds(kind, axes, whole * self.itemsize),)
 
 
 def _num_units(group: list[tuple[int, int]], rest: list[tuple[int, int]], unit: int) -> int:
