@@ -173,6 +173,22 @@ REDUCTIONS = [
     call(aten.var_mean.default, x(3, 4)),
     call(aten.var_mean.dim, x(3, 4), [1], False),
     call(aten.var_mean.correction, x(3, 4), [-1], correction=0, keepdim=True),
+    call(aten.std_mean.default, x(3, 4)),
+    call(aten.std_mean.dim, x(3, 4), [1], False),
+    call(aten.std_mean.correction, x(3, 4), [0], correction=2, keepdim=True),
+    call(aten.nanmean.default, leaf([[1, torch.nan, 2, 4], [torch.nan, 4, 5, 6]]), [1]),
+    call(aten.aminmax.default, x(3, 4)),
+    call(aten.aminmax.default, x(3, 4), dim=1, keepdim=True),
+    call(aten.linalg_norm.default, x(3, 4)),
+    call(aten.linalg_norm.default, x(3, 4), 3, [1]),
+    call(aten.linalg_norm.default, x(2, 3, 4), 2, [1, 2]),
+    call(aten.linalg_matrix_norm.str_ord, x(2, 3, 4)),
+    call(aten.linalg_matrix_norm.str_ord, x(2, 3, 4), "nuc"),
+    call(aten.quantile.scalar, x(3, 5), 0.3, 1),
+    call(aten.nanquantile.scalar, x(3, 5), 0.3, 1, True),
+    call(aten.msort.default, x(3, 4)),
+    call(aten.searchsorted.Tensor, torch.arange(5.0), plain(x(3, 4)) * 3),
+    call(aten.bucketize.Tensor, plain(x(3, 4)) * 3, torch.arange(5.0), right=True),
     call(aten.logsumexp.default, x(3, 4), [1]),
     call(aten.logsumexp.default, x(3, 4), [0, 1], True),
     call(aten.linalg_vector_norm.default, x(3, 4), 2, [1]),
@@ -595,6 +611,11 @@ def _losses() -> list[Sample]:
         call(nll, x(5), torch.tensor(2), None, 0),
         call(aten.nll_loss_nd.default, x(2, 3, 5), grid, None, 0),
         call(aten.nll_loss2d.default, x(2, 3, 2, 2), ids(3, 2, 2, 2), None, 1),
+        call(cross, x(4, 5), torch.full((4,), -100), None, 1),
+        call(cross, x(4, 5), torch.full((4,), -100), plain(unit(5)), 0, -100, 0.1),
+        call(nll, x(4, 5), torch.full((4,), -100), None, 1),
+        call(aten.pairwise_distance.default, x(6, 4), x(6, 4)),
+        call(aten.pairwise_distance.default, x(2, 3, 4), x(2, 3, 4), 1.0, 1e-6, True),
         call(aten.l1_loss.default, x(3, 4), x(4), 2),
         call(aten.poisson_nll_loss.default, x(3, 4), unit(3, 4), True, False, 1e-8, 2),
         call(aten.binary_cross_entropy_with_logits.default, x(3, 4), unit(3, 4), plain(unit(4)), plain(unit(4)), 2),
@@ -608,6 +629,16 @@ def _losses() -> list[Sample]:
         ]
         found += [
             call(target, x(3, 4), unit(3, 4), reduction) for target in (aten.huber_loss.default, aten.kl_div.default)
+        ]
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0]).double()
+        found += [
+            call(aten.hinge_embedding_loss.default, x(4, 6), signs, 1.0, reduction),
+            call(aten.margin_ranking_loss.default, x(6), x(6), signs, 3.0, reduction),
+            call(aten.cosine_embedding_loss.default, x(6, 4), x(6, 4), signs, 0.1, reduction),
+            call(aten.triplet_margin_loss.default, x(6, 4), x(6, 4), x(6, 4), reduction=reduction),
+            call(aten.triplet_margin_loss.default, x(3, 4), x(3, 4), x(3, 4), 0.5, 1, 1e-6, True, reduction),
+            call(aten.multi_margin_loss.default, x(4, 5), ids(5, 4), 1, 1.0, plain(unit(5)), reduction),
+            call(aten.multilabel_margin_loss.default, x(4, 3), torch.tensor([[2, 0, -1]] * 4), reduction),
         ]
         found += [
             call(aten.soft_margin_loss.default, x(3, 4), plain(unit(3, 4)), reduction),

@@ -111,6 +111,14 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         lambda a, t: F.cross_entropy(a, t, ignore_index=-100),
         (leaf([[NAN, NAN, NAN], [1, 2, 3], [3, 2, 1], [0, 1, 0]]).detach(), torch.tensor([-100, 0, 2, 1])),
     ),
+    "all labels ignored": (
+        lambda a, t: (
+            F.cross_entropy(a, t),
+            F.cross_entropy(a, t, reduction="sum"),
+            F.nll_loss(a, t, reduction="none"),
+        ),
+        (x(4, 5), torch.full((4,), -100)),
+    ),
     "nan to number": (lambda a: torch.nan_to_num(a, 0.0, 9.0).cumsum(1), (leaf([[1, NAN, INF, 2], [3, 4, 5, -INF]]),)),
     "infinity times zero": (lambda a, b: (a * b, a @ b.t()), (leaf([[0, 1], [INF, 2]]), leaf([[INF, 1], [0, 3]]))),
     # integers and booleans

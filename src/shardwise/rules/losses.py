@@ -12,9 +12,10 @@ from torch._ops import OpOverload
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules import lowerings
-from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.calls import broadcast_shape
 from shardwise.rules.elementwise import broadcast_dims
+from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import MEAN, NONE
 from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
 
@@ -77,6 +78,44 @@ def _nll(op: Op, graph: Graph) -> OpRule | None:
     return _class_loss(op, graph, lowerings.nll_loss)
 
 
+def _row_loss(lowering: Lowering) -> RuleFunction:
+    """``... d, ... d, ..., -> ...`` or ``()``: the features of a sample are lowered, samples have the reduction's kind.
+    Operands that broadcast have no rule."""
+
+    def function(op: Op, graph: Graph) -> OpRule | None:
+        shapes = [graph.by_name[name].shape for name in op.operands]
+        rows = shapes[0][:-1]
+        if not shapes[0] or any(shape not in (shapes[0], rows) for shape in shapes):
+            return None
+        given = arguments(op)
+        kind = _batch_kind(given.get("reduction", NONE))
+        names = (*dim_names(len(rows)), "d")
+        operands = [single(names[: len(shape)]) for shape in shapes]
+        kept: Dims = ((),) if given.get("keepdim") else ()
+        result = single(names[:-1]) + kept if kind == "parallel" else ()
+        kinds: dict[str, FactorKind] = {**dict.fromkeys(names, kind), "d": "lowered"}
+        return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
+
+    return function
+
+
+def _margin_loss(lowering: Lowering) -> RuleFunction:
+    """``n c, n or n c, c -> n`` or ``()``: every class of a sample is compared with every other."""
+
+    def function(op: Op, graph: Graph) -> OpRule | None:
+        shapes = [graph.by_name[name].shape for name in op.operands]
+        if len(shapes[0]) != 2 or 0 in shapes[0]:
+            return None
+        kind = _batch_kind(arguments(op)["reduction"])
+        operands = [single("nc"), *(single("nc"[: len(shape)]) for shape in shapes[1:2])]
+        operands += [single("c")] * (len(shapes) - 2)
+        result = single("n") if kind == "parallel" else ()
+        kinds: dict[str, FactorKind] = {"n": kind, "c": "whole"}
+        return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
+
+    return function
+
+
 LOSSES: RuleTable = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _nll,
@@ -91,4 +130,11 @@ LOSSES: RuleTable = {
     aten.kl_div.default: element_loss_rule,
     aten.soft_margin_loss.default: element_loss_rule,
     aten.poisson_nll_loss.default: element_loss_rule,
+    aten.hinge_embedding_loss.default: element_loss_rule,
+    aten.margin_ranking_loss.default: element_loss_rule,
+    aten.cosine_embedding_loss.default: _row_loss(lowerings.cosine_embedding_loss),
+    aten.triplet_margin_loss.default: _row_loss(lowerings.triplet_margin_loss),
+    aten.pairwise_distance.default: _row_loss(lowerings.pairwise_distance),
+    aten.multi_margin_loss.default: zeros_if_empty(_margin_loss(lowerings.multi_margin_loss)),
+    aten.multilabel_margin_loss.default: zeros_if_empty(_margin_loss(lowerings.multilabel_margin_loss)),
 }

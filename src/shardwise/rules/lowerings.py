@@ -193,6 +193,33 @@ def var_mean_dim(
     return _moments(self, dim, int(unbiased), keepdim)
 
 
+def std_mean(
+    self: Tensor,
+    dim: int | Sequence[int] | None = None,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    variance, average = _moments(self, dim, correction, keepdim)
+    return _root(variance), average
+
+
+def std_mean_unbiased(self: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
+    return std_mean(self, None, int(unbiased))
+
+
+def std_mean_dim(
+    self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    return std_mean(self, dim, int(unbiased), keepdim)
+
+
+def nanmean(
+    self: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dims_of(dim, self.dim())
+    return torch.nansum(self, dims, keepdim, dtype=dtype) / self.isnan().logical_not().sum(dims, keepdim)
+
+
 def vector_norm(
     self: Tensor,
     ord: float = 2,
@@ -226,6 +253,30 @@ def norm(
     return vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
+def linalg_norm(
+    self: Tensor,
+    ord: float | None = None,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Of vectors, or without an order."""
+    return vector_norm(self, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+
+def matrix_norm(
+    self: Tensor,
+    ord: str = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    assert ord == "fro", "other matrix norms are decompositions"
+    return vector_norm(self, 2, dim, keepdim, dtype=dtype)
+
+
 def frobenius_norm(self: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
     return vector_norm(self, 2, dim, keepdim)
 
@@ -236,6 +287,11 @@ def amax(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> 
 
 def amin(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> Tensor:
     return _extreme(self, self.detach().amin(dims_of(dim, self.dim()), keepdim=True), dim, keepdim)
+
+
+def aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = () if dim is None else (dim,)
+    return amin(self, dims, keepdim), amax(self, dims, keepdim)
 
 
 def _extreme(x: Tensor, extreme: Tensor, dim: int | Sequence[int], keepdim: bool) -> Tensor:
@@ -643,3 +699,60 @@ def _soft_label_loss(
     if reduction == NONE:
         return losses
     return losses.sum() if reduction == SUM else losses.sum() / max(log_probabilities.numel() // num_classes, 1)
+
+
+def _over_samples(losses: Tensor, reduction: int) -> Tensor:
+    """Losses of samples, all of which count."""
+    if reduction == NONE:
+        return losses
+    return losses.sum() if reduction == SUM else losses.sum() / losses.numel()
+
+
+def cosine_embedding_loss(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = MEAN
+) -> Tensor:
+    small = 1e-12  # PyTorch's own
+    sizes = (input1.square().sum(-1) + small) * (input2.square().sum(-1) + small)
+    cosine = (input1 * input2).sum(-1) / sizes.sqrt()
+    apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0)
+    return _over_samples(torch.where(target == 1, 1 - cosine, apart), reduction)
+
+
+def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    return vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+def triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = MEAN,
+) -> Tensor:
+    near = pairwise_distance(anchor, positive, p, eps)
+    far = pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, pairwise_distance(positive, negative, p, eps))
+    return _over_samples((margin + near - far).clamp_min(0), reduction)
+
+
+def multi_margin_loss(
+    self: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+) -> Tensor:
+    """Over split samples: the classes of one stay together."""
+    total: Tensor = torch.ops.aten.multi_margin_loss.default(self, target, p, margin, weight, SUM)
+    return total / target.numel()
+
+
+def multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
+    """Over split samples: the classes of one stay together."""
+    total: Tensor = torch.ops.aten.multilabel_margin_loss.default(self, target, SUM)
+    return total / self.shape[0]

@@ -12,7 +12,8 @@ from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
 from shardwise.rules import lowerings
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import any_split, dims_of, flat_pieces, normal_dim, unchanged
+from shardwise.rules.calls import any_split, dims_of, flat_pieces, normal_dim, operand_positions, unchanged
+from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.kernels import CUMULATED
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, Lowering, OpRule, Window
 from shardwise.rules.windows import Sliding
@@ -188,12 +189,31 @@ def _diff(op: Op, graph: Graph) -> OpRule:
     if len(operands) == 1:
         windows = {"x0": Window("y", Sliding(shape[dim], given["n"] + 1, 1).ranges)}
         return build(op, graph, operands, [along("y")], linear=linear, windows=windows)
-    linear = (tuple(range(len(operands))),)
-    if len(operands) == 1:
-        windows = {"x0": Window("y", Sliding(shape[dim], given["n"] + 1, 1).ranges)}
-        return build(op, graph, operands, [along("y")], linear=linear, windows=windows)
     kinds: dict[str, FactorKind] = dict.fromkeys((*(f"x{i}" for i in range(len(operands))), "y"), "whole")
     return build(op, graph, operands, [along("y")], kinds=kinds, linear=linear)
+
+
+def _vector_norm_only(lowering: Lowering) -> RuleFunction:
+    """Norms that are those of vectors; singular values need the whole matrix."""
+
+    def function(op: Op, graph: Graph) -> OpRule:
+        given = arguments(op)
+        dims = dims_of(given["dim"], len(graph.by_name[op.operands[0]].shape))
+        of_vectors = given["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(given["ord"], str))
+        return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
+
+    return function
+
+
+def _search(op: Op, graph: Graph) -> OpRule | None:
+    """searchsorted, bucketize: every rank knows all bounds (one row of them) and searches for its own values."""
+    positions = operand_positions(op)
+    bounds = positions["sorted_sequence" if "sorted_sequence" in positions else "boundaries"][0]
+    if len(op.operands) != 2 or len(graph.by_name[op.operands[bounds]].shape) != 1:
+        return None
+    names = dim_names(len(graph.by_name[op.results[0]].shape))
+    operands = [single(["bound"] if i == bounds else names) for i in range(2)]
+    return build(op, graph, operands, [single(names)], kinds={"bound": "whole"})
 
 
 def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:
@@ -227,11 +247,13 @@ REDUCTIONS: RuleTable = {
     aten.count_nonzero.default: lambda op, graph: reduce_rule(op, graph, "sum"),
     aten.count_nonzero.dim_IntList: lambda op, graph: reduce_rule(op, graph, "sum"),
     aten.histc.default: _histogram,
+    aten.nanmean.default: _lowered(lowerings.nanmean),
     aten.nansum.default: lambda op, graph: reduce_rule(op, graph, "sum"),
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.amax.default: _extreme("max", lowerings.amax),
     aten.amin.default: _extreme("min", lowerings.amin),
+    aten.aminmax.default: _lowered(lowerings.aminmax),
     aten.max.default: _extreme("max", lowerings.amax),
     aten.min.default: _extreme("min", lowerings.amin),
     aten.any.default: _any,
@@ -252,6 +274,8 @@ REDUCTIONS: RuleTable = {
     aten.nanmedian.default: _whole,
     aten.nanmedian.dim: _whole,
     aten.kthvalue.default: _whole,
+    aten.quantile.scalar: zeros_if_empty(_whole),
+    aten.nanquantile.scalar: zeros_if_empty(_whole),
     aten.mode.default: _whole,
     aten.var.default: _lowered(lowerings.var_unbiased),
     aten.var.dim: _lowered(lowerings.var_dim),
@@ -262,8 +286,13 @@ REDUCTIONS: RuleTable = {
     aten.var_mean.default: _lowered(lowerings.var_mean_unbiased),
     aten.var_mean.dim: _lowered(lowerings.var_mean_dim),
     aten.var_mean.correction: _lowered(lowerings.var_mean),
+    aten.std_mean.default: _lowered(lowerings.std_mean_unbiased),
+    aten.std_mean.dim: _lowered(lowerings.std_mean_dim),
+    aten.std_mean.correction: _lowered(lowerings.std_mean),
     aten.logsumexp.default: _lowered(lowerings.logsumexp),
     aten.linalg_vector_norm.default: _lowered(lowerings.vector_norm),
+    aten.linalg_norm.default: _vector_norm_only(lowerings.linalg_norm),
+    aten.linalg_matrix_norm.str_ord: _vector_norm_only(lowerings.matrix_norm),
     aten.norm.Scalar: _lowered(lowerings.norm),
     aten.norm.ScalarOpt_dim: _lowered(lowerings.norm),
     aten.frobenius_norm.dim: _lowered(lowerings.frobenius_norm),
@@ -283,6 +312,9 @@ REDUCTIONS: RuleTable = {
     aten.sort.stable: _along(),
     aten.argsort.default: _along(),
     aten.argsort.stable: _along(),
+    aten.msort.default: lambda op, graph: along_rule(op, graph, 0),
+    aten.searchsorted.Tensor: _search,
+    aten.bucketize.Tensor: _search,
     aten.topk.default: _along(lowerings.topk),
     aten.diff.default: _diff,
     aten.glu.default: _glu,
