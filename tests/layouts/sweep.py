@@ -58,7 +58,7 @@ ROUNDED: tuple[tuple[Mesh, Dims, int], ...] = (
     (BINARY, plain(50, 35, 42), 24),
 )
 
-# More than three units: the search sees only the states and atoms that the two ends use.
+# More than three units: the search takes few of all steps.
 MANY: tuple[tuple[Mesh, Dims, int], ...] = ((Mesh(a=2, b=2, c=2, d=2), plain(16, 16), 40),)
 
 # Fewer rows than devices along them. Some shards are empty, and a step that is none in general may by chance be one.

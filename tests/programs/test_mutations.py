@@ -35,6 +35,13 @@ WRONG: dict[Primitive, Primitive] = {
 BROKEN = [(cell, column) for cell in CELLS for column in ("forward", "backward") if cell[0] != cell[1]]
 SWAPPED = [(cell, column) for cell, column in BROKEN if getattr(CELLS[cell], column) in WRONG]
 MESH = Mesh(a=2, b=2)
+CACHED = (
+    redistribute._redistribute,
+    redistribute._found,
+    shortest_path.solve,
+    shortest_path._steps,
+    lower._capture_lowering,
+)
 
 
 @cache
@@ -44,15 +51,11 @@ def programs() -> tuple[Program, ...]:
 
 @contextmanager
 def fresh_caches() -> Iterator[None]:
-    redistribute._redistribute.cache_clear()
-    shortest_path._search.cache_clear()
-    shortest_path._graph.cache_clear()
-    lower._capture_lowering.cache_clear()
+    for cached in CACHED:
+        cached.cache_clear()
     yield
-    redistribute._redistribute.cache_clear()
-    shortest_path._search.cache_clear()
-    shortest_path._graph.cache_clear()
-    lower._capture_lowering.cache_clear()
+    for cached in CACHED:
+        cached.cache_clear()
 
 
 def is_caught(made: tuple[Program, ...]) -> bool:

@@ -9,7 +9,7 @@ from math import prod
 
 from shardwise.layouts.layout import Layout
 
-EXACT_UP_TO = 1024  # coordinates that are looked at one by one; above it, the first two and the last of every axis
+COUNTED_UP_TO = 1024  # devices that are looked at one by one, where sizes do not divide evenly
 
 
 def rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
@@ -35,13 +35,17 @@ def _common(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapp
 @lru_cache(maxsize=100_000)
 def num_exchanged(before: Layout, after: Layout) -> tuple[int, bool]:
     """Between two layouts that differ in how they shard: (elements that the busiest rank sends when every rank sends
-    what others need and it does not, whether every rank sends to one other rank at most)."""
+    what others need and it does not, whether every rank sends to one other rank at most). Of uneven layouts over very
+    many devices: at most so many elements, and False."""
+    is_even = before.is_even and after.is_even and before.atoms == after.atoms
     changed = [d for d, (own, new) in enumerate(zip(before.dims, after.dims, strict=True)) if own != new]
     axes = [
         axis
         for axis in before.mesh.sub_axes
         if any(axis in atom.axes for layout in (before, after) for d in changed for atom in layout.dims[d])
     ]
+    if is_even or before.mesh.size_of(axes) > COUNTED_UP_TO:
+        return before.max_local_numel - _least_kept(before, after), is_even and _same_counts(before, after)
     # Dims that stay as they are count with their largest shard.
     rest = prod(
         -(-atom.size // before.mesh.size_of(atom.axes))
@@ -61,11 +65,31 @@ def num_exchanged(before: Layout, after: Layout) -> tuple[int, bool]:
     return worst * rest, single
 
 
+def _least_kept(before: Layout, after: Layout) -> int:
+    """Elements that the device which keeps fewest holds under both layouts; at most that, where they are uneven. Where
+    the axes of an atom differ, and not only in number, the device at the first coordinate along one and at the last
+    along the other holds none."""
+    if before.atoms != after.atoms:
+        return 0
+    kept = 1
+    for dim, other in zip(before.dims, after.dims, strict=True):
+        for own, new in zip(dim, other, strict=True):
+            if own.axes[: len(new.axes)] != new.axes[: len(own.axes)]:
+                return 0
+            kept *= own.size // before.mesh.size_of(max(own.axes, new.axes, key=len))
+    return kept
+
+
+def _same_counts(before: Layout, after: Layout) -> bool:
+    """Whether both divide every atom into as many parts, so that what one device wants, one device has."""
+    return all(
+        before.mesh.size_of(own.axes) == before.mesh.size_of(new.axes)
+        for dim, other in zip(before.dims, after.dims, strict=True)
+        for own, new in zip(dim, other, strict=True)
+    )
+
+
 def _places(layout: Layout, axes: list[str]) -> Iterator[dict[str, int]]:
-    """Coordinates along some axes, 0 along the others."""
-    sizes = layout.mesh.sizes
-    ranges = [tuple(range(sizes[axis])) for axis in axes]
-    if prod(map(len, ranges)) > EXACT_UP_TO:
-        ranges = [tuple(sorted({0, 1, sizes[axis] - 1})) for axis in axes]
-    for values in product(*ranges):
+    """All coordinates along some axes, 0 along the others."""
+    for values in product(*(range(layout.mesh.sizes[axis]) for axis in axes)):
         yield {**dict.fromkeys(layout.mesh.sub_axes, 0), **dict(zip(axes, values, strict=True))}

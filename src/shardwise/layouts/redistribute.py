@@ -10,26 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
-from typing import Literal
+from math import prod
+from typing import Literal, Protocol, runtime_checkable
 
 from shardwise.errors import LayoutError
-from shardwise.layouts.conversions import Move, Primitive
+from shardwise.layouts.conversions import COLLECTIVES, Move, Primitive
 from shardwise.layouts.layout import Atom, Layout, common_atoms
-from shardwise.layouts.shortest_path import Cost, Space, State, communicates, moved_units, solve
+from shardwise.layouts.shortest_path import Cost, Path, solve
+from shardwise.layouts.steps import EXACT_UP_TO, Space, State, communicates, moved_units
 
-# How sizes become proportions: not at all (prices that are not proportional to the tensor), those that divide evenly
-# (exact, but each size is a search of its own: small tensors only), or all (as if all divided evenly).
-Rounding = Literal["none", "even", "all"]
+# How sizes become proportions: those that divide evenly (exact, but each uneven size is a search of its own: small
+# tensors only), or all (as if all divided evenly).
+Rounding = Literal["even", "all"]
 
 PROPORTIONAL = -1  # the size of an atom of which only proportions matter
 
-EXACT_UP_TO = 3  # units; with more, the search sees only the states and atoms that the two ends use
-
-# (primitive, sub-axes, elements that the busiest rank sends) -> what one direction of a move costs, summed over
-# directions and moves component by component.
+# (primitive, sub-axes, elements that the busiest rank sends) -> what one direction of a move costs (not less than
+# nothing), summed over directions and moves component by component. Compared by value: answers are remembered.
 Price = Callable[[Primitive, tuple[str, ...], float], Cost]
+
+
+@runtime_checkable
+class BoundedPrice(Protocol):
+    """A price that also tells a lower bound, which makes searches by it several times faster."""
+
+    def __call__(self, primitive: Primitive, axes: tuple[str, ...], elements: float) -> Cost: ...
+
+    def at_least(self, elements: float) -> Cost:
+        """At least what sending so many elements costs, in any number of collectives over any sub-axes: for example
+        elements through the fastest link, without latency."""
+        ...
 
 
 def redistribute(
@@ -42,9 +54,11 @@ def redistribute(
 
     By default the minimum over all lists of moves, for up to three units whose atoms divide evenly and for small uneven
     tensors (``_positions``); ``tests/layouts`` compares it with an independent search over all pairs, and measures what
-    larger uneven ones lose, which are searched as if they were even. Lists are of moves: dims are divided into no finer
-    atoms than the ends name, and backward mirrors forward. (Each direction alone, from dual to dual with
-    ``differentiable=False``, may send less: ``make bench-redistribution``.)
+    larger uneven ones lose, which are searched as if they were even. Over more units the search takes few of the steps
+    (``layouts.directed``) and looks at SETTLED_UP_TO states: never dearer than the direct route, and on random pairs
+    as near to the minimum as decision 8 lists. Lists are of moves: dims are divided into no finer atoms than the ends
+    name, and backward mirrors forward. (Each direction alone, from dual to dual with ``differentiable=False``, may send
+    less: ``make bench-redistribution``.)
 
     Memory: of the cheapest lists, one whose largest local tensor is smallest. That is the larger of both ends', or more
     where every list within that sends more bytes or messages, and the whole tensor at most; ``Move.peak_numel`` adds
@@ -52,10 +66,6 @@ def redistribute(
 
     Raises LayoutError when a partial value of another kind than sum would have to arise.
     """
-    if source.shape != target.shape or source.mesh != target.mesh:
-        raise LayoutError(f"no redistribution from {source} to {target}: not the same tensor on the same mesh")
-    if target.windows:
-        return _into_windows(source, target, differentiable, price)
     if target.windows:
         return _into_windows(source, target, differentiable, price)
     return _redistribute(source, target, differentiable, price)
@@ -84,70 +94,98 @@ def _into_windows(source: Layout, target: Layout, differentiable: bool, price: P
     return tuple(moves)
 
 
-@lru_cache(maxsize=100_000)
-def _into_windows(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
-    """Into slices, and from there into windows, one atom after the other. What is whole on every device anyway, and
-    whose cotangents may be summands, is cut on the spot."""
-    whole = ("R",) if differentiable else ("R", "I")
-    current = target.without_windows
-    for own in target.windows:
-        axes = current.dims[own.dim][own.atom].axes
-        states = {source.state_of[axis] for axis in axes}
-        if len(states) == 1 and states <= set(whole):
-            current = current.moved(dict.fromkeys(axes, states.pop()))
-    moves = list(_redistribute(source, current, differentiable, price))
-    for i, own in enumerate(target.windows):
-        axes = target.dims[own.dim][own.atom].axes
-        after = current
-        if not current.dims[own.dim][own.atom].axes:
-            after = current.moved(dict.fromkeys(axes, (own.dim, own.atom)))
-        after = replace(after, windows=target.windows[: i + 1])
-        moves.append(Move(current, after, tuple(sorted(axes, key=source.mesh.order.__getitem__))))
-        current = after
-    return tuple(moves)
+def price_of_redistribution(
+    source: Layout, target: Layout, *, differentiable: bool = True, price: Price | None = None
+) -> Cost:
+    """What ``redistribute`` pays, without the moves: the sum over moves and directions, component by component. Empty
+    for equal layouts. By default (elements sent by the busiest rank, messages); uneven tensors that are searched as if
+    they divided evenly are priced so, too."""
+    if target.windows:
+        moves = _into_windows(source, target, differentiable, price)
+        directions = [(move, way) for move in moves for way in ((False, True) if differentiable else (False,))]
+        prices = [_price_of_move(move, way, price) for move, way in directions]
+        return tuple(map(sum, zip(*prices, strict=True)))
+    return _found(source, target, differentiable, price)[2]
+
+
+def _price_of_move(move: Move, backward: bool, price: Price | None) -> Cost:
+    primitive = move.entry.backward if backward else move.entry.forward
+    if price is not None:
+        return price(primitive, move.axes, move.num_sent(backward))
+    return move.num_sent(backward), primitive in COLLECTIVES
 
 
 @lru_cache(maxsize=100_000)
 def _redistribute(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
+    task, path, _ = _found(source, target, differentiable, price)
+    return task.moves(path.states) if task and path else ()
+
+
+@lru_cache(maxsize=200_000)
+def _found(
+    source: Layout, target: Layout, differentiable: bool, price: Price | None
+) -> tuple[_Task | None, Path | None, Cost]:
+    """The question as the search saw it, its answer and what that costs."""
+    if source.shape != target.shape or source.mesh != target.mesh:
+        raise LayoutError(f"no redistribution from {source} to {target}: not the same tensor on the same mesh")
     source, target = source.canonical(), target.canonical()
     if source == target:
-        return ()
-    task = _Task.of(source, target, price is None)
-    given, units = price, task.units
-
-    def of_units(primitive: Primitive, chosen: tuple[int, ...], elements: float) -> Cost:
-        assert given is not None
-        axes = tuple(axis for unit in chosen for axis in units[unit])
-        return given(primitive, axes, elements / task.num_devices)
-
+        return None, None, ()
+    task = _Task.of(source, target)
     ends = task.state_of(task.source), task.state_of(task.target)
-    exact = len(units) <= EXACT_UP_TO
+    exact = len(task.units) <= EXACT_UP_TO
     space = Space(
-        tuple(source.mesh.size_of(unit) for unit in units),
+        tuple(source.mesh.size_of(unit) for unit in task.units),
         task.dims,
         tuple(
             letter
             for letter in ("I", "R", "P")
-            if (exact and (letter != "R" or differentiable)) or any(letter in end[1] for end in ends)
-        ),
-        _allowed(ends, [size for ways in task.dims for way in ways for size in way], len(units), exact),
+            if letter != "R" or differentiable or any(letter in end[1] for end in ends)
+        )
+        if exact
+        else (),
+        _allowed(ends, [size for ways in task.dims for way in ways for size in way], len(task.units)) if exact else (),
         differentiable,
     )
-    states = solve(space, *ends, None if price is None else of_units)
-    if not states:
+    path = solve(space, *ends, None if price is None else _StepPrice(price, task.units, task.elements))
+    if path is None:
         raise LayoutError(f"no redistribution from {source} to {target}")
-    return task.moves(states)
+    elements, messages, *_ = path.cost
+    return task, path, path.cost[:-2] if price is not None else (elements * task.elements, messages)
 
 
-def _allowed(ends: tuple[State, State], sizes: list[int], num_units: int, exact: bool) -> tuple[tuple[int, ...], ...]:
-    """Per position the units that may shard it: an atom of a single row only those that do at one of the ends; with
-    many units, a unit that shards at one of the ends only what it shards there."""
+@dataclass(frozen=True)
+class _StepPrice:
+    """A price, for the search: of its units, and of elements in proportion."""
+
+    price: Price
+    units: tuple[tuple[str, ...], ...]
+    elements: float
+
+    def of(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
+        key = primitive, units, elements
+        found = self._known.get(key)
+        if found is None:
+            axes = tuple(axis for unit in units for axis in self.units[unit])
+            found = self._known[key] = self.price(primitive, axes, elements * self.elements)
+        return found
+
+    def at_least(self, elements: float) -> Cost:
+        if isinstance(self.price, BoundedPrice):
+            return self.price.at_least(elements * self.elements)
+        return (0.0,) * len(self.price("none", (), 0.0))
+
+    @cached_property
+    def _known(self) -> dict[tuple[Primitive, tuple[int, ...], float], Cost]:
+        return {}
+
+
+def _allowed(ends: tuple[State, State], sizes: list[int], num_units: int) -> tuple[tuple[int, ...], ...]:
+    """Per position the units that may shard it: an atom of a single row only those that do at one of the ends."""
     (first, _), (second, _) = ends
     at_ends = [set(own) | set(other) for own, other in zip(first, second, strict=True)]
-    settled = set() if exact else set().union(*at_ends)
     return tuple(
-        tuple(u for u in range(num_units) if u in own or (size > 1 and u not in settled))
-        for own, size in zip(at_ends, sizes, strict=True)
+        tuple(u for u in range(num_units) if u in own or size > 1) for own, size in zip(at_ends, sizes, strict=True)
     )
 
 
@@ -156,7 +194,7 @@ class _Task:
     """Two layouts as the search sees them. ``ways``: per dim the divisions into atoms: one where both layouts divide it
     in ways that nest, else the source's and the target's. ``positions``: those that the search uses, as (dim, way,
     atom); ``fixed``: the sub-axes that shard each of them first, before and after, which the search need not see.
-    ``dims``: the sizes of the atoms as the search sees them (``shortest_path.Space``)."""
+    ``dims``: the sizes of the atoms as the search sees them (``steps.Space``)."""
 
     source: Layout
     target: Layout
@@ -167,7 +205,7 @@ class _Task:
     dims: tuple[tuple[tuple[int, ...], ...], ...]
 
     @staticmethod
-    def of(source: Layout, target: Layout, only_proportional: bool) -> _Task:
+    def of(source: Layout, target: Layout) -> _Task:
         ways: list[tuple[tuple[int, ...], ...]] = []
         dims: list[list[tuple[Atom, ...]]] = [[], []]
         for own, other in zip(source.dims, target.dims, strict=True):
@@ -181,7 +219,7 @@ class _Task:
         units = _units(source, target)
         num_atoms = sum(len(sizes) for divisions in ways for sizes in divisions)
         small = len(source.mesh.sub_axes) <= 3 and num_atoms <= 3 and len(source.mesh.sub_axes) + num_atoms <= 5
-        rounding: Rounding = "none" if not only_proportional else "even" if small else "all"
+        rounding: Rounding = "even" if small else "all"
         num_moving = len(units) if len(units) <= EXACT_UP_TO else 0
         positions, seen, is_even = _positions(source, target, tuple(ways), num_moving, rounding)
         if rounding == "even" and not is_even:
@@ -190,9 +228,7 @@ class _Task:
         for d, way, atom in positions:
             same: tuple[str, ...] = ()
             size = ways[d][way][atom]
-            if len(ways[d]) == 1 and (
-                rounding == "all" or (rounding == "even" and size % source.mesh.num_devices == 0)
-            ):
+            if len(ways[d]) == 1 and (rounding == "all" or size % source.mesh.num_devices == 0):
                 both = zip(source.dims[d][atom].axes, target.dims[d][atom].axes, strict=False)
                 same = tuple(own for own, _ in takewhile(lambda pair: pair[0] == pair[1], both))
                 same = tuple(axis for unit in units if set(unit) <= set(same) for axis in unit)
@@ -207,8 +243,13 @@ class _Task:
         return _Task(source, target, units, tuple(ways), positions, tuple(fixed), dims_seen)
 
     @property
-    def num_devices(self) -> int:
-        return self.source.mesh.num_devices
+    def elements(self) -> float:
+        """Elements of the tensor per element that the search counts (which it multiplies by the devices along its
+        units). Sub-axes that shard all the time, and atoms that it does not see, leave it only a part."""
+        fixed = self.source.mesh.size_of(axis for axes in self.fixed for axis in axes)
+        seen = prod(size for ways in self.dims for size in ways[0])
+        devices = self.source.mesh.size_of(axis for unit in self.units for axis in unit)
+        return prod(self.source.shape) / max(fixed * seen * devices, 1)  # (nothing, of a tensor without elements)
 
     def state_of(self, layout: Layout) -> State:
         number = {unit[0]: i for i, unit in enumerate(self.units)}
@@ -305,10 +346,11 @@ def _positions(
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[tuple[int, ...], ...], ...], bool]:
     """The atoms that matter to the search, per dim and way their sizes as it sees them, and whether all divide evenly.
 
-    An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL, unless ``rounding``
-    is "none"; where it is "all", so is that of atoms that do not divide evenly. To those that an end shards,
-    others are added which may be sharded on the way, as many as help ``num_moving`` units (0: none): up to three in
-    all, and one less than units in any case; even ones first, then the largest.
+    An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL; where ``rounding``
+    is "all", so is that of atoms that do not divide evenly. To those that an end shards,
+    others are added which may be sharded on the way, as many as help ``num_moving`` units: up to three in
+    all, and one less than units in any case (0, many units: one, where no end shards any); even ones first, then the
+    largest.
     """
     num_devices = source.mesh.num_devices
 
@@ -327,14 +369,12 @@ def _positions(
         (d, way, i) for d, way, i in candidates if (d, way, i) not in used and len(ways[d]) == 1 and ways[d][way][i] > 1
     ]
     free.sort(key=lambda p: (not is_even(ways[p[0]][p[1]][p[2]]), -ways[p[0]][p[1]][p[2]]))
-    num_free = max(3 - len(used), num_moving - 1) if num_moving else 0
+    num_free = max(3 - len(used), num_moving - 1)
     kept = used | set(free[:num_free]) | {(d, way, i) for d, way, i in candidates if len(ways[d]) > 1}
     positions = tuple(position for position in candidates if position in kept)
     sizes = {
         (d, way, i): PROPORTIONAL
-        if len(ways[d]) == 1
-        and ways[d][way][i] > 1
-        and (rounding == "all" or (rounding == "even" and is_even(ways[d][way][i])))
+        if len(ways[d]) == 1 and ways[d][way][i] > 1 and (rounding == "all" or is_even(ways[d][way][i]))
         else ways[d][way][i]
         for d, way, i in positions
     }

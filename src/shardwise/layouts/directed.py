@@ -1,0 +1,166 @@
+"""Few steps instead of all: those that bring a state nearer to a target, for searches over many units.
+
+Units that go from the same state to the same state go together, or all that are in one state; those that will shard in
+the end begin to at their places; and the units that shard change places all at once. So a state has a few dozen steps
+at most, and not factorially many. The direct route makes one choice after the other:
+
+1. whoever shards in the end begins to, and who is on a way on which sharding in between sends no more (from R to
+   anything, from P to R); slices come before reduce-scatters. From here to step 4 the tensor is smallest;
+2. all-reduces and local changes between I, R and P;
+3. one exchange, if the units that stay are not in their order or those that leave not behind them;
+4. whoever does not shard in the end leaves: to R first, then to I, then to P (zero-padding sends nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.layouts.layout import PARTIAL_KINDS
+from shardwise.layouts.steps import Arrangement, State, Step, Steps, put
+
+LEAVING = "RIP"  # the order in which units leave, by where they go
+
+
+class Directed:
+    """The steps within a space that lead towards ``target``."""
+
+    def __init__(self, steps: Steps, target: State) -> None:
+        self.all, self.target = steps, target
+        self.places, self.letters = target
+        self.largest = sorted(range(len(steps.atoms)), key=lambda p: -steps.atoms[p])
+
+    def steps(self, state: State) -> list[Step]:
+        """A few steps from a state: at least those of the direct route, wherever one is on it."""
+        arrangement, states = state
+        return [
+            *self._begin(arrangement, states),
+            *(step for letter in LEAVING for step in self._leave(arrangement, states, letter)),
+            *self._exchange(arrangement, states),
+        ]
+
+    def route(self, state: State) -> tuple[Step, ...]:
+        """The direct route from a state to the target."""
+        found: list[Step] = []
+        while state != self.target:
+            found.append(self._next(state))
+            state = found[-1].after
+        return tuple(found)
+
+    def _next(self, state: State) -> Step:
+        arrangement, states = state
+        groups: dict[tuple[str, str], tuple[int, ...]] = {}
+        for unit, (own, letter) in enumerate(zip(states, self.letters, strict=True)):
+            if own not in ("S", letter):
+                groups[own, letter] = (*groups.get((own, letter), ()), unit)
+        for own, letter in groups:
+            if own in PARTIAL_KINDS and own != "P":
+                return self._change(arrangement, states, own, "I", groups[own, letter])
+        for own, letters in (("R", "SIP"), ("I", "S"), ("P", "SR")) if self.largest else ():
+            units = tuple(sorted(unit for letter in letters for unit in groups.get((own, letter), ())))
+            if units:
+                return self._enter(arrangement, states, own, units, self.largest[0])
+        for (own, letter), units in groups.items():
+            return self._change(arrangement, states, own, letter, units)
+        if self._stripped(arrangement) != self.places:
+            return next(self._exchange(arrangement, states))
+        return next(step for letter in LEAVING for step in self._leave(arrangement, states, letter))
+
+    # ------------------------------------------------------------------------------------------------- kinds of steps
+
+    def _begin(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[Step]:
+        """Units that do not shard begin to, or change to another state."""
+        groups: dict[str, dict[str, tuple[int, ...]]] = {}  # own state -> final state -> units
+        for unit, (own, letter) in enumerate(zip(states, self.letters, strict=True)):
+            parts = groups.setdefault(own, {})
+            parts[letter] = (*parts.get(letter, ()), unit)
+        groups.pop("S", None)
+        for own, parts in groups.items():
+            units = tuple(sorted(unit for part in parts.values() for unit in part))
+            if own in PARTIAL_KINDS and own != "P":
+                yield self._change(arrangement, states, own, "I", units)
+                continue
+            for letter, part in parts.items():
+                if letter == "S":
+                    yield self._enter(arrangement, states, own, part)
+                    fitting = tuple(unit for unit in part if self._fits(arrangement, unit, part))
+                    if fitting and fitting != part:
+                        yield self._enter(arrangement, states, own, fitting)
+                elif letter != own:
+                    yield self._change(arrangement, states, own, letter, part)
+            for group in dict.fromkeys((*parts.values(), units)):
+                if any(self.letters[unit] != "S" for unit in group):
+                    for p in self.largest:
+                        if self.all.is_free(arrangement, p):
+                            yield self._enter(arrangement, states, own, group, p)
+
+    def _change(
+        self, arrangement: Arrangement, states: tuple[str, ...], own: str, letter: str, units: tuple[int, ...]
+    ) -> Step:
+        return self.all.step((arrangement, states), (arrangement, put(states, units, letter)), own, letter, units)
+
+    def _enter(
+        self, arrangement: Arrangement, states: tuple[str, ...], own: str, units: tuple[int, ...], where: int = 0
+    ) -> Step:
+        """Units begin to shard where they will in the end; those that will not, at position ``where``."""
+        placed = [list(old) for old in arrangement]
+        for p, new in enumerate(self.places):
+            for unit in new:
+                if unit in units:
+                    placed[self._room(placed, p)].append(unit)
+        for unit in units:
+            if self.letters[unit] != "S":
+                placed[self._room(placed, where)].append(unit)
+        after = tuple(map(tuple, placed)), put(states, units, "S")
+        return self.all.step((arrangement, states), after, own, "S", units)
+
+    def _leave(self, arrangement: Arrangement, states: tuple[str, ...], letter: str) -> Iterator[Step]:
+        """All units that end their atoms and go to one state."""
+        rest = tuple(self._without_last(own, letter) for own in arrangement)
+        units = tuple(sorted(u for own, kept in zip(arrangement, rest, strict=True) for u in own[len(kept) :]))
+        if units:
+            yield self.all.step((arrangement, states), (rest, put(states, units, letter)), "S", letter, units)
+
+    def _exchange(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[Step]:
+        """Units that stay go to their places, those that leave behind them; or the latter only."""
+        placed = [[unit for unit in new if states[unit] == "S"] for new in self.places]
+        only = [[unit for unit in own if self.letters[unit] == "S"] for own in arrangement]
+        for letter in reversed(LEAVING):
+            for p, own in enumerate(arrangement):
+                leaving = [unit for unit in own if self.letters[unit] == letter]
+                only[p] += leaving
+                if leaving:
+                    placed[self._room(placed, p)] += leaving
+        for after in dict.fromkeys(tuple(map(tuple, sides)) for sides in (placed, only)):
+            if after != arrangement:
+                yield self.all.step((arrangement, states), (after, states), "S", "S", ())
+
+    # -------------------------------------------------------------------------------------------------------- places
+
+    def _room(self, placed: list[list[int]], p: int) -> int:
+        """Position ``p``, or where units shard the other way in which its dim is divided, the largest atom of that."""
+        return p if self.all.is_free(placed, p) else max(self.all.rival[p], key=self.all.atoms.__getitem__)
+
+    def _fits(self, arrangement: Arrangement, unit: int, units: tuple[int, ...]) -> bool:
+        """Whether a unit, beginning to shard together with others, is at once in its final place."""
+        p = next(p for p, own in enumerate(self.places) if unit in own)
+        before = self.places[p][: self.places[p].index(unit)]
+        return self.all.is_free(arrangement, p) and before == (
+            *arrangement[p],
+            *(other for other in before if other in units),
+        )
+
+    def _without_last(self, own: tuple[int, ...], letter: str) -> tuple[int, ...]:
+        kept = len(own)
+        while kept and self.letters[own[kept - 1]] == letter:
+            kept -= 1
+        return own[:kept]
+
+    def _stripped(self, arrangement: Arrangement) -> Arrangement:
+        """The arrangement without the units that end their atoms and do not stay."""
+        found = []
+        for own in arrangement:
+            kept = len(own)
+            while kept and self.letters[own[kept - 1]] != "S":
+                kept -= 1
+            found.append(own[:kept])
+        return tuple(found)

@@ -1,0 +1,321 @@
+"""The steps that a redistribution may take, over small tuples: where each leads, which collective it is, what it sends.
+
+No devices and no tensors but *units*: runs of sub-axes that come from the same place and go to the same place. A state
+says which units shard every atom, and in which of the states I, R, P the others are; a step is one collective (or one
+local operation) on any set of units. Where sizes divide evenly everything sent is proportional to the tensor, so that
+the same problem arises again and again in a model and ``Steps`` answers from what it has worked out before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from operator import mul, sub
+from typing import NamedTuple
+
+from shardwise.layouts.conversions import CELLS, COLLECTIVES, Primitive, num_sent
+from shardwise.layouts.layout import PARTIAL_KINDS
+
+Arrangement = tuple[tuple[int, ...], ...]  # per position the units that shard it, major first
+State = tuple[Arrangement, tuple[str, ...]]  # and per unit its state
+
+EXACT_UP_TO = 3  # units; with more, steps are those of ``Steps.towards`` instead of all
+COUNTED_UP_TO = 100_000  # rows times devices; beyond, what an uneven exchange keeps is bounded instead of counted
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The states that a search walks through. ``sizes``: devices along every unit. ``dims``: per dim one or two ways to
+    divide it into atoms, whose sizes are given; positions number the atoms of all ways of all dims in order, and units
+    shard only one way of a dim at a time. ``others``: the states besides S that units may be in. ``allowed``: per
+    position the units that may shard it."""
+
+    sizes: tuple[int, ...]
+    dims: tuple[tuple[tuple[int, ...], ...], ...]
+    others: tuple[str, ...]
+    allowed: Arrangement
+    differentiable: bool
+
+
+class Step(NamedTuple):
+    """One collective or local operation. ``sent_forward``, ``sent_backward``: elements that the busiest rank sends,
+    times the devices along all units (so that they are whole numbers). ``held``: elements of the largest local tensor
+    afterwards. ``units`` is empty where sharding units change places (``moved_units`` tells)."""
+
+    after: State
+    forward: Primitive
+    backward: Primitive
+    units: tuple[int, ...]
+    sent_forward: float
+    sent_backward: float
+    held: int
+
+    @property
+    def num_messages(self) -> int:
+        return (self.forward in COLLECTIVES) + (self.backward in COLLECTIVES)
+
+
+class Steps:
+    """All steps within a space."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.sizes = space.sizes
+        self.atoms: list[int] = []  # per position: its size
+        self.spans: list[tuple[range, ...]] = []  # per dim and way its positions
+        self.rival: dict[int, range] = {}  # position -> positions of the other way of its dim
+        for ways in space.dims:
+            own = []
+            for way in ways:
+                own.append(range(len(self.atoms), len(self.atoms) + len(way)))
+                self.atoms.extend(way)
+            self.spans.append(tuple(own))
+            for mine, theirs in (own, own[::-1]) if len(own) == 2 else ():
+                self.rival.update(dict.fromkeys(mine, theirs))
+        self.scale = prod(space.sizes)  # devices
+        self.is_even = not self.rival and all(size % self.scale == 0 for size in self.atoms)
+        self._numel: dict[Arrangement, int] = {}
+        self._placed: dict[tuple[Arrangement, tuple[int, ...]], list[Arrangement]] = {}
+        self._sent: dict[tuple[Arrangement, Arrangement], tuple[int, int]] = {}
+        self._found: dict[State, list[Step]] = {}
+        self._found_exchanges: dict[Arrangement, list[tuple[Arrangement, int, int]]] = {}
+
+    def everywhere(self, state: State, exchanged: bool) -> list[Step]:
+        """All steps from a state. ``exchanged``: it was reached by an exchange, which another one need not follow (what
+        both together bring, one brings, and no rank sends more)."""
+        return self._others(state) if exchanged else [*self._exchanges(state), *self._others(state)]
+
+    def step(self, before: State, after: State, source: str, target: str, units: tuple[int, ...]) -> Step:
+        """The step from ``before`` to ``after``, in which ``units`` go from one state to another."""
+        entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
+        held = self.numel(after[0])
+        if entry.forward == "all_to_all":
+            return Step(after, entry.forward, entry.backward, (), *self._exchanged(before[0], after[0]), held)
+        n = prod(self.sizes[unit] for unit in units)
+        small, large = self.numel(before[0]) * self.scale, held * self.scale
+        forward, backward = num_sent(entry.forward, n, small, large), num_sent(entry.backward, n, large, small)
+        return Step(after, entry.forward, entry.backward, units, forward, backward, held)
+
+    # -------------------------------------------------------------------------------------------------- all of them
+
+    def _exchanges(self, state: State) -> list[Step]:
+        """The units that shard change places."""
+        found = self._found_exchanges.get(state[0])
+        if found is None:
+            own = tuple(sorted(unit for units in state[0] for unit in units))
+            found = self._found_exchanges[state[0]] = [
+                (placed, *self._exchanged(state[0], placed))
+                for placed in self._placements(((),) * len(state[0]), own)
+                if placed != state[0]
+            ]
+        entry, states = CELLS["S", "S"], state[1]
+        return [
+            Step((placed, states), entry.forward, entry.backward, (), forward, backward, self.numel(placed))
+            for placed, forward, backward in found
+        ]
+
+    def _others(self, state: State) -> list[Step]:
+        found = self._found.get(state)
+        if found is None:
+            found = self._found[state] = [self.step(state, *rest) for rest in self._all_others(state)]
+        return found
+
+    def _all_others(self, state: State) -> Iterator[tuple[State, str, str, tuple[int, ...]]]:
+        arrangement, states = state
+        yield from self._leave(arrangement, states)
+        groups: dict[str, list[int]] = {}
+        for unit, own in enumerate(states):
+            if own != "S":
+                groups.setdefault(own, []).append(unit)
+        for own, units in groups.items():
+            if own in PARTIAL_KINDS and own != "P":
+                for chosen in _subsets(units):
+                    yield (arrangement, put(states, chosen, "I")), own, "I", chosen
+                continue
+            alone: list[tuple[int, ...]] = [(unit,) for unit in units]
+            for other in self.space.others:
+                if other != own and other in ("I", "R", "P"):
+                    for chosen in _subsets(units) if communicates(own, other) else alone:
+                        yield (arrangement, put(states, chosen, other)), own, other, chosen
+            for together in _subsets(units) if communicates(own, "S") else alone:
+                new = put(states, together, "S")
+                for placed in self._placements(arrangement, together):
+                    yield (placed, new), own, "S", together
+
+    def _leave(
+        self, arrangement: Arrangement, states: tuple[str, ...]
+    ) -> Iterator[tuple[State, str, str, tuple[int, ...]]]:
+        """Units that end their atoms leave, from one or several atoms at once."""
+        for kept in product(*(range(len(units) + 1) for units in arrangement)):
+            dropped = tuple(sorted(unit for units, n in zip(arrangement, kept, strict=True) for unit in units[n:]))
+            if not dropped:
+                continue
+            rest = tuple(units[:n] for units, n in zip(arrangement, kept, strict=True))
+            for other in self.space.others:
+                if other in ("I", "R", "P"):
+                    yield (rest, put(states, dropped, other)), "S", other, dropped
+
+    def _placements(self, arrangement: Arrangement, units: tuple[int, ...]) -> list[Arrangement]:
+        """All ways to let units shard atoms in addition, as the minor ones."""
+        found = self._placed.get((arrangement, units))
+        if found is None:
+            fixed = tuple(len(own) for own in arrangement)
+            found = [arrangement]
+            for unit in units:
+                found = [
+                    (*placed[:p], (*placed[p][:slot], unit, *placed[p][slot:]), *placed[p + 1 :])
+                    for placed in found
+                    for p in range(len(placed))
+                    if unit in self.space.allowed[p] and self.is_free(placed, p)
+                    for slot in range(fixed[p], len(placed[p]) + 1)
+                ]
+            self._placed[arrangement, units] = found
+        return found
+
+    def is_free(self, arrangement: Sequence[Sequence[int]], p: int) -> bool:
+        """Whether no unit shards the other way in which the dim of position ``p`` is divided."""
+        return not any(arrangement[other] for other in self.rival.get(p, ()))
+
+    # ------------------------------------------------------------------------------------------------ what they send
+
+    def numel(self, arrangement: Arrangement) -> int:
+        """Elements on the device that holds most."""
+        found = self._numel.get(arrangement)
+        if found is None:
+            used = (_used(spans, arrangement) or spans[0] for spans in self.spans)
+            found = self._numel[arrangement] = prod(self._largest(p, arrangement[p]) for span in used for p in span)
+        return found
+
+    def _largest(self, p: int, units: tuple[int, ...]) -> int:
+        """Rows of an atom on the device that holds most."""
+        return -(-self.atoms[p] // prod(self.sizes[unit] for unit in units))
+
+    def _exchanged(self, before: Arrangement, after: Arrangement) -> tuple[int, int]:
+        """Elements that the busiest rank sends from one arrangement to another and back, scaled."""
+        found = self._sent.get((before, after))
+        if found is None:
+            found = None if self.is_even else self._counted(before, after)
+            if found is None:
+                kept = self._kept(before, after)
+                found = self.numel(before) - kept, self.numel(after) - kept
+            found = self._sent[before, after] = found[0] * self.scale, found[1] * self.scale
+        return found
+
+    def _kept(self, before: Arrangement, after: Arrangement) -> int:
+        """Elements that the device which keeps fewest has in both arrangements: exact where all divides evenly, else
+        at most that. Where the units of an atom differ and not only in number, a device at the first coordinate along
+        one and at the last along the other keeps none."""
+        for own, new in zip(before, after, strict=True):
+            if own != new and own[: len(new)] != new[: len(own)]:
+                return 0
+        kept = 1
+        for spans in self.spans:
+            first, second = _used(spans, before), _used(spans, after)
+            if first and second and first != second:
+                return 0
+            for p in first or second or spans[0]:
+                kept *= self.atoms[p] // prod(self.sizes[unit] for unit in max(before[p], after[p], key=len))
+        return kept
+
+    def _counted(self, before: Arrangement, after: Arrangement) -> tuple[int, int] | None:
+        """The same, not scaled, device by device. None where that takes too long."""
+        rest, changed = 1, []
+        for spans in self.spans:
+            old = new = spans[0]
+            if len(spans) > 1:
+                first, second = _used(spans, before), _used(spans, after)
+                old, new = first or second or old, second or first or old
+            if old is not new:
+                changed.append((old, new))
+                continue
+            for p in old:
+                if before[p] == after[p]:
+                    rest *= self._largest(p, before[p])
+                else:
+                    changed.append((range(p, p + 1), range(p, p + 1)))
+        if max(prod(self.atoms[p] for p in old) for old, _ in changed) * self.scale > COUNTED_UP_TO:
+            return None
+        grid = tuple(enumerate(self.sizes))
+        (held, wanted, both), *more = (
+            _numbers_of_rows(grid, *(tuple((self.atoms[p], side[p]) for p in span) for side, span in sides))
+            for sides in (((before, old), (after, new)) for old, new in changed)
+        )
+        for one, other, common in more:
+            held, wanted, both = map(mul, held, one), map(mul, wanted, other), map(mul, both, common)
+        kept = tuple(both)
+        return max(map(sub, held, kept)) * rest, max(map(sub, wanted, kept)) * rest
+
+
+Sharded = tuple[tuple[int, tuple[int, ...]], ...]  # a dim or a part of it: the size of every atom, and what shards it
+
+
+@lru_cache(maxsize=5000)
+def _numbers_of_rows(
+    grid: tuple[tuple[int, int], ...], before: Sharded, after: Sharded
+) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
+    """How many rows every device of the grid (units, sizes) holds before, after and both times."""
+    sizes, found = dict(grid), []
+    for values in product(*(range(size) for _, size in grid)):
+        coordinates = dict(zip(sizes, values, strict=True))
+        own, new = (_rows(side, sizes, coordinates) for side in (before, after))
+        if isinstance(own, range) and isinstance(new, range):
+            common = max(0, min(own.stop, new.stop) - max(own.start, new.start))
+        else:
+            common = len(set(own) & set(new))
+        found.append((len(own), len(new), common))
+    first, second, both = zip(*found, strict=True)
+    return first, second, both
+
+
+def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) -> range | list[int]:
+    """The rows of a dim that a device holds."""
+    found: range | list[int] = range(1)
+    for size, units in sharded:
+        n, index = 1, 0
+        for unit in units:
+            n *= sizes[unit]
+            index = index * sizes[unit] + coordinates[unit]
+        own = range(index * size // n, (index + 1) * size // n)
+        found = own if len(sharded) == 1 else [row * size + i for row in found for i in own]
+    return found
+
+
+def _used(spans: tuple[range, ...], arrangement: Arrangement) -> range | None:
+    """Of the ways to divide a dim the one that units shard, if any do."""
+    return next((span for span in spans if any(arrangement[p] for p in span)), None)
+
+
+def moved_units(before: Arrangement, after: Arrangement) -> tuple[int, ...]:
+    """The units along which devices exchange anything: all behind what both arrangements of an atom begin with."""
+    moved: set[int] = set()
+    for own, new in zip(before, after, strict=True):
+        same = 0
+        while same < min(len(own), len(new)) and own[same] == new[same]:
+            same += 1
+        moved.update(own[same:], new[same:])
+    return tuple(sorted(moved))
+
+
+@lru_cache(maxsize=64)
+def communicates(source: str, target: str) -> bool:
+    """Whether a move of this cell sends anything, in forward or in backward."""
+    entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
+    return entry.forward in COLLECTIVES or entry.backward in COLLECTIVES
+
+
+def _subsets(units: Sequence[int]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for unit in units:
+        found += [(*chosen, unit) for chosen in found]
+    return found[1:]
+
+
+def put(states: tuple[str, ...], units: Iterable[int], state: str) -> tuple[str, ...]:
+    """The states with some units in another one."""
+    changed = list(states)
+    for unit in units:
+        changed[unit] = state
+    return tuple(changed)
