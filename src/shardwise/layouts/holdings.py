@@ -76,7 +76,7 @@ def _least_kept(before: Layout, after: Layout) -> int:
         for own, new in zip(dim, other, strict=True):
             if own.axes[: len(new.axes)] != new.axes[: len(own.axes)]:
                 return 0
-            kept *= own.size // before.mesh.size_of(max(own.axes, new.axes, key=len))
+            kept *= own.size // max(before.mesh.size_of(own.axes), before.mesh.size_of(new.axes))
     return kept
 
 
