@@ -208,6 +208,9 @@ def test_launches_and_efficiency_belong_to_a_kind() -> None:
     own = links(replace(CLUSTER, levels=(node, CLUSTER.levels[1])))
     assert own.coefficients("all_gather", TP) == pytest.approx((1e-3 + 3e-6, 0.75 / 5e10))
     assert own.coefficients("all_reduce", TP) == links().coefficients("all_reduce", TP)
+    node = replace(CLUSTER.levels[0], efficiency=Figures({"collective_permute": 0.5}))
+    own = links(replace(CLUSTER, levels=(node, CLUSTER.levels[1])))
+    assert own.coefficients("halo_exchange", TP)[1] == own.coefficients("collective_permute", TP)[1] == 1 / 5e10
 
 
 def test_a_measured_line_counts_for_just_such_groups() -> None:

@@ -27,6 +27,8 @@ from shardwise.costs.fit import (
     robust_line,
 )
 from shardwise.costs.units import Figures
+from shardwise.errors import LaunchError
+from shardwise.runtime.measure import groups_of, sizes_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 SIZES = tuple(4.0**power for power in range(5, 14))
@@ -182,6 +184,27 @@ def test_measurements_and_the_fitted_file_read_back(tmp_path: Path) -> None:
 def test_one_device_needs_no_links() -> None:
     alone = replace(measured(), sizes=(1,), collectives=())
     assert fit_cluster(alone, "alone").num_devices == 1
+
+
+@pytest.mark.parametrize("sizes", [(4,), (6,), (2, 3), (4, 2), (1, 4)])
+def test_measured_groups_are_all_ranks_and_where_the_model_believes(sizes: tuple[int, ...]) -> None:
+    """Every round has each rank in one group, and its units are those that ``Links`` would count."""
+    inside, nodes = (*sizes, 1)[:2]
+    rounds = list(groups_of(sizes))
+    assert len({units for units, _ in rounds}) == len(rounds)
+    for units, groups in rounds:
+        assert sorted(rank for members in groups for rank in members) == list(range(inside * nodes))
+        for members in groups:
+            found = (len(members), len({rank // inside for rank in members}), 1)
+            assert units == (found if nodes > 1 else (len(members), 1))
+
+
+def test_ranks_are_measured_machine_by_machine() -> None:
+    assert sizes_of(["a"] * 4) == (4,)
+    assert sizes_of(["a", "a", "b", "b", "c", "c"]) == (2, 3)
+    for names in (["a", "b", "a", "b"], ["a", "a", "b"], ["a", "a", "a", "b"], ["a", "b", "b", "a"]):
+        with pytest.raises(LaunchError, match="in a row"):
+            sizes_of(names)
 
 
 def test_the_command_measures_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

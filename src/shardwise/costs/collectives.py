@@ -33,6 +33,7 @@ from math import inf, log2, prod
 from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster import Cluster, Level
+from shardwise.costs.units import Figures
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
 
@@ -48,6 +49,9 @@ TYPICAL_BYTES = 25 * 2**20
 
 # How many times a ring carries (n - 1) / n of the message.
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+
+# A kind without figures of its own has those of the kind that sends in the same way.
+_LIKE = {"halo_exchange": "collective_permute"}
 
 KINDS = (*_PASSES, "all_to_all", "collective_permute", "halo_exchange")
 
@@ -224,14 +228,18 @@ def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, .
     return (_neighbours(kind, levels, span),)
 
 
+def _own(figures: Figures, kind: str, default: float) -> float:
+    return figures.get(kind, figures.get(_LIKE.get(kind, kind), default))
+
+
 def _launch(kind: str, levels: tuple[Level, ...], span: Span) -> float:
-    return max(levels[level].launches.get(kind, levels[level].launch) for level in span.used())
+    return max(_own(levels[level].launches, kind, levels[level].launch) for level in span.used())
 
 
 def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float:
     """B/s that one device gets from the links of a level, when all devices use them."""
     known = levels[level]
-    return known.link_bandwidth(span.branches(level)) * known.efficiency.get(kind, 1.0) / known.shared_by
+    return known.link_bandwidth(span.branches(level)) * _own(known.efficiency, kind, 1.0) / known.shared_by
 
 
 def _pace(kind: str, levels: tuple[Level, ...], span: Span) -> float:
@@ -261,7 +269,7 @@ def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
     passes, fixed, slope = _PASSES[kind], 0.0, 0.0
     for level in span.used():
         units = span.branches(level)
-        fixed += levels[level].launches.get(kind, levels[level].launch) + passes * (units - 1) * levels[level].latency
+        fixed += _own(levels[level].launches, kind, levels[level].launch) + passes * (units - 1) * levels[level].latency
         slope += passes * (units - 1) / units / span.members(level) / _rate(kind, levels, span, level)
     return fixed, slope
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.costs.fit import CollectiveTime, MatmulTime, Measurements, StreamTime
+from shardwise.errors import LaunchError, problem
 from shardwise.runtime.communicator import gather_tensor, scatter_tensor
 from shardwise.runtime.ranks import init_ranks
 
@@ -140,7 +141,7 @@ def _collectives(
     watch: _Watch, effort: Effort, device: torch.device, sizes: tuple[int, ...]
 ) -> Iterator[CollectiveTime]:
     """Groups of neighbours inside a node, of one rank per node across, and of all ranks."""
-    for units, groups in _groups(sizes):
+    for units, groups in groups_of(sizes):
         mine = None
         for members in groups:
             group = dist.new_group(members)
@@ -152,7 +153,7 @@ def _collectives(
                 yield CollectiveTime(kind, units, moved, watch.seconds(call))
 
 
-def _groups(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[list[int]]]]:
+def groups_of(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[list[int]]]]:
     """(``Span.units``, the groups, which together are all ranks)."""
     inside = sizes[0]
     nodes = sizes[1] if len(sizes) > 1 else 1
@@ -187,11 +188,20 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
 
 
 def _sizes() -> tuple[int, ...]:
-    """Ranks per machine, and machines if there are several."""
+    """Ranks per machine, and machines if there are several. Raises LaunchError unless each has as many, in a row."""
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, platform.node())
+    return sizes_of(names)
+
+
+def sizes_of(names: Sequence[str]) -> tuple[int, ...]:
+    """The same, from the name of every rank's machine."""
     inside = names.count(names[0])
-    return (inside,) if inside == len(names) else (inside, len(names) // inside)
+    blocks = [set(names[start : start + inside]) for start in range(0, len(names), inside)]
+    if len(names) % inside or any(len(block) > 1 for block in blocks) or len(set(names)) < len(blocks):
+        what = f"the ranks are on {', '.join(names[:16])}: not as many on each machine, or not in a row"
+        raise LaunchError(problem(what, fix="start as many on each, machine by machine"))
+    return (inside,) if len(blocks) == 1 else (inside, len(blocks))
 
 
 def _processor() -> str:
