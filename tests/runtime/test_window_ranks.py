@@ -1,0 +1,140 @@
+"""Real gloo ranks that hold rows of images: convolutions, pooling and interpolation exchange halos, eager and compiled,
+and train as one process does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+
+RunRanks = Callable[..., list[Any]]
+
+
+class SmallUNet(nn.Module):
+    """Down by a strided convolution and by pooling, up by a transposed convolution and by interpolation; a residual
+    block, wrapped rows, and a loss per pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 5, padding=2)
+        self.norm = nn.BatchNorm2d(4)
+        self.down = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.dilated = nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=2)
+        self.up = nn.ConvTranspose2d(6, 4, 4, stride=2, padding=1)
+        self.head = nn.Conv2d(8, 3, 3, padding=1, padding_mode="circular")
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        first = F.relu(self.norm(self.stem(x)))
+        deep = F.relu(self.down(first))
+        deep = deep + torch.tanh(self.dilated(deep))
+        pooled = F.max_pool2d(deep, 3, stride=2, padding=1)
+        deep = deep + F.interpolate(pooled, size=deep.shape[2:], mode="bilinear", align_corners=False)
+        up = self.up(deep) + torch.roll(first, 1, 2)
+        smooth = F.avg_pool2d(up, 3, stride=1, padding=1)
+        slope = F.pad(up[:, :, 1:] - up[:, :, :-1], (0, 0, 0, 1))
+        return F.cross_entropy(self.head(torch.cat([smooth, slope], 1)), labels)
+
+
+def make_net() -> SmallUNet:
+    torch.manual_seed(3)
+    return SmallUNet().double()
+
+
+def images(rows: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(2, 2, rows, 8, generator=generator, dtype=torch.float64),
+        torch.randint(0, 3, (2, rows, 8), generator=generator),
+    )
+
+
+def make_plan(rows: int, **axes: int) -> sw.Plan:
+    """The rows of the first convolution over sp; everything else follows."""
+    mesh = sw.Mesh(**axes)
+    return sw.plan(make_net(), images(rows, 0), mesh.num_devices, mesh=mesh, strategies={"stem": "y0@sp"})
+
+
+@pytest.mark.parametrize(
+    ("rows", "axes"),
+    [
+        (16, {"sp": 4}),
+        (20, {"sp": 4}),
+        (12, {"dp": 2, "sp": 2}),
+        (20, {"dp": 2, "sp": 2}),
+        (12, {"sp": 3}),
+        (16, {"sp": 3}),
+    ],
+    ids=str,
+)
+def test_rows_stay_split_through_the_net_and_all_numbers_are_those_of_one_device(
+    rows: int, axes: dict[str, int]
+) -> None:
+    plan = make_plan(rows, **axes)
+    report = sw.verify(make_net(), images(rows, 0), plan)
+    assert report.ok, report
+    assert report.max_error < 1e-9
+    kinds = {entry.kind for c in plan.conversions for entry in (*c.forward, *c.backward) if "sp" in entry.axes}
+    assert "halo_exchange" in kinds
+    assert "all_to_all" not in kinds
+    assert "all_gather" not in {c.kind for c in plan.collectives() if c.num_bytes > 2 * 4 * 8 * 8}, str(plan)
+
+
+def train(rows: int, compile: bool) -> dict[str, Any]:
+    """On a rank: three steps, and what it took part in during the last."""
+    if compile:
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    par = sw.parallelize(make_net(), make_plan(rows, sp=dist.get_world_size()), compile=compile)
+    optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        par._ranks.record = []
+        loss = par(*images(rows, step))
+        forward = [(c.kind, c.num_bytes) for c in par._ranks.record]
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: tensor.detach() for name, tensor in (*par.named_parameters(), *par.named_buffers())}
+    return {"losses": losses, "state": state, "forward": forward}
+
+
+def train_alone(rows: int) -> dict[str, Any]:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = net(*images(rows, step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "state": {**dict(net.named_parameters()), **dict(net.named_buffers())}}
+
+
+@pytest.mark.parametrize(("rows", "num_ranks", "compile"), [(16, 4, False), (20, 4, False), (12, 2, True)])
+def test_ranks_that_exchange_halos_train_as_one_process(
+    rows: int, num_ranks: int, compile: bool, run_ranks: RunRanks
+) -> None:
+    ranks = run_ranks(train, num_ranks, rows, compile, time_limit_seconds=300)
+    alone = train_alone(rows)
+    for result in ranks:
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+        for name, tensor in result["state"].items():
+            torch.testing.assert_close(tensor, alone["state"][name].detach(), rtol=1e-8, atol=1e-10, msg=name)
+    if not compile:
+        planned = tuple(make_plan(rows, sp=num_ranks).collectives())
+        noted = [result["forward"] for result in ranks]
+        for own in noted:
+            assert [kind for kind, _ in own] == [c.kind for c in planned]
+        halos = [i for i, c in enumerate(planned) if c.kind == "halo_exchange"]
+        assert len(halos) > 5
+        for i in halos:
+            assert planned[i].num_bytes == max(own[i][1] for own in noted)
