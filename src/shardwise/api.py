@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.costs.cluster import Cluster
+from shardwise.costs.prices import Precision
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
@@ -16,13 +18,16 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.partition.buckets import BUCKET_BYTES, Bucket
+from shardwise.partition.pricing import Fragments
 from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
-from shardwise.plans.decide import decide
-from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, TensorEntry
+from shardwise.plans.decide import decide, decide_by_price, value_name
+from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
+from shardwise.rules.atoms import Factored
+from shardwise.search.auto import PRICED_SEARCHES, candidate_meshes
 from shardwise.search.modes import MODES, Choice
 
-SEARCHES = ("sharding_propagation",)
+SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
 
 
 def plan(
@@ -33,9 +38,12 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
     optimizer: str = "adamw",
+    precision: Precision | None = None,
     mode: str = "auto",
     search: str = "sharding_propagation",
     mesh: Mesh | None = None,
+    max_mesh_axes: int = 2,
+    memory_bytes: float | None = None,
     strategies: Mapping[str, Any] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
@@ -44,12 +52,16 @@ def plan(
     ``example_inputs``: the inputs of one whole batch: a tuple (or one tensor), or a dict of named ones; ``kwargs``:
     named ones beside positional ones.
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
-    last inputs. ``optimizer``: the one that ``sw.verify`` steps with. ``mode``: ``"auto"``, ``"semi_auto"``,
-    ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``mesh``: by default one axis ``dp`` over all devices.
-    ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules. ``bucket_bytes``:
-    the largest message in which gradients (or gathered parameters) travel together; 0: each by itself.
+    last inputs. ``optimizer``: the one whose states are counted, and that ``sw.verify`` steps with. ``precision``: the
+    dtypes that are priced, where they are not the model's. ``mode``: ``"auto"``, ``"semi_auto"``, ``"data_parallel"``
+    or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"`` decides (``search.auto``). ``mesh``: by default
+    the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the cluster's levels, the
+    others use one axis ``dp`` over all devices. ``memory_bytes``: what a device may hold of parameters, gradients,
+    optimizer states and saved values; by default what the cluster's devices have. ``strategies``: module path patterns
+    to strategies, the same as ``sw.shard`` on these submodules. ``bucket_bytes``: the largest message in which
+    gradients (or gathered parameters) travel together; 0: each by itself.
 
-    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend.
+    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
     """
     if search not in SEARCHES:
         raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
@@ -59,24 +71,55 @@ def plan(
         )
     if mode not in MODES:
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
-    devices = (Cluster.local(cluster) if isinstance(cluster, int) else cluster).num_devices
-    mesh = mesh or Mesh(dp=devices)
-    if mesh.num_devices != devices:
+    cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
+    priced = mode == "auto" and search in PRICED_SEARCHES
+    if mesh is not None:
+        _check_mesh(mesh, cluster)
+    args, named = call_arguments(example_inputs, kwargs)
+    captured = capture(module, args, named, loss=loss, strategies=strategies)
+    settings = (mode, search, optimizer, module.training, bucket_bytes)
+    if not priced:
+        mesh = mesh or Mesh(dp=cluster.num_devices)
+        factored, choice = decide(captured.graph, captured.annotations, mesh, mode)
+        return _plan_of(
+            captured.graph,
+            factored.rules,
+            choice,
+            _spmd(captured.graph, factored, choice, mesh, bucket_bytes),
+            settings,
+        )
+    precision = precision or Precision()
+    meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
+    found = decide_by_price(
+        captured.graph, captured.annotations, cluster, meshes, search, optimizer, precision, memory_bytes, Fragments
+    )
+    spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
+    plan = _plan_of(captured.graph, found.factored.rules, found.choice, spmd, settings)
+    return replace(plan, pricing=found.pricing, prediction=found.prediction)
+
+
+def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:
+    if mesh.num_devices != cluster.num_devices:
         product = " x ".join(str(size) for _, size in mesh.axes)
         raise PlanError(
             problem(
-                f"{mesh} needs {product} = {mesh.num_devices} devices, the cluster has {devices}",
-                fix=f"choose axes whose sizes multiply to {devices}",
+                f"{mesh} needs {product} = {mesh.num_devices} devices, the cluster has {cluster.num_devices}",
+                fix=f"choose axes whose sizes multiply to {cluster.num_devices}",
             )
         )
-    args, named = call_arguments(example_inputs, kwargs)
-    captured = capture(module, args, named, loss=loss, strategies=strategies)
-    factored, choice = decide(captured.graph, captured.annotations, mesh, mode)
-    spmd = build_spmd(
-        captured.graph, factored.rules, choice.strategies, choice.sources, mesh, bucket_bytes=bucket_bytes
+
+
+def _spmd(graph: Graph, factored: Factored, choice: Choice, mesh: Mesh, bucket_bytes: int) -> Spmd:
+    return build_spmd(
+        graph,
+        factored.rules,
+        choice.strategies,
+        choice.sources,
+        mesh,
+        bucket_bytes=bucket_bytes,
+        route=choice.router,
+        shared=choice.shared,
     )
-    settings = (mode, search, optimizer, module.training, bucket_bytes)
-    return _plan_of(captured.graph, factored.rules, choice, spmd, settings)
 
 
 def _plan_of(
@@ -114,6 +157,7 @@ def _plan_of(
             for op in graph.ops
         ),
         conversions=_conversions(spmd),
+        shared=tuple(SharedEntry(value_name(name, graph), format_layout(own)) for name, own in choice.shared.items()),
     )
 
 
@@ -140,7 +184,7 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int) -> Conver
 
     backward = conversion.collectives(backward=True) if spmd.receives_gradient(conversion) else ()
     return ConversionEntry(
-        _value_name(conversion.origin, spmd.graph),
+        value_name(conversion.origin, spmd.graph),
         conversion.op,
         text(conversion.source),
         text(conversion.target),
@@ -148,12 +192,3 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int) -> Conver
         entries(backward),
         bucket,
     )
-
-
-def _value_name(value: str, graph: Graph) -> str:
-    """A value as a reader knows it: the parameter or input, or the operator that computes it (which result, if
-    several)."""
-    producer = graph.producer.get(value)
-    if producer is None:
-        return graph.source_of[value].names[0]
-    return producer.name if len(producer.results) == 1 else f"{producer.name}[{producer.results.index(value)}]"

@@ -70,7 +70,7 @@ def _takes_grad(value: Value) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _flat(returned: Any) -> list[Any]:

@@ -68,8 +68,6 @@ def redistribute(
     """
     if target.windows:
         return _into_windows(source, target, differentiable, price)
-    if target.windows:
-        return _into_windows(source, target, differentiable, price)
     return _redistribute(source, target, differentiable, price)
 
 
@@ -103,29 +101,6 @@ def window_moves(current: Layout, target: Layout) -> tuple[Move, ...]:
             after = current.moved(dict.fromkeys(axes, (own.dim, own.atom)))
         after = replace(after, windows=target.windows[: i + 1])
         moves.append(Move(current, after, tuple(sorted(axes, key=current.mesh.order.__getitem__))))
-        current = after
-    return tuple(moves)
-
-
-@lru_cache(maxsize=100_000)
-def _into_windows(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
-    """Into slices, and from there into windows, one atom after the other. What is whole on every device anyway, and
-    whose cotangents may be summands, is cut on the spot."""
-    whole = ("R",) if differentiable else ("R", "I")
-    current = target.without_windows
-    for own in target.windows:
-        axes = current.dims[own.dim][own.atom].axes
-        states = {source.state_of[axis] for axis in axes}
-        if len(states) == 1 and states <= set(whole):
-            current = current.moved(dict.fromkeys(axes, states.pop()))
-    moves = list(_redistribute(source, current, differentiable, price))
-    for i, own in enumerate(target.windows):
-        axes = target.dims[own.dim][own.atom].axes
-        after = current
-        if not current.dims[own.dim][own.atom].axes:
-            after = current.moved(dict.fromkeys(axes, (own.dim, own.atom)))
-        after = replace(after, windows=target.windows[: i + 1])
-        moves.append(Move(current, after, tuple(sorted(axes, key=source.mesh.order.__getitem__))))
         current = after
     return tuple(moves)
 

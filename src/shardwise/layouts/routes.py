@@ -120,7 +120,9 @@ class Routes:
 
     def node(self, codes: Ints) -> Ints:
         """[n, axes] codes -> [n] nodes; -1 where a layout is not one."""
-        return self._node_of[np.asarray(codes @ self._weights)]
+        keys: Ints = codes @ self._weights
+        nodes: Ints = self._node_of[keys]
+        return nodes
 
     @cached_property
     def whole(self) -> int:

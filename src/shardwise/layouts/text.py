@@ -25,6 +25,14 @@ def format_dtype(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def parse_dtype(name: str) -> torch.dtype:
+    """The inverse of ``format_dtype``. Raises NotationError."""
+    for dtype, own in DTYPE_NAMES.items():
+        if name in (own, str(dtype).removeprefix("torch.")):
+            return dtype
+    raise NotationError(f"{name!r} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
+
+
 def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
     """The layout as a type. Atoms are merged where that changes nothing."""
     mesh, layout = layout.mesh, layout.canonical()

@@ -67,7 +67,8 @@ class Fragments:
         named = dict.fromkeys((*op.operands, *op.results))
         values = (*(self.graph.by_name[name] for name in named), *added)
         small = Graph(values, (), tuple(item.op for item in items), ())
-        layouts = dict(zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True))
+        applied = apply_strategy(rule, strategy, mesh).operands
+        layouts = {name: layout.without_windows for name, layout in zip(op.operands, applied, strict=True)}
         builder = Builder(small, mesh, layouts, self.router)
         for item in items:
             builder.add(item)

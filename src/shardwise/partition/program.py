@@ -14,8 +14,7 @@ from shardwise.layouts.strategy import Strategy
 from shardwise.partition.buckets import Bucket
 from shardwise.partition.spmd import Spmd
 from shardwise.partition.steps import Conversion, Step
-from shardwise.rules.rule import base_name
-from shardwise.rules.rule import Call, LocalContext, OpRule, Piece
+from shardwise.rules.rule import Call, LocalContext, OpRule, Piece, base_name
 
 
 @dataclass(frozen=True, slots=True)

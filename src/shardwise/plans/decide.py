@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import warnings
 from ast import literal_eval
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
 
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.cluster_file import format_cluster
+from shardwise.costs.cluster_file import parse as parse_cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.prices import Precision, Prices
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, parse_choices
-from shardwise.layouts.text import format_dtype, parse_layout
-from shardwise.plans.plan import Plan
+from shardwise.layouts.text import format_dtype, parse_dtype, parse_layout
+from shardwise.plans.plan import Plan, PricingEntry
+from shardwise.plans.printing import format_bytes
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of, whole_rule
+from shardwise.search.auto import Prediction, Search, cost_graph, searched, separate_axes
+from shardwise.search.cost_graph import CostGraph, held_by
+from shardwise.search.domains import PriceFragment
+from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.modes import Choice, Choices, choose, follows, spread_axes
 from shardwise.search.propagate import Where, factor_places, where_of
+from shardwise.search.routing import Router
 from shardwise.search.wishes import burdens, choices_for, splittable
 
 
@@ -57,6 +70,84 @@ def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: st
     factored = factor_graph(graph, rules)
     fixed = _fixed(graph, rules, factored, annotations, mesh)
     return factored, choose(graph, factored, mesh, mode, fixed)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a search by price decided."""
+
+    mesh: Mesh
+    factored: Factored
+    choice: Choice
+    pricing: PricingEntry
+    prediction: Prediction
+    search: Search
+
+
+def decide_by_price(
+    graph: Graph,
+    annotations: Iterable[Annotation],
+    cluster: Cluster,
+    meshes: Iterable[Mesh],
+    search: str,
+    optimizer: str,
+    precision: Precision,
+    memory_bytes: float | None,
+    fragments: Callable[[Graph, Router], PriceFragment],
+) -> Decided:
+    """The fastest choice over some meshes that keeps what the user annotated and fits into ``memory_bytes`` (None: what
+    a device has). Raises PlanError when nothing fits."""
+    rules = rules_of(graph)
+    factored = factor_graph(graph, rules)
+    annotations = tuple(annotations)
+    limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+    best: Search | None = None
+    least: tuple[float, CostGraph, list[int]] | None = None
+    for mesh in meshes:
+        fixed = _fixed(graph, rules, factored, annotations, mesh)
+        axes = Axes.of(mesh, separate_axes(fixed, mesh))
+        cost = cost_graph(graph, factored, fixed, axes, Prices(Links(cluster, mesh), optimizer, precision), fragments)
+        try:
+            found = searched(cost, search, limit)
+        except DoesNotFit as error:
+            if least is None or error.num_bytes < least[0]:
+                least = error.num_bytes, cost, error.assignment
+            continue
+        if best is None or found.outcome.seconds < best.outcome.seconds:
+            best = found
+    if best is None:
+        assert least is not None, "there is a mesh"
+        raise _nothing_fits(limit, *least)
+    groups = best.cost.domains.axes.groups
+    separate = tuple(
+        name for name, _ in best.mesh.axes if len(best.mesh.expand(name)) > 1 and best.mesh.expand(name) not in groups
+    )
+    compute, parameter, reduce = (
+        "" if own is None else format_dtype(own) for own in (precision.compute, precision.parameter, precision.reduce)
+    )
+    pricing = PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
+    return Decided(best.mesh, factored, best.choice(), pricing, best.prediction(), best)
+
+
+def _nothing_fits(limit: float, num_bytes: float, cost: CostGraph, assignment: list[int]) -> PlanError:
+    """What is needed at least, and the tensors that make most of it."""
+    held = sorted(held_by(cost, assignment).items(), key=lambda item: -item[1])
+    graph = cost.domains.graph
+    largest = ", ".join(
+        f"{kind} {_shown(graph, kind, name)} {format_bytes(int(size))}" for (kind, name), size in held[:5]
+    )
+    return PlanError(
+        problem(
+            f"no plan fits: the least memory that any plan needs is {format_bytes(int(num_bytes))} a device, "
+            f"{format_bytes(int(limit))} are allowed",
+            facts=[("largest", largest)],
+            fix="use more devices or devices with more memory, a smaller batch, or an optimizer with fewer states",
+        )
+    )
+
+
+def _shown(graph: Graph, kind: str, name: str) -> str:
+    return name if kind == "operator" else value_name(name, graph)
 
 
 def _fixed(
@@ -202,7 +293,41 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
         for source in graph.sources
         if source.kind != "constant"
     }
-    return factored, choose(graph, factored, plan.mesh, "auto", fixed, storage=storage)
+    choice = choose(graph, factored, plan.mesh, "auto", fixed, storage=storage)
+    return factored, replace(choice, shared=_shared(plan, graph), router=_router(plan, graph, factored))
+
+
+def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
+    """The shared layouts of a plan, of values that have the plan's shape."""
+    wanted = {entry.name: parse_layout(entry.layout, plan.mesh) for entry in plan.shared}
+    names = {value_name(value.name, graph): value for value in graph.values} if wanted else {}
+    return {
+        names[name].name: layout
+        for name, layout in wanted.items()
+        if name in names and names[name].shape == layout.shape
+    }
+
+
+def _router(plan: Plan, graph: Graph, factored: Factored) -> Router | None:
+    """The moves that the plan was priced with."""
+    entry = plan.pricing
+    if entry is None:
+        return None
+    dtypes = [None if name == "" else parse_dtype(name) for name in (entry.compute, entry.parameter, entry.reduce)]
+    links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
+    prices = Prices(links, plan.optimizer, Precision(*dtypes))
+    axes = Axes.of(plan.mesh, frozenset(entry.separate))
+    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
+    return Router(axes, prices, factored.atoms, parameters)
+
+
+def value_name(value: str, graph: Graph) -> str:
+    """A value as a reader knows it: the parameter or input, or the operator that computes it (which result, if
+    several)."""
+    producer = graph.producer.get(value)
+    if producer is None:
+        return graph.source_of[value].names[0]
+    return producer.name if len(producer.results) == 1 else f"{producer.name}[{producer.results.index(value)}]"
 
 
 def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, str]:

@@ -23,9 +23,10 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import parse_choices
 from shardwise.layouts.text import parse_layout
 from shardwise.plans.printing import format_bytes, format_plan
+from shardwise.search.auto import Prediction
 
 FORMAT = "shardwise-plan"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,33 @@ class ConversionEntry:
     bucket: int
 
 
+@dataclass(frozen=True, slots=True)
+class SharedEntry:
+    """A value that all its consumers convert from one layout. ``name``: as in ``ConversionEntry.value``."""
+
+    name: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class PricingEntry:
+    """What the plan was priced with, which decides the moves between layouts: the cluster as TOML, dtypes of
+    ``Precision`` (empty: the model's), and the mesh axes whose parts are treated differently."""
+
+    cluster: str
+    compute: str
+    parameter: str
+    reduce: str
+    separate: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A complete plan. Two plans are equal when all their entries are, and then their digests are equal too.
 
     ``training``: whether the module was in training mode. ``bucket_bytes``: the largest message that several parameters
-    share. ``operators`` are in execution order.
+    share. ``operators`` are in execution order. ``shared``, ``pricing`` and ``prediction`` are those of
+    a plan that was chosen by price.
     """
 
     mesh: Mesh
@@ -98,6 +120,15 @@ class Plan:
     buffers: tuple[TensorEntry, ...]
     operators: tuple[OperatorEntry, ...]
     conversions: tuple[ConversionEntry, ...]
+    shared: tuple[SharedEntry, ...] = ()
+    pricing: PricingEntry | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """How much slower than the best plan of the searched space this one is predicted to be, at most, as a share; 0:
+        proven optimal; None: nothing was searched."""
+        return None if self.prediction is None else self.prediction.optimality_gap
 
     @cached_property
     def digest(self) -> str:
@@ -170,6 +201,11 @@ class Plan:
                 fault = _layout_fault(entry, kind, self.mesh)
                 if fault:
                     faults.append(problem(fault, op=f"{kind} {entry.name}"))
+        for shared in self.shared:
+            try:
+                parse_layout(shared.layout, self.mesh)
+            except ShardwiseError as error:
+                faults.append(problem(f"layout {shared.layout!r}: {error}", op=f"shared {shared.name}"))
         for operator in self.operators:
             try:
                 parse_choices(operator.strategy, self.mesh)
@@ -197,6 +233,9 @@ class Plan:
             "buffers": _table(self.buffers),
             "operators": _table(self.operators),
             "conversions": [asdict(entry) for entry in self.conversions],
+            "shared": _table(self.shared),
+            "pricing": None if self.pricing is None else {**asdict(self.pricing), "separate": [*self.pricing.separate]},
+            "prediction": None if self.prediction is None else asdict(self.prediction),
         }
 
     def __str__(self) -> str:
@@ -291,14 +330,22 @@ def _from_body(body: dict[str, Any]) -> Plan:
         buffers=table(TensorEntry, "buffers"),
         operators=table(OperatorEntry, "operators"),
         conversions=tuple(conversion(entry, f"conversions[{i}]") for i, entry in enumerate(listed)),
+        shared=table(SharedEntry, "shared"),
+        pricing=_optional(PricingEntry, body.get("pricing"), "pricing"),
+        prediction=_optional(Prediction, body.get("prediction"), "prediction"),
     )
+
+
+def _optional(kind: Any, data: Any, where: str) -> Any:
+    """An entry that may be absent."""
+    return None if data is None else _entry(kind, data, where)
 
 
 def _entry(kind: Any, data: Any, where: str, **given: str) -> Any:
     """An entry of ``kind`` from the object at ``where``: every field there, and of its type."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} is {_shown(data)}, not an object")
-    forms = {"str": str, "int": int}  # other annotations are tuples, lists in JSON
+    forms = {"str": str, "int": int, "float": float}  # other annotations are tuples, lists in JSON
     own = [field for field in fields(kind) if field.name not in given]
     unknown = data.keys() - {field.name for field in own}
     if unknown:
@@ -309,6 +356,8 @@ def _entry(kind: Any, data: Any, where: str, **given: str) -> Any:
         if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
             raise PlanError(f"{where}.shape is {_shown(shape)}, not a list of sizes")
         values["shape"] = tuple(shape)
+    if "separate" in values:
+        values["separate"] = tuple(values["separate"])
     return kind(**given, **values)
 
 
@@ -317,8 +366,17 @@ def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
     if key not in data:
         raise PlanError(f"{where} is missing")
     value = data[key]
+    if form is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
     if not isinstance(value, form) or (isinstance(value, bool) and form is not bool):
-        named = {str: "a text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}[form]
+        named = {
+            str: "a text",
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            list: "a list",
+            dict: "an object",
+        }[form]
         raise PlanError(f"{where} is {_shown(value)}, not {named}")
     return value
 

@@ -18,6 +18,7 @@ from math import prod
 
 from rich.table import Table
 
+from shardwise.costs.flops import FLOPS, Shapes, flops_of
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
@@ -26,7 +27,6 @@ from shardwise.partition.steps import Step
 from shardwise.plans.decide import bind
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes
-from shardwise.costs.flops import FLOPS, Shapes, flops_of
 from shardwise.rules.rule import base_name
 from shardwise.rules.tables import rule_of
 
@@ -84,7 +84,10 @@ def share_of_plan(plan: Plan, graph: Graph) -> SplitShare:
     Raises PlanError when the plan is for another model.
     """
     factored, choice = bind(plan, graph)
-    return split_share(build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh))
+    spmd = build_spmd(
+        graph, factored.rules, choice.strategies, choice.sources, plan.mesh, route=choice.router, shared=choice.shared
+    )
+    return split_share(spmd)
 
 
 def split_share(spmd: Spmd, *, data_axes: tuple[str, ...] | None = None) -> SplitShare:

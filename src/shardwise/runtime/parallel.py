@@ -299,6 +299,8 @@ class Parallel(torch.nn.Module):
             choice.sources,
             self.plan.mesh,
             bucket_bytes=self.plan.bucket_bytes,
+            route=choice.router,
+            shared=choice.shared,
         )
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         own = localize(spmd, self._ranks.rank)

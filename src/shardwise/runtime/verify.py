@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.capture import Capture, call_arguments, call_module, capture
-from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.ir import Graph, Ref, Value
 from shardwise.graph.widen import reference_mode, widen
-from shardwise.layouts.conversions import Collective
+from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.layout import Layout
 from shardwise.partition.program import LocalOp, Program, localize
-from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
+from shardwise.partition.spmd import Route, Spmd, build_spmd, conversions_of
 from shardwise.plans.decide import bind, same_inputs
 from shardwise.plans.plan import Plan
 from shardwise.runtime.materialize import full_tensors
@@ -128,6 +128,8 @@ def verify(
         plan.mesh,
         bucket_bytes=plan.bucket_bytes,
         parameter_dtypes=dtypes,
+        route=_planned_moves(plan, captured.graph, module.training),
+        shared=choice.shared,
     )
     single = _Single(reference, captured, loss, plan.optimizer)
     ranks = _Ranks(spmd, captured, reference, choice.sources, plan.optimizer)
@@ -149,6 +151,32 @@ def verify(
         planned_backward=spmd.backward_collectives(),
         matches_plan=_listed(plan, graph, records),
     )
+
+
+def _planned_moves(plan: Plan, graph: Graph, training: bool) -> Route | None:
+    """The moves of the plan, which were priced in the model's own dtypes."""
+    if plan.pricing is None:
+        return None
+    factored, choice = bind(plan, graph, training=training)
+    assert choice.router is not None, "a plan with prices has a router"
+    spmd = build_spmd(
+        graph,
+        factored.rules,
+        choice.strategies,
+        choice.sources,
+        plan.mesh,
+        bucket_bytes=0,
+        route=choice.router,
+        shared=choice.shared,
+    )
+    known = {(c.origin, c.source, c.target): c.moves for c in spmd.conversions}
+    router = choice.router
+
+    def route(value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
+        moves = known.get((value.name, source, target))
+        return router(value, source, target) if moves is None else moves
+
+    return route
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:

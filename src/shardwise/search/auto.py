@@ -42,7 +42,7 @@ class Prediction:
     these last); ``num_bytes`` per device of parameters, gradients, optimizer states and values kept for backward.
 
     ``bound``: no plan of the searched space is faster (0: not known); ``log10_plans``: how many plans that are, as a
-    power of ten; ``search_seconds``: what the search took.
+    power of ten.
     """
 
     exposed: float
@@ -51,7 +51,6 @@ class Prediction:
     num_bytes: float
     bound: float = 0.0
     log10_plans: float = 0.0
-    search_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -93,7 +92,7 @@ class Search:
             float(components[COMPUTE]),
             float(components[TRAFFIC]),
             float(components[BYTES]),
-            self.outcome.bound,
+            float(self.outcome.bound),
             self.log10_plans,
         )
 
@@ -200,12 +199,12 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
         else:
             sources[name] = layout_of(inputs.get(name, {}), domains.atoms[name], mesh)
     strategies = {name: domains.strategy_of(own) for name, own in choices.items()}
-    return Choice(strategies, sources, shared)
+    return Choice(strategies, sources, shared, domains.router)
 
 
 def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
-    """The assignment that a choice (of another search) is in the cost graph, with the best shared layouts; None if it is
-    not in its space."""
+    """The assignment that a choice (of another search) is in the cost graph, with the best shared layouts; None if it
+    is not in its space."""
     domains = cost.domains
     fixed: dict[int, int] = {}
     for number, variable in enumerate(cost.variables):

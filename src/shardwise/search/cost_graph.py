@@ -88,6 +88,18 @@ class CostGraph:
         return total
 
 
+def held_by(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
+    """(kind, name) of a variable -> the bytes that it and the way to it hold."""
+    found: dict[tuple[str, str], float] = {}
+    for scope, kind in cost.factors:
+        table = cost.kinds[kind][BYTES]
+        if table is not None:
+            variable = cost.variables[scope[-1]]
+            key = variable.kind, variable.name
+            found[key] = found.get(key, 0.0) + float(table[tuple(assignment[v] for v in scope)])
+    return found
+
+
 def build(
     domains: Domains, fixed: Mapping[str, Mapping[str, str]], storage: Mapping[str, Layout] | None = None
 ) -> CostGraph:

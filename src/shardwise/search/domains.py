@@ -253,6 +253,11 @@ class Domains:
                 return choice
             passes = position is None or position in rule.linear[int(choice[1:])]
             return "P" if passes else "R"
+        for base, window in rule.windows if position is not None else ():
+            if choice == rule.parts_of(window.factor)[0].name:
+                choice = (
+                    rule.parts_of(base)[0].name if any(rule.parts_of(base)[0].name in dim for dim in dims) else choice
+                )
         for d, dim in enumerate(dims):
             if choice in dim:
                 return d, dim.index(choice)
@@ -272,11 +277,13 @@ class Domains:
         count = len(choices)
         compute, exposed, kept = np.zeros(count), np.zeros(count), np.zeros(count)
         lowered = {factor.name for factor in rule.factors if factor.kind == "lowered"}
+        lowered |= {rule.parts_of(window.factor)[0].name for _, window in rule.windows}
         values = [self.graph.by_name[name] for name in op.operands]
         outputs = [self.graph.by_name[name] for name in op.results]
         saved = saved_by(op, values, outputs)
         local = np.array([-(-f.size // ways[f.name]) for f in rule.factors], dtype=np.int64).reshape(-1, count)
         alive = np.ones(count, dtype=np.bool_)
+        # Lowered strategies and those that exchange halos are priced by what is emitted for them.
         plain = np.array([not lowered.intersection(own) for own in choices], dtype=np.bool_)
         same, back = np.unique(local[:, plain], axis=1, return_inverse=True)
         place = {factor.name: i for i, factor in enumerate(rule.factors)}

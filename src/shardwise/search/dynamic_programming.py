@@ -2,9 +2,9 @@
 
 A step takes ``exposed + max(compute, traffic)`` seconds: collectives of values wait for operators and operators for
 them; gathers of parameters and reductions of gradients travel while operators run, as far as there are any. A maximum
-does not add up over choices, so it is replaced by ``(1 - m) compute + m traffic``: for every m between 0 and 1 the least
-sum is a lower bound of the least step (Lagrange), and where the two choices that a bound lies between differ, mixtures
-of both (one up to some operator, the other from there) come close to it. A limit on memory is a second multiplier, in
+does not add up over choices, so it is replaced by ``(1 - m) compute + m traffic``: for every m between 0 and 1 the
+least sum is a lower bound of the least step (Lagrange), and where the two choices that a bound lies between differ,
+mixtures of both (one up to some operator, the other from there) come close to it. A limit on memory is a second multiplier, in
 seconds per byte. What is left between the best choice found and the best bound is the optimality gap.
 """
 
@@ -71,10 +71,9 @@ def search(cost: CostGraph, memory_bytes: float | None = None, solver: Solver = 
     bound = run.overlapped(TIE)
     if memory_bytes is not None and not run.fits(run.best_of_last):
         bound = run.within_memory()
-    best = run.best
-    assert best is not None, "a search that fits nothing raises"
     run.improve(bound)
     best = run.best
+    assert best is not None, "a search that fits nothing raises"
     others = sorted((item for item in run.seen.values() if run.fits(item)), key=lambda item: item.seconds)
     return Outcome(
         list(best.assignment),

@@ -239,7 +239,8 @@ def _minimum(
         small[1] = small[0] + small[1]
         small.pop(0)
     if len(small) == 1:
-        return small[0].min(axis=0)
+        least: Table = small[0].min(axis=0)
+        return least
     out = np.full(shape, np.inf)
     rows = max(1, BLOCK // max(1, prod(shape[1:])))
     for start in range(0, shape[0], rows):

@@ -20,6 +20,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
 from shardwise.search.propagate import Place, Propagation, Where
+from shardwise.search.routing import Router
 
 MODES = ("auto", "semi_auto", "data_parallel", "stand_alone")
 DATA_AXES = frozenset({"dp", "data", "batch", "ddp", "fsdp", "replica"})
@@ -30,11 +31,12 @@ Choices = dict[str, dict[str, str]]
 @dataclass(frozen=True)
 class Choice:
     """A complete choice: a strategy for every op, and a layout for every source. ``shared``: values that all consumers
-    convert from one layout, if the search chose one."""
+    convert from one layout, if the search chose one; ``router``: the moves that it counted."""
 
     strategies: Mapping[str, Strategy]
     sources: Mapping[str, Layout]
     shared: Mapping[str, Layout] = field(default_factory=dict)
+    router: Router | None = None
 
 
 def choose(
