@@ -89,6 +89,7 @@ def test_lines_have_no_negative_coefficients() -> None:
     intercept, slope = robust_line([(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)])
     assert slope == 0
     assert intercept == 4.0
+    assert robust_line([(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)], rising=True)[1] > 0
     assert robust_line([(4.0, 2.0)]) == (0.0, 0.5)
     assert robust_line([(4.0, 2.0), (4.0, 6.0), (4.0, 3.0)]) == (0.0, 0.75)
     assert robust_line([(0.0, 2.0)]) == (2.0, 0.0)
@@ -179,6 +180,20 @@ def test_measurements_and_the_fitted_file_read_back(tmp_path: Path) -> None:
     assert again.num_devices == 8
     assert again.device.flops["f32"] == pytest.approx(found.device.flops["f32"], rel=1e-3)
     assert "2026-01-01" in dict(again.sources)["device.flops"]
+
+
+def test_times_that_do_not_grow_still_give_rates() -> None:
+    """Tiny sizes on a busy machine: larger ones may be faster."""
+    points = measured()
+    odd = replace(
+        points,
+        streams=(StreamTime(1e4, 5e-6), StreamTime(1e5, 4e-6)),
+        matmuls=(MatmulTime("f32", 1e4, 5e-6), MatmulTime("f32", 1e5, 4e-6)),
+        collectives=tuple(replace(time, seconds=1 / time.num_bytes) for time in points.collectives),
+    )
+    found = fit_cluster(odd, "odd")
+    assert parse(format_cluster(found)).num_devices == 8
+    assert 0 < found.device.bytes_per_second() < float("inf")
 
 
 def test_one_device_needs_no_links() -> None:

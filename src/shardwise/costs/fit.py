@@ -84,27 +84,29 @@ class Measurements:
         )
 
 
-def robust_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(intercept, slope), neither negative, with the least sum of ``|log(line(x) / y)|`` over points (x, y), y > 0.
+def robust_line(points: Sequence[tuple[float, float]], *, rising: bool = False) -> tuple[float, float]:
+    """(intercept, slope), neither negative (``rising``: the slope not 0 either), with the least sum of
+    ``|log(line(x) / y)|`` over points (x, y), y > 0. Of equally good lines, one through a larger x.
 
     An outlier costs no more than its distance, a microsecond counts as much in a small message as a millisecond in a
     large one, and half as much is as wrong as twice as much. Tried are the lines through two of the points, or through
     one and with one coefficient 0: where the least sum of plain absolute deviations lies (Boscovich, 1757). Of more
     than 40 points, some 40 are taken, at equal ratios of x.
     """
-    taken = _thinned(sorted(points))
+    taken = _thinned(sorted(points))[::-1]
+    has_zero = taken[-1][0] == 0
 
     def distance(line: tuple[float, float]) -> float:
         return sum(abs(log((line[0] + line[1] * x) / y)) for x, y in taken)
 
-    lines = [(y, 0.0) for _, y in taken] + [(0.0, y / x) for x, y in taken if x > 0 and taken[0][0] > 0]
-    for (x1, y1), (x2, y2) in combinations(taken, 2):
-        slope = (y2 - y1) / (x2 - x1) if x2 > x1 else -1.0
-        if slope > 0 and y1 >= slope * x1 and (y1 > slope * x1 or taken[0][0] > 0):
-            lines.append((y1 - slope * x1, slope))
-    if len({x for x, _ in taken}) == 1 and taken[0][0] > 0:
-        lines = [(0.0, y / x) for x, y in taken]  # one size tells no intercept
-    return min(lines, key=distance)
+    lines = [] if has_zero else [(0.0, y / x) for x, y in taken]
+    if taken[0][0] > taken[-1][0] or has_zero:  # one size tells no intercept
+        lines += [] if rising else [(y, 0.0) for _, y in taken]
+        for (x2, y2), (x1, y1) in combinations(taken, 2):
+            slope = (y2 - y1) / (x2 - x1) if x2 > x1 else 0.0
+            if slope > 0 and y1 - slope * x1 > 0:
+                lines.append((y1 - slope * x1, slope))
+    return min(lines, key=lambda line: round(distance(line), 9))
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -145,10 +147,12 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
     halves: list[float] = []
     for dtype in sorted({time.dtype for time in measured.matmuls}):
         points = [(time.flops, max(time.seconds - latency, 1e-9)) for time in measured.matmuls if time.dtype == dtype]
-        intercept, slope = robust_line(points)
+        intercept, slope = robust_line(points, rising=True)
         rates[dtype] = 1 / slope
         halves.append(intercept / slope)
-    _, slope = robust_line([(time.num_bytes, max(time.seconds - latency, 1e-9)) for time in measured.streams])
+    _, slope = robust_line(
+        [(time.num_bytes, max(time.seconds - latency, 1e-9)) for time in measured.streams], rising=True
+    )
     device = Device(
         name=measured.device,
         flops=Figures(rates),
@@ -190,12 +194,12 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level
         series.setdefault((time.kind, time.units[0]), []).append((time.num_bytes, time.seconds))
     if not series:
         return Level(name, size, bandwidth=1e9, latency=0.0)
-    lines = {key: robust_line(points) for key, points in series.items()}
+    lines = {key: robust_line(points, rising=True) for key, points in series.items()}
     fixed = {(kind, units): (num_steps(kind, units), line[0]) for (kind, units), line in lines.items()}
     latency = _latency(fixed)
     starts = {key: max(seconds - steps * latency, 0.0) for key, (steps, seconds) in fixed.items()}
     launches = {kind: median(start for (other, _), start in starts.items() if other == kind) for kind, _ in lines}
-    paces = {(kind, units): share_sent(kind, units) / max(slope, 1e-15) for (kind, units), (_, slope) in lines.items()}
+    paces = {(kind, units): share_sent(kind, units) / slope for (kind, units), (_, slope) in lines.items()}
     reference = REFERENCE if any(kind == REFERENCE for kind, _ in paces) else next(iter(paces))[0]
     by_size = {units: pace for (kind, units), pace in sorted(paces.items()) if kind == reference}
     if like is not None:
@@ -216,7 +220,7 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level
         group_bandwidths=tuple(by_size.items()) if len(by_size) > 1 else (),
         efficiency=Figures(efficiency),
         launches=Figures(launches),
-        lines=tuple((kind, units, first, slope) for (kind, units), (first, slope) in lines.items() if slope > 0),
+        lines=tuple((kind, units, first, slope) for (kind, units), (first, slope) in lines.items()),
     )
 
 

@@ -107,7 +107,7 @@ def format_quantity(number: float, unit: str) -> str:
         scale, name = next(((f, n) for n, f in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if number >= f), (1e-9, "ns"))
     elif unit == "B":
         fitting = [(_BINARY[p], f"{p}B") for p in ("Ti", "Gi", "Mi", "Ki", "") if number >= _BINARY[p]] or [(1.0, "B")]
-        scale, name = next((pair for pair in fitting if _is_short(number / pair[0])), fitting[0])
+        scale, name = next((pair for pair in fitting if _is_short(number / pair[0], 6)), fitting[0])
     elif unit:
         prefix = next((p for p in "PTGMk" if number >= _DECIMAL[p]), "")
         scale, name = _DECIMAL[prefix], prefix + unit
@@ -120,5 +120,5 @@ def _few_digits(number: float) -> str:
     return next((f"{number:.{digits}g}" for digits in range(4, 10) if _is_short(number, digits)), f"{number:.4g}")
 
 
-def _is_short(number: float, digits: int = 9) -> bool:
+def _is_short(number: float, digits: int) -> bool:
     return abs(float(f"{number:.{digits}g}") - number) <= 1e-13 * number
