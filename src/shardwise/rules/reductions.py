@@ -206,14 +206,15 @@ def _vector_norm_only(lowering: Lowering) -> RuleFunction:
 
 
 def _search(op: Op, graph: Graph) -> OpRule | None:
-    """searchsorted, bucketize: every rank knows all bounds (one row of them) and searches for its own values."""
+    """searchsorted, bucketize: how many bounds lie below a value is the sum of how many do among parts of them (one row
+    of bounds)."""
     positions = operand_positions(op)
     bounds = positions["sorted_sequence" if "sorted_sequence" in positions else "boundaries"][0]
     if len(op.operands) != 2 or len(graph.by_name[op.operands[bounds]].shape) != 1:
         return None
     names = dim_names(len(graph.by_name[op.results[0]].shape))
     operands = [single(["bound"] if i == bounds else names) for i in range(2)]
-    return build(op, graph, operands, [single(names)], kinds={"bound": "whole"})
+    return build(op, graph, operands, [single(names)], kinds={"bound": "sum"})
 
 
 def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:

@@ -103,13 +103,17 @@ def check_rule(
     *,
     dtype: torch.dtype | None = torch.float64,
     tolerance: float = TOLERANCE,
+    find_missing: bool = True,
 ) -> RuleReport:
     """Test the rule of an operator against the operator itself.
 
     ``sample_inputs``: one call, as a tuple of arguments or a dict of named ones, or a list of calls. Floating tensors
-    are taken as differentiable where they require grad, and cast to ``dtype`` (None: left as they are; then give a
-    ``tolerance`` that fits). Use small distinct sizes from 3 on, some odd: equal sizes
+    are taken as differentiable where they require grad, and cast to ``dtype`` (None: left as they
+    are; errors count in their resolution). Use small distinct sizes from 3 on, some odd: equal sizes
     hide which dim is meant, and slices of size 1 broadcast.
+
+    ``find_missing=False`` leaves the search for missing splits out: it calls the operator on operands that may not fit
+    together, which kernels without checks (PyTorch's LSTM) answer by ending the process.
 
     Raises ShardwiseError when the operator can not be called on a sample.
     """
@@ -131,7 +135,7 @@ def check_rule(
             else:
                 sizes = " x ".join(str(size) for _, size in mesh.axes)
                 wrong.append(WrongSplit(number, f"{strategy.format(mesh)} ({sizes})", error, where))
-        missing += [MissingSplit(number, *split) for split in _missing(call, own, tolerance)]
+        missing += [MissingSplit(number, *split) for split in (_missing(call, own, tolerance) if find_missing else ())]
     count = len(errors) + len(wrong)
     return RuleReport(str(target), tuple(rules), tuple(wrong), tuple(missing), count, max(errors, default=0.0))
 
@@ -260,7 +264,8 @@ def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple
     cluster = VirtualCluster(mesh)
     held = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
     programs = [localize(spmd, rank) for rank in range(mesh.num_devices)]
-    bindings = [{f"x{i}": own[rank] for i, own in enumerate(held)} for rank in range(mesh.num_devices)]
+    # Clones: operands inside a program are no leaves, and an operator may not take one.
+    bindings = [{f"x{i}": own[rank].clone() for i, own in enumerate(held)} for rank in range(mesh.num_devices)]
     values = run_virtual(cluster, programs, bindings)
     ends = [(rank, i, own[out.name]) for rank, own in enumerate(values) for i, out in enumerate(spmd.outputs)]
     found = [(_error(end, call.results[i]), f"result {i} on rank {rank}") for rank, i, end in ends]
@@ -300,7 +305,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _error(have: Tensor, want: Tensor, scale: float | None = None) -> float:
-    """The largest difference relative to the largest element; infinite for another shape or type."""
+    """The largest difference relative to the largest element; infinite for another shape or type. In lower precision
+    than float64 it counts in that type's resolution: a partial sum that is cast is rounded per summand."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return float("inf")
     have, want = have.detach(), want.detach()
@@ -309,7 +315,9 @@ def _error(have: Tensor, want: Tensor, scale: float | None = None) -> float:
         return 0.0
     worst = float(torch.where(same, 0.0, (have.to(torch.complex128) - want.to(torch.complex128)).abs()).max())
     scale = _largest(want) if scale is None else scale
-    return worst / scale if scale else float("inf")
+    inexact = want.is_floating_point() or want.is_complex()
+    resolution = torch.finfo(want.dtype).eps / torch.finfo(torch.float64).eps if inexact else 1.0
+    return worst / scale / resolution if scale else float("inf")
 
 
 # -------------------------------------------------------------------------------------------------- missing splits
@@ -341,6 +349,13 @@ def _missing(call: _Call, rule: OpRule, tolerance: float) -> Iterator[tuple[tupl
                 yield sliced, becomes
 
 
+def _slices(operands: Sequence[Tensor], dims: Sequence[int | None], start: int, stop: int) -> list[Tensor]:
+    return [
+        tensor if dim is None else tensor.narrow(dim, start, stop - start).clone()
+        for tensor, dim in zip(operands, dims, strict=True)
+    ]
+
+
 def _has(rule: OpRule, dims: Sequence[int | None]) -> bool:
     """Whether the rule opens a factor that slices just these dims of the operands."""
 
@@ -370,11 +385,7 @@ def _put_together(call: _Call, dims: Sequence[int | None], size: int, parts: int
     slices = []
     try:
         for start, stop in pairwise(bounds):
-            operands = [
-                leaf if dim is None else leaf.narrow(dim, start, stop - start).clone()
-                for leaf, dim in zip(leaves, dims, strict=True)
-            ]
-            slices.append(tensor_results(_call(call.op, operands)))
+            slices.append(tensor_results(_call(call.op, _slices(leaves, dims, start, stop))))
     except Exception:  # slices that the operator does not take are no split
         return ""
     if any(len(own) != len(call.results) for own in slices):
