@@ -147,6 +147,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the tables")
     parser.add_argument("--evenly", action="store_true", help="compare messages of 1, 2, 4, ... 1,024 MiB only")
     chosen = parser.parse_args()
+    if not chosen.data.is_dir():
+        parser.error(f"there are no tables in {chosen.data}: --data says where they are")
     print(f"{'':48} {'':>6}   {'bundled figures':^24}   {'calibrated':^24}")
     print(f"{'table':48} {'points':>6}   {'median':>7} {'p90':>7} {'worst':>8}   {'median':>7} {'p90':>7} {'worst':>8}")
     for table, bundled, fitted in report(chosen.data, chosen.evenly):
