@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import LayoutError
 from shardwise.graph.capture import capture_function
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
 from shardwise.layouts.layout import Atom, Layout
@@ -65,7 +66,7 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     given = dict(zip(op.operands, operands, strict=True))
     rules = {inner.name: _rule_within(rule.lowering, inner, fragment) for inner in fragment.ops}
     factored = factor_graph(fragment, rules, {name: layout.atoms for name, layout in given.items()})
-    sources = {name: where_of(layout) for name, layout in given.items()}
+    sources = {name: where_of(_over(layout, factored.atoms[name])) for name, layout in given.items()}
     strategies = Propagation(fragment, factored.rules, mesh, sources=sources).run()
     found: list[PlacedOp] = []
     values = [value for value in fragment.values if value.name not in graph.by_name]
@@ -74,6 +75,14 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
         found.extend(deeper)
         values.extend(added)
     return found, tuple(values)
+
+
+def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
+    """The layout over the atoms into which the fragment divides the value, if it can be written so."""
+    try:
+        return layout.refine(atoms)
+    except LayoutError:
+        return layout
 
 
 def _rule_within(lowering: Lowering, inner: Op, fragment: Graph) -> OpRule:
