@@ -184,6 +184,21 @@ def test_prices_are_sane(kind: str) -> None:
     assert many.seconds(kind, mesh.expand("dp"), BYTES) > many.seconds(kind, mesh.expand("tp"), BYTES)
 
 
+def test_what_leaves_a_pod_takes_the_cards_of_its_nodes() -> None:
+    """Pods with uplinks that are faster than a card: the card is what limits groups with one member per pod."""
+    node, network = CLUSTER.levels
+    pods = replace(network, name="pods", size=3, bandwidth=1e12, latency=1e-3)
+    far = Links(replace(CLUSTER, levels=(node, network, pods)), Mesh(pod=3, dp=2, tp=4))
+    axes = far.mesh.expand("pod")
+    assert far.level_names(axes) == ("pods",)
+    assert far.coefficients("all_gather", axes) == pytest.approx((20e-6 + 2e-3, 2 / 3 / 1e10))
+    assert far.coefficients("all_to_all", axes)[1] == pytest.approx(2 / 3 / 1e10)
+    assert far.coefficients("collective_permute", axes)[1] == pytest.approx(1 / 1e10)
+    slow = replace(pods, bandwidth=1e9)
+    near = Links(replace(CLUSTER, levels=(node, network, slow)), far.mesh)
+    assert near.coefficients("all_gather", axes)[1] == pytest.approx(2 / 3 / 1e9)
+
+
 def test_swapped_bandwidths_swap_the_prices() -> None:
     node, network = CLUSTER.levels
     swapped = replace(

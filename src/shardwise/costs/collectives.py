@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import inf, log2, prod
+from math import log2, prod
 from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster import Cluster, Level
@@ -78,8 +78,14 @@ class Span:
         return self.units[level] / self.units[level + 1]
 
     def used(self) -> tuple[int, ...]:
-        """The levels that messages cross."""
+        """The levels on which members meet: whose units have several of the units below."""
         return tuple(level for level in range(len(self.units) - 1) if self.units[level] > self.units[level + 1])
+
+    def passed(self) -> tuple[int, ...]:
+        """The levels whose links messages take. What leaves a pod has left a node before, by the same network; the
+        links inside a node are others."""
+        farthest = self.used()[-1]
+        return tuple(level for level in range(farthest + 1) if level > 0 or self.used()[0] == 0)
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,7 @@ def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float
 def _pace(kind: str, levels: tuple[Level, ...], span: Span) -> float:
     """B/s of a ring through all members, or of neighbours in a line: the slowest level's. Of the links that connect
     two units, the group has those of its members there."""
-    return min(_rate(kind, levels, span, level) * span.members(level) for level in span.used())
+    return min(_rate(kind, levels, span, level) * span.members(level) for level in span.passed())
 
 
 def _ring(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
@@ -277,7 +283,7 @@ def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
 def _all_to_all(levels: tuple[Level, ...], span: Span) -> Affine:
     """Every rank has a part for every other; it leaves through each level's link what is for devices behind it."""
     fixed, slope = _launch("all_to_all", levels, span), 0.0
-    for level in span.used():
+    for level in span.passed():
         inside, here = span.members(level), span.members(level + 1)
         fixed += (here - inside) * levels[level].latency
         crossing = (here if level == 0 else span.size) - inside  # what leaves a node does not take the node's links
@@ -291,5 +297,5 @@ def _neighbours(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
     farthest = span.used()[-1]
     if kind == "halo_exchange":
         return _launch(kind, levels, span) + 2 * levels[farthest].latency, 1 / _pace(kind, levels, span)
-    slowest = min((_rate(kind, levels, span, level) for level in span.used()), default=inf)
+    slowest = min(_rate(kind, levels, span, level) for level in span.passed())
     return _launch(kind, levels, span) + levels[farthest].latency, 1 / slowest
