@@ -615,11 +615,11 @@ def test_a_configured_operator_reaches_its_neighbours(case: dict[str, Any]) -> N
 @of_kind("accept")
 def test_what_the_reference_compiles_equals_one_device(case: dict[str, Any]) -> None:
     if case["id"] == "mm-outstrategy":
-        mesh = sw.Mesh(a=2, b=2, c=2)
-        for out, kind in (("[8@a, 6@c]", "all_reduce"), ("[8@(a,b), 6@c]", "reduce_scatter")):
-            module = Called(torch.matmul, [randn(8, 12), randn(12, 6)], "m@a k@b n@c", out)
-            plan, _ = checked(module, (), 8, mesh=mesh)
-            assert next(f"{e.kind}@{e.axes}" for c in plan.conversions for e in c.forward) == f"{kind}@b"
+        a, b, c = 2, 2, 2
+        for out, kind in ((((a, c),), "all_reduce"), (((a * b, c),), "reduce_scatter")):
+            module = Called(torch.matmul, [randn(8, 12), randn(12, 6)], ((a, b), (b, c)), out)
+            plan, _ = checked(module, (), a * b * c)
+            assert next(f"{e.kind}@{e.axes}" for c in plan.conversions for e in c.forward) == f"{kind}@x.1"
         return
     function, tensors = call_of(case)
     split = tuple(map(tuple, case["strategy"]))

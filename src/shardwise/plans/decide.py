@@ -35,7 +35,7 @@ from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.modes import Choice, Choices, choose, follows, spread_axes
 from shardwise.search.propagate import Where, factor_places, where_of
 from shardwise.search.routing import Router
-from shardwise.search.wishes import burdens, choices_for, splittable
+from shardwise.search.wishes import SplitCounts, burdens, choices_for, splittable
 
 
 class UnsplitWarning(UserWarning):
@@ -66,10 +66,29 @@ def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
 
 def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: str) -> tuple[Factored, Choice]:
     """Complete what the user annotated, in the given mode."""
-    rules = rules_of(graph)
-    factored = factor_graph(graph, rules)
+    rules, factored = _ruled(graph, annotations := tuple(annotations))
     fixed = _fixed(graph, rules, factored, annotations, mesh)
     return factored, choose(graph, factored, mesh, mode, fixed)
+
+
+def _ruled(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
+    """The rules, in the variants that annotations name, and divided."""
+    rules = rules_of(graph)
+    factored = factor_graph(graph, rules)
+    if not any(rule.variants for rule in rules.values()):
+        return rules, factored
+    plain = dict(rules)
+    for annotation in annotations:
+        if isinstance(annotation.strategy, str):
+            for op in _subjects(graph, factored, annotation):
+                rules[op.name] = _variant(rules[op.name], annotation.strategy)
+    return rules, factored if rules == plain else factor_graph(graph, rules)
+
+
+def _variant(rule: OpRule, strategy: str) -> OpRule:
+    """The variant of a rule that has the factors of a strategy's text; the rule itself if none is named."""
+    named = {word.partition("@")[0].partition(".")[0] for word in strategy.split()}
+    return next((variant for name, variant in rule.variants if name in named), rule)
 
 
 @dataclass(frozen=True)
@@ -97,9 +116,7 @@ def decide_by_price(
 ) -> Decided:
     """The fastest choice over some meshes that keeps what the user annotated and fits into ``memory_bytes`` (None: what
     a device has). Raises PlanError when nothing fits."""
-    rules = rules_of(graph)
-    factored = factor_graph(graph, rules)
-    annotations = tuple(annotations)
+    rules, factored = _ruled(graph, annotations := tuple(annotations))
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     best: Search | None = None
     least: tuple[float, CostGraph, list[int]] | None = None
@@ -180,7 +197,8 @@ def _fixed(
             if text.startswith("(("):  # the split counts of an out_strategy
                 own = {f.name: 0 for f in factored.rules[op.name].factors}
                 counts = literal_eval(text)
-                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], counts, mesh, graph, own)
+                wish = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
+                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], wish, mesh, graph, own)
                 continue
             layout = parse_layout(text, mesh)
             if layout.shape != shape:
@@ -196,6 +214,37 @@ def _fixed(
                 )
             ) from error
     return fixed
+
+
+def _beside_producer(
+    alias: Op, counts: SplitCounts, rule: OpRule, factored: Factored, fixed: Choices, mesh: Mesh, graph: Graph
+) -> str:
+    """The split counts of an ``out_strategy`` over the axes that its operator uses: first those that split the same dim
+    of its result, then those it sums over (a reduce-scatter), then free ones. "" if the counts do not come out."""
+    producer = graph.producer.get(alias.operands[0])
+    while producer is not None and producer.name not in fixed:  # a bias, say
+        producer = graph.producer.get(producer.operands[0]) if producer.operands else None
+    (own,) = counts[:1] or ((),)
+    if producer is None or len(own) != len(rule.results[0]) or len(producer.results) != 1:
+        return ""
+    chosen, made = fixed[producer.name], factored.rules[producer.name]
+    in_result = {factor for dim in made.results[0] for factor in dim}
+    summed = [axis for axis in mesh.sub_axes if axis in chosen and chosen[axis] not in in_result]
+    summed.sort(key=lambda axis: is_rest(chosen[axis]))
+    words = []
+    for d, count in enumerate(own):
+        inside = made.results[0][d] if d < len(made.results[0]) else ()
+        candidates = [axis for axis in mesh.sub_axes if chosen.get(axis) in inside] + summed
+        taken: list[str] = []
+        for axis in candidates:
+            if count % (mesh.size_of(taken) * mesh.sizes[axis]) == 0:
+                taken.append(axis)
+        if mesh.size_of(taken) != count or (taken and not rule.results[0][d]):
+            return ""
+        summed = [axis for axis in summed if axis not in taken]
+        if taken:
+            words.append(f"{rule.results[0][d][0]}@({','.join(taken)})")
+    return " ".join(words)
 
 
 def _alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, str]:
@@ -272,6 +321,7 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
     if same and training == plan.training:
         _check_operators(plan, graph)
     rules = rules_of(graph, known=plan.strategies)
+    rules = {name: _variant(rule, plan.strategies.get(name, "")) for name, rule in rules.items()}
     factored = factor_graph(graph, rules)
     exact = same and {op.name for op in graph.ops} == set(plan.strategies)
     fixed: Choices = {}
