@@ -1,4 +1,4 @@
-"""The specification's cases about operators, layouts, groups, completion, enumeration and errors, one test each.
+"""The specification's cases about operators, completion, enumeration, propagation and errors, one test each.
 
 What the reference only compiles is compared with one device here: outputs and every gradient, in float64. What it
 refuses though mathematics allows it, we accept (docs/differences.md).
@@ -7,10 +7,8 @@ refuses though mathematics allows it, we accept (docs/differences.md).
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,72 +17,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from layouts.placing import scatter, worst_difference
-from search.small_models import TwoProducts, conversions_into, counts
+from search.small_models import TwoProducts, counts
 from shardwise.graph.capture import capture_function
-from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.layout import Atom, Layout, common_atoms
-from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy
-from shardwise.layouts.text import format_layout
-from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of
-from shardwise.runtime.shards import shard
-from shardwise.runtime.virtual import VirtualCluster
 from shardwise.search.wishes import choices_for
-from spec.cited import CITED
-
-FILE = Path(__file__).parents[3] / "shared/spec/cases.json"
-FOUND: list[dict[str, Any]] = json.loads(FILE.read_text())["cases"] if FILE.exists() else []
-CASES = {case["id"]: case for case in (*CITED, *FOUND)}
-
-# What waits for a later issue: kind, or id, -> which, and what it is about.
-LATER = {
-    "op_cost": "issue 5: prices",
-    "cost_model_defaults": "issue 5: prices",
-    "redistribution_cost": "issue 5: prices",
-    "search_result": "issue 5: the exact search",
-    "comm_group_name": "issue 6: names of groups in the printed IR",
-    "execute_ir": "issue 6: the printed IR",
-    "loss_curve": "issue 6: the quick start through Model.train",
-    "defaults": "issue 6: set_auto_parallel_context",
-    "allreduce_fusion": "issue 6: fusion options",
-    "optimizer_parallel": "after issue 6: optimizer parallelism",
-    "pipeline": "after issue 6: pipelines",
-    "ctx-err-2": "issue 6: set_auto_parallel_context",
-    "ctx-err-3": "issue 6: set_auto_parallel_context",
-    "ctx-err-6": "issue 6: set_algo_parameters",
-    "ds-strategy-1": "issue 6: dataset_strategy",
-    "ds-strategy-3": "issue 6: dataset_strategy",
-    "prop-none": "issue 6: search_mode without a configured operator (here it is data parallelism)",
-    "gather-manual-1": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-2": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-3": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-4": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-5": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-6": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-7": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-10": "issue 6: add_prim_attr('manual_split')",
-}
-
-
-def is_later(case: dict[str, Any]) -> bool:
-    return case["id"] in LATER or case["kind"] in LATER
-
-
-def of_kind(*kinds: str) -> Any:
-    """Parametrises over the cases of some kinds that are not for later."""
-    chosen = [case for case in CASES.values() if case["kind"] in kinds and not is_later(case)]
-    return pytest.mark.parametrize("case", chosen, ids=[case["id"] for case in chosen])
-
-
-TESTED = frozenset(
-    {
-        *("redistribution_ops", "redistribution_property", "layout_unify", "reshape_redistribution", "shape_util"),
-        *("comm_groups", "repeat_group_by_tensor_map", "op_layout", "forward_comm", "mirror", "virtual_div"),
-        *("strategy_enumeration", "strategy_completion", "propagation", "propagation_conflict", "accept", "error"),
-        "named_layout",
-    }
+from spec.cases import CASES, CITED, FOUND, LATER, TESTED, is_later, of_kind
+from spec.words import (
+    Called,
+    Chain,
+    bound,
+    call_of,
+    checked,
+    classical,
+    meta,
+    on,
+    randn,
+    same_placement,
+    split_of,
 )
 
 
@@ -110,268 +60,7 @@ def test_the_cited_figures_are_those_of_the_file() -> None:
                 assert value == own[key], case["id"]
 
 
-# ---------------------------------------------------------------------------------- device matrices and tensor maps
-
-
-def classical(dev: Sequence[int], tensor_map: Sequence[int | Sequence[int]], shape: Sequence[int]) -> Layout:
-    """A layout by device matrix and tensor map: device dims counted from the right, -1 for none, several major
-    first."""
-    mesh = sw.Mesh([(f"d{i}", size) for i, size in enumerate(dev)])
-
-    def axes(entry: int | Sequence[int]) -> tuple[str, ...]:
-        chosen = [entry] if isinstance(entry, int) else entry
-        return tuple(part for k in chosen if k >= 0 for part in mesh.expand(f"d{len(dev) - 1 - k}"))
-
-    return Layout(mesh, tuple((Atom(size, axes(k)),) for size, k in zip(shape, tensor_map, strict=True)))
-
-
-def on(mesh: sw.Mesh, layout: Layout) -> Layout:
-    """The layout with its sub-axes renamed to those of another mesh of the same devices (equal primes in order)."""
-    assert [layout.mesh.sizes[a] for a in layout.mesh.sub_axes] == [mesh.sizes[a] for a in mesh.sub_axes]
-    renamed = dict(zip(layout.mesh.sub_axes, mesh.sub_axes, strict=True))
-    dims = tuple(tuple(Atom(a.size, tuple(renamed[x] for x in a.axes)) for a in dim) for dim in layout.dims)
-    return Layout(mesh, dims, tuple((renamed[axis], state) for axis, state in layout.states))
-
-
-def held(layout: Layout) -> list[Tensor]:
-    """What every rank holds of the numbers 0, 1, 2, ... in the layout's shape, flattened."""
-    numbers = torch.arange(prod(layout.shape)).reshape(layout.shape)
-    return [shard(numbers, layout, layout.mesh.coordinates(r)).flatten() for r in range(layout.mesh.num_devices)]
-
-
-def same_placement(one: Layout, other: Layout) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(held(one), held(other), strict=True))
-
-
-def moved_correctly(source: Layout, target: Layout) -> list[str]:
-    """The collectives of a redistribution that is exact, forward and backward, on the virtual cluster."""
-    generator = torch.Generator().manual_seed(0)
-    full = torch.randn(source.shape, dtype=torch.float64, generator=generator)
-    seed = torch.randn(source.shape, dtype=torch.float64, generator=generator)
-    cluster = VirtualCluster(source.mesh)
-    before = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
-    after = cluster.convert(before, redistribute(source, target))
-    assert worst_difference(after, target, full) < 1e-12
-    kinds = [collective.kind for collective in cluster.record]
-    seeds = [shard(seed, target, own) for own in cluster.coordinates]
-    torch.autograd.backward(after, [own.clone() for own in seeds])
-    assert worst_difference([t.grad for t in before if t.grad is not None], source.dual, seed) < 1e-12
-    return kinds
-
-
-@of_kind("layout_unify")
-def test_two_device_matrices_have_a_common_one(case: dict[str, Any]) -> None:
-    """Ours is that of the prime sub-axes; the specification's places every element alike."""
-    want = case["expected"]
-    mesh = sw.Mesh(x=prod(want["dev"]))
-    for end in ("from", "to"):
-        layout = case[f"{end}_layout"]
-        own = on(mesh, classical(layout["dev"], layout["map"], layout["shape"]))
-        unified = on(mesh, classical(want["dev"], want[f"{end}_map"], want["shape"]))
-        assert same_placement(own, unified)
-    source, target = (
-        on(mesh, classical(case[e]["dev"], case[e]["map"], (64, 32))) for e in ("from_layout", "to_layout")
-    )
-    moved_correctly(source, target)
-
-
-@of_kind("shape_util")
-def test_two_shapes_have_a_common_division(case: dict[str, Any]) -> None:
-    ends = ("shape", "expand") if "expand" in case else ("a", "b")
-    assert common_atoms(tuple(case[ends[0]]), tuple(case[ends[1]])) == tuple(case["expected"])
-
-
-@of_kind("comm_groups")
-def test_groups_along_every_dim_of_the_device_matrix(case: dict[str, Any]) -> None:
-    mesh = sw.Mesh([(f"d{i}", size) for i, size in enumerate(case["dev"])])
-    rank = case["devices"].index(case["rank"])
-    groups = [mesh.group(mesh.expand(f"d{i}"), rank) for i in range(len(case["dev"]))]
-    assert [[case["devices"][member] for member in group] for group in groups] == [list(g) for g in case["expected"]]
-
-
-@of_kind("repeat_group_by_tensor_map")
-def test_the_devices_that_hold_the_same_slice(case: dict[str, Any]) -> None:
-    layout = classical(case["dev"], case["map"], case["dev"])
-    repeated = tuple(axis for axis in layout.mesh.sub_axes if layout.state_of[axis] != "S")
-    rank = case["devices"].index(case["rank"])
-    assert [case["devices"][r] for r in layout.mesh.group(repeated, rank)] == list(case["expected"])
-
-
-@of_kind("redistribution_property")
-def test_every_pair_of_maps_on_2_2_2_is_redistributed_exactly(case: dict[str, Any]) -> None:
-    """34 maps that name no device dim twice, 1,122 ordered pairs; with a reshape between, every pair of shapes."""
-    mesh = sw.Mesh(a=2, b=2, c=2)
-    maps = [m for m in itertools.product((-1, 0, 1, 2), repeat=3) if all(m.count(k) < 2 for k in m if k >= 0)]
-    assert len(maps) == 34
-    if case["id"] == "redis-prop-1":
-        layouts = [on(mesh, classical((2, 2, 2), m, (2, 2, 2))) for m in maps]
-        for source, target in itertools.permutations(layouts, 2):
-            moved_correctly(source, target)
-        return
-    shapes = [(4, 2), (2, 4), (8,), (2, 2, 2)]
-    for source_shape, target_shape in itertools.permutations(shapes, 2):
-        ends = [[on(mesh, classical((2, 2, 2), m[: len(s)], s)) for m in maps] for s in (source_shape, target_shape)]
-        for source, target in random_pairs(*ends):
-            reshaped_correctly(source, target)
-
-
-def random_pairs(first: list[Layout], second: list[Layout], number: int = 4) -> list[tuple[Layout, Layout]]:
-    pairs = list(itertools.product(dict.fromkeys(first), dict.fromkeys(second)))
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(len(pairs)))
-    return [pairs[i] for i in order[:number]]
-
-
-class Reshaped(nn.Module):
-    """A parameter in one layout, viewed as another shape, in another layout."""
-
-    def __init__(self, source: Layout, target: Layout) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(source.shape, generator=torch.Generator().manual_seed(2)))
-        self.texts, self.shape = (format_layout(source), format_layout(target)), target.shape
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        x = sw.constrain(self.weight, self.texts[0])
-        y = sw.constrain(x.sin().reshape(self.shape), self.texts[1])
-        return y.exp().sum(), y
-
-
-def reshaped_correctly(source: Layout, target: Layout) -> sw.Plan:
-    """The plan of a reshape between two layouts, verified: loss, output and gradient."""
-    module = Reshaped(source, target)
-    plan = sw.plan(module, (), source.mesh.num_devices, mesh=source.mesh)
-    report = sw.verify(module, (), plan, steps=1)
-    assert report.ok, f"{source} -> {target}\n{report}"
-    return plan
-
-
-@of_kind("reshape_redistribution")
-def test_a_reshape_between_two_layouts_is_exact(case: dict[str, Any]) -> None:
-    source, target = (classical(case[e]["dev"], case[e]["map"], case[e]["shape"]) for e in ("from_layout", "to_layout"))
-    if prod(source.shape) > 4096:  # the same layouts of a tensor of 1/64 the rows, which a virtual cluster holds
-        rows, columns = (128, 64), (32, 256)
-        source, target = (
-            classical(case[e]["dev"], case[e]["map"], s)
-            for e, s in zip(("from_layout", "to_layout"), (rows, columns), strict=True)
-        )
-    reshaped_correctly(source, target)
-
-
-@of_kind("redistribution_ops")
-def test_a_redistribution_is_what_the_documents_say_or_less(case: dict[str, Any]) -> None:
-    if case["id"] == "doc-reid":
-        plan, _ = checked(chain_of_products(((4, 1), (1, 1)), ((1, 1), (1, 4))), (torch.randn(16, 32),), 4)
-        assert conversions_into(plan, "/matmul_1") == ["all_gather@x"]
-        return
-    ends = [case[e] for e in ("from_layout", "to_layout")]
-    source, target = (classical(e["dev"], e["map"], e["shape"]) for e in ends)
-    if case["id"] == "redis-2":  # there AllGather + StridedSlice; "one AllToAll is an acceptable better answer"
-        mesh = sw.Mesh(x=16)
-        source, target = (on(mesh, classical(e["dev"], e["map"], (32, 48))) for e in ends)
-        assert moved_correctly(source, target) == ["all_to_all"]
-    else:
-        plan = reshaped_correctly(source, target)
-        assert not [c for c in plan.conversions if c.forward and c.op.endswith("reshape")]
-
-
 # ------------------------------------------------------------------------------------------------ operators: layouts
-
-
-def chain_of_products(first: Any, second: Any) -> nn.Module:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.w, self.v = nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(16, 16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = sw.shard(torch.matmul, first)(x, self.w)
-            return sw.shard(torch.matmul, second)(y, self.v).square().mean()
-
-    return Chain()
-
-
-def checked(module: nn.Module, inputs: tuple[Any, ...], devices: int, **options: Any) -> tuple[sw.Plan, sw.Report]:
-    """A plan on one axis ``x`` whose forward and gradients equal those of one device."""
-    plan = sw.plan(module, inputs, devices, mesh=options.pop("mesh", sw.Mesh(x=devices)), **options)
-    report = sw.verify(module, inputs, plan, steps=1)
-    assert report.ok, f"{report}\n{plan}"
-    return plan, report
-
-
-class Called(nn.Module):
-    """A function of tensors, split by counts; floating tensors are parameters, so that each has a gradient."""
-
-    def __init__(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], strategy: Any, out: Any = None):
-        super().__init__()
-        self.function, self.strategy, self.out = function, strategy, out
-        for i, tensor in enumerate(tensors):
-            if tensor.is_floating_point():
-                self.register_parameter(f"p{i}", nn.Parameter(tensor))
-            else:
-                self.register_buffer(f"p{i}", tensor)
-        self.count = len(tensors)
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        own = [getattr(self, f"p{i}") for i in range(self.count)]
-        call = self.function if self.strategy is None else sw.shard(self.function, self.strategy, self.out)
-        y = call(*own)
-        return (y.sin() * y).sum(), y
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def onehot(depth: int) -> Callable[[Tensor], Tensor]:
-    return lambda ids: F.one_hot(ids, depth)
-
-
-def call_of(case: dict[str, Any]) -> tuple[Callable[..., Any], list[Tensor]]:
-    """The operator of a case in torch's words, and operands of its shapes."""
-    shapes = [shape for shape in case["inputs"] if shape]
-    if case["op"] == "MatMul":
-        if case.get("transpose_b"):
-            return (lambda a, b: torch.einsum("mk,xynk->xymn", a, b)), [randn(*s) for s in shapes]
-        return torch.matmul, [randn(*s) for s in shapes]
-    if case["op"] == "Add":
-        return torch.add, [randn(*s) for s in shapes]
-    if case["op"] == "ReduceSum":
-        return (lambda x: x.sum(case["axis"])), [randn(*shapes[0])]
-    if case["op"] == "OneHot":
-        return onehot(case["depth"]), [torch.arange(prod(shapes[0])).reshape(shapes[0]) % case["depth"]]
-    if case["op"] == "Softmax":
-        return (lambda x: torch.softmax(x, case["axis"])), [randn(*shapes[0])]
-    if case["op"] == "SoftmaxCrossEntropyWithLogits":  # where logits and labels meet
-        return torch.mul, [randn(*s) for s in shapes]
-    if case["op"] == "Gather":
-        ids = torch.randint(shapes[0][0], tuple(shapes[1]), generator=torch.Generator().manual_seed(1))
-        return (lambda weight, index: F.embedding(index, weight)), [randn(*shapes[0]), ids]
-    assert case["op"] == "Conv2D"
-    (_, _, height, width), (_, _, k, _) = shapes
-    stride, mode, groups = case["stride"], case["pad_mode"], case.get("group", 1)
-    total = [max((-(-n // stride) - 1) * stride + k - n, 0) for n in (height, width)] if mode == "same" else [0, 0]
-    left = [t // 2 for t in total]
-
-    def conv(x: Tensor, w: Tensor) -> Tensor:
-        if total == [2 * p for p in left]:
-            return F.conv2d(x, w, stride=stride, padding=left, groups=groups)
-        return F.conv2d(x, w, stride=stride, padding="same", groups=groups)
-
-    return conv, [randn(*shapes[0]) / 4, randn(*shapes[1])]
-
-
-def bound(case: dict[str, Any], strategy: Any = None) -> tuple[Op, Graph, OpRule, Strategy, sw.Mesh]:
-    """The one operator of a case with its rule, and the strategy that its split counts mean on its devices."""
-    function, tensors = call_of(case)
-    graph = capture_function(function, tuple(t.requires_grad_(t.is_floating_point()) for t in tensors))
-    op = next(op for op in graph.ops if len(op.operands) == len(tensors))
-    rule = rule_of(op, graph)
-    assert rule is not None
-    mesh = sw.Mesh(x=case["device_num"])
-    given = case["strategy"] if strategy is None else strategy
-    split = tuple(tuple(own) for own, shape in zip(given, case["inputs"], strict=True) if shape)
-    burden = {factor.name: 0 for factor in rule.factors}
-    return op, graph, rule, Strategy.of(choices_for(op, rule, rule, split, mesh, graph, burden)), mesh
 
 
 @of_kind("op_layout")
@@ -494,10 +183,6 @@ def scattered(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     return torch.index_put(x, (index,), values)
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def completed(case: dict[str, Any], function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Any:
     """The counts of all operands that a partial strategy means."""
     partial = tuple(map(tuple, case["partial_strategy"]))
@@ -545,24 +230,6 @@ def test_a_partial_strategy_is_completed(case: dict[str, Any]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- propagation
-
-
-class Chain(nn.Module):
-    """A chain of functions on a parameter; some of them are split by counts."""
-
-    def __init__(self, shape: Sequence[int], steps: Sequence[tuple[Callable[..., Tensor], Any]]) -> None:
-        super().__init__()
-        self.weight, self.steps = nn.Parameter(torch.rand(tuple(shape)) + 0.5), steps
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.weight
-        for function, strategy in self.steps:
-            y = function(y) if strategy is None else sw.shard(function, strategy)(y)
-        return y.square().mean()
-
-
-def split_of(plan: sw.Plan, name: str, operand: int = 0) -> tuple[int, ...]:
-    return counts(plan, name)[operand]
 
 
 @of_kind("propagation", "propagation_conflict")
@@ -681,100 +348,3 @@ def test_what_is_wrong_is_refused_and_what_is_right_is_exact(case: dict[str, Any
         split, devices = tuple(map(tuple, case["strategy"])), case["device_num"]
         with pytest.raises(sw.ShardwiseError, match=REFUSED[name]):
             checked(Called(lambda *own: sw.shard(function, split)(*own), tensors, None), (), devices)
-
-
-# ------------------------------------------------------------------------------------------------------ named layouts
-
-
-def named(case: dict[str, Any], key: str, shape: Sequence[int], mesh: sw.Mesh) -> Layout:
-    """A layout by one axis name, several or None per dim."""
-    entries = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in case[key]]
-    return Layout(mesh, tuple(
-        (Atom(size, tuple(part for axis in own for part in mesh.expand(axis))),)
-        for size, own in zip(shape, entries, strict=True)
-    ))  # fmt: skip
-
-
-def strategy_from(rule: OpRule, operands: Sequence[Layout], mesh: sw.Mesh) -> Strategy:
-    """The strategy that takes operands as they are laid out."""
-    choices: dict[str, str] = {}
-    for layout, dims in zip(operands, rule.operands, strict=True):
-        for dim, factors in zip(layout.dims, dims, strict=True):
-            for atom in dim:
-                choices |= dict.fromkeys(atom.axes, factors[0])
-    return Strategy.of(choices)
-
-
-def expected_result(layout: Layout, tensor_map: Sequence[int | Sequence[int]], mesh: sw.Mesh) -> bool:
-    """Whether the axes of every dim are those of the map: mesh axes counted from the right."""
-    names = [name for name, _ in mesh.axes]
-    for dim, entry in zip(layout.dims, tensor_map, strict=True):
-        chosen = [] if entry == -1 else [entry] if isinstance(entry, int) else list(entry)
-        want = [part for k in chosen for part in mesh.expand(names[len(names) - 1 - k])]
-        if [axis for atom in dim for axis in atom.axes] != want:
-            return False
-    return True
-
-
-@of_kind("named_layout")
-def test_named_layouts_of_operands_give_those_of_the_results(case: dict[str, Any]) -> None:
-    mesh = sw.Mesh(zip(case["axes"], case["mesh"], strict=True))
-    op = case["op"]
-    if op == "Reshape":
-        source = named(case, "x", case["src"], mesh)
-        target = on(mesh, classical(case["mesh"], want_map(case), case["dst"]))
-        assert target.local_shape(mesh.coordinates(0)) == tuple(case["expected"]["local_dst"])
-        small = [8, 6, 4, 4, 3], [4, 2, 2, 12, 12]  # the same split of a tensor that a virtual cluster holds
-        rebuilt = named(case, "x", small[0], mesh), on(mesh, classical(case["mesh"], want_map(case), small[1]))
-        assert source.mesh == mesh
-        reshaped_correctly(*rebuilt)
-        return
-    if op == "MatMul":
-        ta, tb = case.get("transpose_a", False), case.get("transpose_b", False)
-        function = lambda x, w: torch.einsum(f"{'km' if ta else 'mk'},{'nk' if tb else 'kn'}->mn", x, w)  # noqa: E731
-        tensors = [randn(*((24, 16) if ta else (16, 24))), randn(*((8, 24) if tb else (24, 8)))]
-        operands = [named(case, key, tensor.shape, mesh) for key, tensor in zip("xw", tensors, strict=True)]
-    elif op == "Embedding":
-        function = lambda w, i: F.embedding(i, w)  # noqa: E731
-        tensors = [randn(8, 6), torch.arange(48).reshape(16, 3) % 8]
-        operands = [named(case, key, tensor.shape, mesh) for key, tensor in zip("wx", tensors, strict=True)]
-    elif op == "TopK":
-        function = lambda x: torch.topk(x, 2, -1)  # noqa: E731
-        shape = (*(4, 8, 6)[: len(case["x"]) - 1], 6)
-        tensors = [randn(*shape)]
-        operands = [named(case, "x", shape, mesh)]
-    else:
-        assert op == "RmsNorm"
-        function = lambda x, gamma: F.rms_norm(x, (6,), gamma)  # noqa: E731
-        tensors = [randn(4, 8, 6), randn(6)]
-        operands = [named(case, "x", (4, 8, 6), mesh), named(case, "gamma", (6,), mesh)]
-    graph = capture_function(function, tuple(tensors))
-    rule = rule_of(graph.ops[0], graph)
-    assert rule is not None
-    strategy = strategy_from(rule, operands, mesh)
-    applied = apply_strategy(rule, strategy, mesh)
-    expected = case.get("expected", "")
-    maps = (
-        []
-        if isinstance(expected, str)
-        else [expected[key] for key in ("out_map", "values_map", "indices_map") if key in expected]
-    )
-    for i, tensor_map in enumerate(maps):
-        assert expected_result(applied.results[i], tensor_map, mesh), str(applied.results[i])
-    split_contraction = any(rule.factor(name).kind == "sum" for name, _ in strategy.factors)
-    assert bool(applied.results[0].partial_axes) == split_contraction
-    split = strategy.format(mesh)
-    if op == "TopK":
-        module = Chain(tensors[0].shape, [(lambda y: sw.shard(torch.topk, split)(y, 2, -1)[0], None)])
-        checked(module, (tensors[0],), mesh.num_devices, mesh=mesh)
-        return
-    out = None
-    if "out" in case:
-        out = format_layout(named(case, "out", applied.results[0].shape, mesh))
-    plan, _ = checked(Called(function, tensors, split, out), (), mesh.num_devices, mesh=mesh)
-    if out:
-        assert "reduce_scatter" in [e.kind for conversion in plan.conversions for e in conversion.forward]
-
-
-def want_map(case: dict[str, Any]) -> list[Any]:
-    return [e if isinstance(e, int) else tuple(e) for e in case["expected"]["out_map"]]
