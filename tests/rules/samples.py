@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.operators import dropout, uniform
+from shardwise.graph.stand_ins import ctc_loss
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.kernels import SCATTERED_SUM
 from shardwise.rules.label_terms import label_terms
@@ -614,6 +615,15 @@ def _losses() -> list[Sample]:
         call(cross, x(4, 5), torch.full((4,), -100), None, 1),
         call(cross, x(4, 5), torch.full((4,), -100), plain(unit(5)), 0, -100, 0.1),
         call(nll, x(4, 5), torch.full((4,), -100), None, 1),
+        call(
+            ctc_loss._opoverload,
+            leaf(torch.randn(7, 3, 5, dtype=torch.float64, generator=_GENERATOR).log_softmax(2)),
+            ids(4, 3, 3) + 1,
+            torch.tensor([7, 5, 6]),
+            torch.tensor([3, 2, 0]),
+            0,
+            False,
+        ),
         call(aten.pairwise_distance.default, x(6, 4), x(6, 4)),
         call(aten.pairwise_distance.default, x(2, 3, 4), x(2, 3, 4), 1.0, 1e-6, True),
         call(aten.l1_loss.default, x(3, 4), x(4), 2),

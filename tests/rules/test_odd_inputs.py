@@ -119,6 +119,18 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         ),
         (x(4, 5), torch.full((4,), -100)),
     ),
+    "losses that look at data": (
+        lambda a, t, v, s: (
+            F.ctc_loss(s.log_softmax(2), t, (6, 6, 5, 6), (3, 2, 3, 1)),
+            F.ctc_loss(s.log_softmax(2), t, torch.tensor([6, 6, 5, 6]), torch.tensor([3, 2, 3, 1]), reduction="sum"),
+            F.ctc_loss(s.log_softmax(2), t, (6, 6, 1, 6), (3, 2, 3, 1), reduction="none", zero_infinity=True),
+            F.ctc_loss(s[:, 0].log_softmax(1), t[0], torch.tensor(6), torch.tensor(3), blank=4),
+            F.gaussian_nll_loss(a, a.detach() * 2, v, full=True),
+            F.gaussian_nll_loss(a, a.detach() * 2, v[:, 0], reduction="none"),
+            F.poisson_nll_loss(a, v.detach(), full=True),
+        ),
+        (x(4, 5), ids(4, 4, 3) + 1, unit(4, 5), x(6, 4, 5)),
+    ),
     "nan to number": (lambda a: torch.nan_to_num(a, 0.0, 9.0).cumsum(1), (leaf([[1, NAN, INF, 2], [3, 4, 5, -INF]]),)),
     "infinity times zero": (lambda a, b: (a * b, a @ b.t()), (leaf([[0, 1], [INF, 2]]), leaf([[INF, 1], [0, 3]]))),
     # integers and booleans
@@ -141,6 +153,17 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         (x(0, 4), x(5, 4), x(5)),
     ),
     "no lookups": (lambda w, i: (F.embedding(i, w), w.index_select(0, i)), (x(4, 3), ids(4, 0))),
+    "bags": (
+        lambda w, i, p, o: (
+            F.embedding_bag(i, w, mode="max"),
+            F.embedding_bag(i, w, mode="max", padding_idx=2),
+            F.embedding_bag(i, w, mode="sum", per_sample_weights=p),
+            F.embedding_bag(i.flatten(), w, o, mode="max"),
+            F.embedding_bag(i.flatten(), w, o, mode="mean", include_last_offset=True, padding_idx=1),
+            F.embedding_bag(i.flatten(), w, o, mode="sum", per_sample_weights=p.flatten(), padding_idx=-6),
+        ),
+        (x(6, 5), ids(6, 4, 3), x(4, 3), torch.tensor([0, 4, 4, 12])),
+    ),
     "no updates": (lambda a, i, b: a.index_add(0, i, b), (x(4, 3), ids(4, 0), x(0, 3))),
     "size 1": (
         lambda a, b: (a + b, a * b.t(), (a @ b.t()).softmax(-1), a.std(1, correction=0), a.max(0)[0], a.cumsum(0)),

@@ -55,21 +55,24 @@ def _weight_norm(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.mul.Tensor, given["v"], emitter.emit(aten.div.Tensor, given["g"], norm)),)
 
 
-_SUM, _MEAN = 0, 1
+_SUM, _MEAN, _MAX = 0, 1, 2
 
 
 def _embedding_bag(op: Op, emitter: Emitter) -> Results:
-    """Sums (or means) of embeddings. Bags of equal lengths, which PyTorch makes of a matrix of indices, are rows of a
-    matrix; others are added to the row of their bag. Gradients scaled by frequency and maxima stay as they are.
+    """Sums, means or maxima of embeddings. Bags of equal lengths, which PyTorch makes of a matrix of indices, are rows
+    of a matrix; others are added to the row of their bag. Gradients scaled by frequency stay as they are.
     """
     given, emit = arguments(op), emitter.emit
-    if given["mode"] not in (_SUM, _MEAN) or given["scale_grad_by_freq"]:
+    if given["scale_grad_by_freq"]:
         return None
     padding = given.get("padding_idx")
     table = emitter.value(given["weight"]).shape[0]
     padding = None if padding is None else padding % table
     count = emitter.value(given["indices"]).shape[0]
     rows = emit(aten.embedding.default, given["weight"], given["indices"])
+    others = emitter.emit_as_is(op.target, *op.args, **dict(op.kwargs))[1:]  # dropped if nobody reads them
+    if given["mode"] == _MAX:
+        return _bag_maxima(emitter, given, rows, padding), *others
     counted = None  # per index, 1 unless it is padding
     if padding is not None:
         counted = emit(aten.to.dtype, emit(aten.ne.Scalar, given["indices"], padding), emitter.value(rows).dtype)
@@ -84,7 +87,6 @@ def _embedding_bag(op: Op, emitter: Emitter) -> Results:
         )
         lengths = emit(aten.clamp_min.default, add(emit(aten.unsqueeze.default, ones, -1)), 1)
         total = emit(aten.div.Tensor, total, lengths)
-    others = emitter.emit_as_is(op.target, *op.args, **dict(op.kwargs))[1:]  # dropped if nobody reads them
     return total, *others
 
 
@@ -101,9 +103,7 @@ def _bag_sums(emitter: Emitter, given: dict[str, Any], count: int) -> Callable[[
             return result
 
         return add_rows
-    ends = emit(aten.unsqueeze.default, given["offsets"], 0)
-    places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
-    bag = emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
+    bag = _bag_of(emitter, given["offsets"], count)
 
     def add_to_bags(rows: Ref) -> Ref:
         value = emitter.value(rows)
@@ -112,6 +112,34 @@ def _bag_sums(emitter: Emitter, given: dict[str, Any], count: int) -> Callable[[
         return result
 
     return add_to_bags
+
+
+def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
+    """Per index, the number of its bag."""
+    emit = emitter.emit
+    ends = emit(aten.unsqueeze.default, offsets, 0)
+    places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
+    bag: Ref = emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
+    return bag
+
+
+def _bag_maxima(emitter: Emitter, given: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
+    """The largest ``[index, ...]`` of every bag; 0 for a bag that holds nothing (but padding)."""
+    emit, value = emitter.emit, emitter.value(rows)
+    count, columns = value.shape
+    bags = emitter.value(given["offsets"]).shape[0] - bool(given["include_last_offset"])
+    length = _equal_length(emitter, given["offsets"], count)
+    if padding is None and length is not None and bags * length == count:
+        values: Ref = emit(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
+        return values
+    bag = _bag_of(emitter, given["offsets"], count)
+    if padding is not None:  # in a bag of its own, behind the others
+        bag = emit(aten.masked_fill.Scalar, bag, emit(aten.eq.Scalar, given["indices"], padding), bags)
+    zeros = emit(aten.full.default, (bags + 1, columns), 0.0, dtype=value.dtype)
+    index = emit(aten.expand.default, emit(aten.unsqueeze.default, bag, 1), (count, columns))
+    largest = emit(aten.scatter_reduce.two, zeros, 0, index, rows, "amax", include_self=False)
+    found: Ref = emit(aten.slice.Tensor, largest, 0, 0, bags)
+    return found
 
 
 def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:

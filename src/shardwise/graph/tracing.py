@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
 from shardwise.graph.origins import LINE, NOT_USER_CODE
+from shardwise.graph.stand_ins import STAND_INS
 
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 AUTOCAST_FIX = "cast explicitly with .to(dtype), or leave autocast out and plan with precision="
@@ -190,7 +191,7 @@ class UserLines(TorchFunctionMode):
                     )
                 )
         with torch.fx.traceback.annotate({LINE: line}):
-            return func(*args, **(kwargs or {}))
+            return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
 
 def user_line(frame: FrameType | None) -> str:

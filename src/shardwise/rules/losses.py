@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.graph.stand_ins import ctc_loss
 from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.calls import broadcast_shape
@@ -116,6 +117,14 @@ def _margin_loss(lowering: Lowering) -> RuleFunction:
     return function
 
 
+def _ctc(op: Op, graph: Graph) -> OpRule:
+    """``t n c, n s, n, n -> n``: samples are parallel unless their labels stand in one row."""
+    padded = len(graph.by_name[op.operands[1]].shape) == 2
+    targets = single("ns") if padded else single("s")
+    kinds: dict[str, FactorKind] = {**dict.fromkeys("tcs", "whole"), "n": "parallel" if padded else "whole"}
+    return build(op, graph, [single("tnc"), targets, single("n"), single("n")], [single("n")], kinds=kinds)
+
+
 LOSSES: RuleTable = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _nll,
@@ -130,6 +139,7 @@ LOSSES: RuleTable = {
     aten.kl_div.default: element_loss_rule,
     aten.soft_margin_loss.default: element_loss_rule,
     aten.poisson_nll_loss.default: element_loss_rule,
+    ctc_loss._opoverload: _ctc,
     aten.hinge_embedding_loss.default: element_loss_rule,
     aten.margin_ranking_loss.default: element_loss_rule,
     aten.cosine_embedding_loss.default: _row_loss(lowerings.cosine_embedding_loss),

@@ -1,0 +1,111 @@
+"""What is traced in place of functions of PyTorch whose Python, or whose inner shapes, depend on data.
+
+``shardwise::ctc_loss`` is connectionist temporal classification (Graves et al. 2006) as one operator: PyTorch's own
+keeps a table whose size depends on the lengths of the labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_SCHEMA = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+
+
+@torch.library.custom_op("shardwise::ctc_loss", mutates_args=(), schema=f"({_SCHEMA}) -> Tensor")
+def ctc_loss(log_probs: Tensor, *rest: Any) -> Tensor:
+    """The losses of samples [n], of ``log_probs`` [t, n, c], ``targets`` [n, s] or all in a row, and lengths [n]."""
+    if not log_probs.shape[1]:
+        return log_probs.new_zeros(0)
+    losses: Tensor = torch.ops.aten._ctc_loss.Tensor(log_probs, *rest)[0]
+    zero_infinity = rest[-1]
+    return losses.masked_fill(losses == math.inf, 0) if zero_infinity else losses
+
+
+@ctc_loss.register_fake
+def _(log_probs: Tensor, *rest: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@torch.library.custom_op(
+    "shardwise::ctc_loss_backward", mutates_args=(), schema=f"(Tensor gradient, {_SCHEMA}) -> Tensor"
+)
+def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    if not log_probs.shape[1]:
+        return torch.zeros_like(log_probs)
+    *lengths, blank, zero_infinity = rest
+    losses, table = torch.ops.aten._ctc_loss.Tensor(log_probs, *rest)
+    call = torch.ops.aten._ctc_loss_backward.Tensor
+    found: Tensor = call(gradient, log_probs, *lengths, losses, table, blank, zero_infinity)
+    return found
+
+
+@_ctc_loss_backward.register_fake
+def _(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    call = torch.ops.shardwise.ctc_loss_backward.default
+    return call(gradient, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), *[None] * 5
+
+
+ctc_loss.register_autograd(_backward, setup_context=_setup)
+
+
+def _ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    def lengths(given: Tensor | Sequence[int]) -> Tensor:
+        return given.reshape(-1) if isinstance(given, Tensor) else torch.tensor(tuple(given), dtype=torch.int64)
+
+    single = log_probs.dim() == 2
+    scores = log_probs.unsqueeze(1) if single else log_probs
+    own = lengths(target_lengths)
+    losses: Tensor = torch.ops.shardwise.ctc_loss.default(
+        scores, targets, lengths(input_lengths), own, blank, zero_infinity
+    )
+    if reduction == "mean":
+        return (losses / own.clamp_min(1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
+
+
+def _gaussian_nll(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """PyTorch's, but for the look at the variances: a negative one is not noticed."""
+    variance = torch.full_like(input, var) if isinstance(var, float) else var
+    if variance.shape != input.shape and variance.shape == input.shape[:-1]:
+        variance = variance.unsqueeze(-1)
+    variance = variance + (variance.clamp(min=eps) - variance).detach()
+    loss = 0.5 * (variance.log() + (input - target).square() / variance)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.ctc_loss: _ctc,
+    F.gaussian_nll_loss: _gaussian_nll,
+}
