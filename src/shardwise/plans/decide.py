@@ -26,7 +26,7 @@ from shardwise.layouts.text import format_dtype, parse_dtype, parse_layout
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.printing import format_bytes
 from shardwise.rules.atoms import Factored, factor_graph
-from shardwise.rules.rule import OpRule
+from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.auto import Prediction, Search, cost_graph, searched, separate_axes
 from shardwise.search.cost_graph import CostGraph, held_by
@@ -87,7 +87,7 @@ def _ruled(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str,
 
 def _variant(rule: OpRule, strategy: str) -> OpRule:
     """The variant of a rule that has the factors of a strategy's text; the rule itself if none is named."""
-    named = {word.partition("@")[0].partition(".")[0] for word in strategy.split()}
+    named = {base_name(word.partition("@")[0]) for word in strategy.split()}
     return next((variant for name, variant in rule.variants if name in named), rule)
 
 
@@ -272,9 +272,7 @@ def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[
     working = [op for op in inside if not follows(op, factored) and not _is_split_off(op, inside, graph)] or inside
     if isinstance(annotation.strategy, str) and len(working) > 1:
         names = {word.partition("@")[0] for word in annotation.strategy.split()}
-        working = [
-            op for op in working if names <= {f.name.partition(".")[0] for f in factored.rules[op.name].factors}
-        ] or working
+        working = [op for op in working if names <= _factor_names(factored.rules[op.name])] or working
     if len({(op.target, _owners(op, graph, factored) or op.name) for op in working}) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
         raise LayoutError(
@@ -286,6 +284,12 @@ def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[
             )
         )
     return working
+
+
+def _factor_names(rule: OpRule) -> set[str]:
+    """The undivided factors, those of its variants included."""
+    rules = (rule, *(variant for _, variant in rule.variants))
+    return {base_name(factor.name) for own in rules for factor in own.factors}
 
 
 def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:

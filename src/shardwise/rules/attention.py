@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from shardwise.graph.ir import Graph, Op
@@ -9,13 +11,27 @@ from shardwise.graph.schema import arguments
 from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleTable, build, leading_names
 from shardwise.rules.calls import operand_positions
+from shardwise.rules.ring import ring_attention
 from shardwise.rules.rule import Dims, FactorKind, OpRule
 
 aten = torch.ops.aten
 
 
 def attention_rule(op: Op, graph: Graph) -> OpRule | None:
+    """The rule, and its variant for rings."""
+    rule = _attention(op, graph, ring=False)
+    query, key = (graph.by_name[name].shape for name in op.operands[:2])
+    if rule is None or query[-2] != key[-2]:
+        return rule
+    variant = _attention(op, graph, ring=True)
+    return rule if variant is None else replace(rule, variants=(("ring", variant),))
+
+
+def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
     """``b h t d, b h s d, b h s e -> b h t e``; grouped: the query heads are ``(g r)``, the key heads ``g``.
+
+    Where queries and keys are equally many, there is the variant ``ring``: both are split alike, and the keys and
+    values are passed around (``rules/ring.py``).
 
     Batch, heads and value width are parallel, and queries too unless the mask is causal (a part must know where it
     starts: lowered). Keys and the width that is contracted are lowered. With dropout there is no rule:
@@ -48,20 +64,23 @@ def attention_rule(op: Op, graph: Graph) -> OpRule | None:
 
     if grouped and value[-3] != key[-3]:
         return None
+    t, s = ("ring", "ring") if ring else ("t", "s")
     operands = [
-        tensor(query, ("t",), ("d",)),
-        tensor(key, ("s",), ("d",), shared=True),
-        tensor(value, ("s",), ("e",), shared=True),
+        tensor(query, (t,), ("d",)),
+        tensor(key, (s,), ("d",), shared=True),
+        tensor(value, (s,), ("e",), shared=True),
     ]
     if "attn_mask" in positions:
         mask = graph.by_name[op.operands[positions["attn_mask"][0]]].shape
         if len(mask) < 2:
             return None
-        rows: tuple[str, ...] = ("t",) if mask[-2] == query[-2] else ()
+        rows: tuple[str, ...] = (t,) if mask[-2] == query[-2] else ()
         columns: tuple[str, ...] = ("s",) if mask[-1] == key[-2] else ()
         operands.append(tensor(mask, rows, columns))
-    result: Dims = (*batch, ("t",), ("e",))
-    kinds: dict[str, FactorKind] = {"s": "lowered", "d": "lowered"}
+    result: Dims = (*batch, (t,), ("e",))
+    kinds: dict[str, FactorKind] = (
+        {"ring": "lowered", "s": "whole", "d": "whole"} if ring else {"s": "lowered", "d": "lowered"}
+    )
     if given["is_causal"]:
         kinds["t"] = "lowered"
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
@@ -73,7 +92,7 @@ def attention_rule(op: Op, graph: Graph) -> OpRule | None:
         kinds=kinds,
         sizes=sizes,
         linear=((2,),),
-        lowering=lowerings.scaled_dot_product_attention,
+        lowering=ring_attention if ring else lowerings.scaled_dot_product_attention,
     )
 
 

@@ -123,6 +123,7 @@ class OpRule:
     ``lowering``: the program that replaces the operator when a ``lowered`` factor is split.
     ``windows``: factors of operands that are whole by themselves, but of which a part of a parallel factor of the
     result needs a window only; both by the names that they had before they were divided into atoms.
+    ``variants``: other rules of the operator, which hold where a strategy names the factor that only they have.
     """
 
     factors: tuple[Factor, ...]
@@ -132,6 +133,7 @@ class OpRule:
     localize: Localize | None = None
     lowering: Lowering | None = None
     windows: tuple[tuple[str, Window], ...] = ()
+    variants: tuple[tuple[str, OpRule], ...] = ()
 
     def factor(self, name: str) -> Factor:
         for factor in self.factors:

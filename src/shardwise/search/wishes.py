@@ -54,7 +54,8 @@ def choices_for(
 def splittable(rule: OpRule) -> str:
     """What a strategy of the rule may name, for messages."""
     can = [f.name for f in rule.factors if f.kind != "whole"]
-    return f"the rule is {rule}; factors that can be split: {', '.join(can) or 'none'}"
+    instead = "".join(f"; or {name}" for name, _ in rule.variants)
+    return f"the rule is {rule}; factors that can be split: {', '.join(can) or 'none'}{instead}"
 
 
 def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int, ...]], mesh: Mesh) -> dict[str, int]:
