@@ -28,7 +28,7 @@ from shardwise.costs.fit import (
 )
 from shardwise.costs.units import Figures
 from shardwise.errors import LaunchError
-from shardwise.runtime.measure import groups_of, sizes_of
+from shardwise.runtime.measure import groups_of, second_fastest, sizes_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 SIZES = tuple(4.0**power for power in range(5, 14))
@@ -220,6 +220,12 @@ def test_ranks_are_measured_machine_by_machine() -> None:
     for names in (["a", "b", "a", "b"], ["a", "a", "b"], ["a", "a", "a", "b"], ["a", "b", "b", "a"]):
         with pytest.raises(LaunchError, match="in a row"):
             sizes_of(names)
+
+
+def test_a_disturbed_round_does_not_count() -> None:
+    rounds = [[StreamTime(1.0, 3.0), StreamTime(2.0, 9.0)], [StreamTime(1.0, 2.0), StreamTime(2.0, 4.0)]]
+    rounds.append([StreamTime(1.0, 99.0), StreamTime(2.0, 5.0)])
+    assert second_fastest(rounds) == (StreamTime(1.0, 3.0), StreamTime(2.0, 5.0))
 
 
 def test_the_command_measures_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,9 @@
     shardwise run -n 8 -m shardwise.runtime.measure points.json                      # what `shardwise calibrate` does
     shardwise run --hostfile hosts.txt -m shardwise.runtime.measure points.json      # several machines
 
-All ranks compute at the same time, because that is how they train: cores, caches and memory are shared. A time is that
-of the slowest rank, in the second fastest of several repetitions: what else runs on the machine is not measured.
+All ranks compute at the same time, because that is how they train: cores, caches and memory are shared. Everything is
+measured several times, in rounds over all of it, so that a disturbance hits one round and not one size; of these the
+second fastest counts, each being the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from shardwise.errors import LaunchError, problem
 from shardwise.runtime.communicator import gather_tensor, scatter_tensor
 from shardwise.runtime.ranks import init_ranks
 
+_Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime)
+
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -36,15 +39,15 @@ _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. ``widths``: of square matmuls; ``streams``, ``messages``: bytes; ``seconds``: of one
-    repetition, and ``repetitions``, at least 2."""
+    """How much is measured. ``widths``: of square matmuls; ``streams``, ``messages``: bytes; ``seconds``: of one call's
+    repetitions in a round, and ``rounds``, at least 2."""
 
     dtypes: tuple[str, ...]
     widths: tuple[int, ...]
     streams: tuple[int, ...]
     messages: tuple[int, ...]
     seconds: float
-    repetitions: int
+    rounds: int
 
     @staticmethod
     def of(backend: str, tiny: bool) -> Effort:
@@ -78,17 +81,29 @@ def measure(effort: Effort) -> Measurements:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     watch = _Watch(device, effort)
     sizes = _sizes()
+    groups = _create_groups(sizes)
     small = torch.ones(16, device=device)
+    latencies, matmuls, streams, collectives = [], [], [], []
+    for _ in range(effort.rounds):
+        latencies.append(watch.seconds(lambda: torch.add(small, small, out=small)))
+        matmuls.append(list(_matmuls(watch, effort, device)))
+        streams.append(list(_streams(watch, effort, device)))
+        collectives.append(list(_collectives(watch, effort, device, groups)))
     return Measurements(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, a rank of {sizes[0]}",
         memory_bytes=_memory(device, sizes[0]),
         sizes=sizes,
-        kernel_latency=watch.seconds(lambda: torch.add(small, small, out=small)),
-        matmuls=tuple(_matmuls(watch, effort, device)),
-        streams=tuple(_streams(watch, effort, device)),
-        collectives=tuple(_collectives(watch, effort, device, sizes)),
+        kernel_latency=sorted(latencies)[1],
+        matmuls=second_fastest(matmuls),
+        streams=second_fastest(streams),
+        collectives=second_fastest(collectives),
         facts=_facts(),
     )
+
+
+def second_fastest(rounds: Sequence[Sequence[_Time]]) -> tuple[_Time, ...]:
+    """Of each time, which all rounds have in the same order, the second fastest."""
+    return tuple(sorted(times, key=lambda time: time.seconds)[1] for times in zip(*rounds, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +114,10 @@ class _Watch:
     effort: Effort
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call on the slowest rank, in the second fastest repetition."""
+        """Seconds of one call on the slowest rank, the mean of some calls in a row."""
         call()
         number = max(1, min(10_000, int(self.effort.seconds / max(self._slowest(call, 1), 1e-7))))
-        return sorted(self._slowest(call, number) for _ in range(self.effort.repetitions))[1]
+        return self._slowest(call, number)
 
     def _slowest(self, call: Callable[[], Any], number: int) -> float:
         dist.barrier()
@@ -138,19 +153,22 @@ def _streams(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[St
 
 
 def _collectives(
-    watch: _Watch, effort: Effort, device: torch.device, sizes: tuple[int, ...]
+    watch: _Watch, effort: Effort, device: torch.device, groups: Sequence[tuple[tuple[int, ...], Any]]
 ) -> Iterator[CollectiveTime]:
-    """Groups of neighbours inside a node, of one rank per node across, and of all ranks."""
-    for units, groups in groups_of(sizes):
-        mine = None
-        for members in groups:
-            group = dist.new_group(members)
-            mine = group if dist.get_rank() in members else mine
-        assert mine is not None, "every rank is in one of the groups"
+    for units, group in groups:
         for kind in KINDS:
             for num_bytes in effort.messages:
-                call, moved = _call(kind, mine, units[0], num_bytes, device)
+                call, moved = _call(kind, group, units[0], num_bytes, device)
                 yield CollectiveTime(kind, units, moved, watch.seconds(call))
+
+
+def _create_groups(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
+    """(``Span.units``, this rank's group): neighbours inside a node, one rank per node across, and all ranks."""
+    found = []
+    for units, groups in groups_of(sizes):
+        made = {tuple(members): dist.new_group(members) for members in groups}
+        found.append((units, next(group for members, group in made.items() if dist.get_rank() in members)))
+    return found
 
 
 def groups_of(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[list[int]]]]:
