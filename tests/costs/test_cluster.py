@@ -233,6 +233,39 @@ def test_what_is_wrong_with_a_file_is_said_with_its_place(old: str, new: str, ex
         parse(SMALL.replace(old, new), "mine.toml")
 
 
+ODD = ("{}", "[]", "[[]]", "true", '""', '"x"', "-1", "0", "nan", "inf", "1e400", '"1 m"', "2020-01-01", "[{a = 1}]")
+
+
+def test_whatever_is_in_a_file_there_is_a_cluster_or_an_explanation() -> None:
+    """Every line left out, repeated, and every value replaced by what does not belong there."""
+    text = SMALL + "efficiency = {all_reduce = 0.5}\ngroup_bandwidths = {2 = 1e9}\n"
+    text += 'lines = {"all_reduce over 2" = [0, 1]}\n[sources]\n"device.flops" = "a datasheet"\n'
+    assert parse(text).num_devices == 12
+    lines = text.splitlines()
+    refused: list[str] = []
+    for index, line in enumerate(lines):
+        key, equals, _ = line.partition("=")
+        for odd in ("", *(f"{key}= {value}" for value in ODD if equals), f"odd.{line}", line + "\n" + line):
+            try:
+                assert parse("\n".join([*lines[:index], odd, *lines[index + 1 :]])).num_devices >= 1
+            except ShardwiseError as error:
+                refused.append(str(error))
+    assert len(refused) > 100
+    assert all("fix:" in message for message in refused)
+    for devices in ("devices = []", "devices = [1]", "devices = 1", "levels = 1"):
+        with pytest.raises(ShardwiseError, match="fix:"):
+            parse('name = "odd"\n' + devices)
+
+
+def test_a_mixed_cluster_keeps_its_devices() -> None:
+    start, end = SMALL.index("[device]"), SMALL.index("[[levels]]")
+    kinds = '[[devices]]\nlike = "a100-40"\ncount = 8\n\n[[devices]]\nlike = "h100"\ncount = 4\n\n'
+    cluster = parse(SMALL[:start] + kinds + SMALL[end:])
+    assert cluster.with_devices(12).mixed == cluster.mixed
+    with pytest.raises(ShardwiseError, match="which of them are 8 devices is not known"):
+        cluster.with_devices(8)
+
+
 def test_all_faults_of_a_file_are_told_at_once() -> None:
     text = SMALL.replace('"500 GB/s"', "-5").replace('memory = "16 GiB"\n', "").replace("size = 3", "size = -3")
     with pytest.raises(ShardwiseError) as caught:

@@ -185,7 +185,14 @@ class Cluster:
         return tuple(sizes)
 
     def resized(self, sizes: Sequence[int]) -> Cluster:
-        """The same hardware with other sizes of levels, innermost first; outer levels of size 1 are left out."""
+        """The same hardware with other sizes of levels, innermost first; outer levels of size 1 are left out.
+
+        Raises ShardwiseError for a mixed cluster, which has the devices that it lists.
+        """
+        if self.mixed and prod(sizes) != self.num_devices:
+            kinds = ", ".join(f"{count} x {name}" for name, count in self.mixed)
+            what = f"{self.name} has {kinds}: which of them are {prod(sizes)} devices is not known"
+            raise ShardwiseError(problem(what, fix="write a cluster file with those"))
         levels = [replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True)]
         while len(levels) > 1 and levels[-1].size == 1:
             levels.pop()

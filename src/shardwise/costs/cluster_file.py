@@ -237,6 +237,8 @@ def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, 
         return []
     if "device" in content:
         return [(_device(reader, reader.table(content, "device", ""), "device"), 0)]
+    if not reader.tables(content, "devices"):
+        reader.complain("devices", "are none")
     return [
         (_device(reader, entry, f"devices[{i}]", {"count"}), reader.count(entry, "count", f"devices[{i}]"))
         for i, entry in enumerate(reader.tables(content, "devices"))
