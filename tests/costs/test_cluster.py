@@ -183,6 +183,10 @@ def test_a_cluster_with_another_number_of_devices_fills_its_nodes_first() -> Non
     assert [level.size for level in cluster.with_devices(8).levels] == [4, 2]
     with pytest.raises(ShardwiseError, match="6 is not a multiple of 4"):
         cluster.with_devices(6)
+    with pytest.raises(ShardwiseError, match="16 devices: it has 12"):
+        cluster.with_devices(16)
+    with pytest.raises(ShardwiseError, match="16 devices: it has 8"):
+        Cluster.load("h100").with_devices(16)
     for wrong in (0, -1, True, 2.0):
         with pytest.raises(ShardwiseError, match="whole number of devices from 1"):
             cluster.with_devices(wrong)  # type: ignore[arg-type]

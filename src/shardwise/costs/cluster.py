@@ -149,11 +149,14 @@ class Cluster:
         return Cluster.load("local").with_devices(num_devices).renamed("local")
 
     def with_devices(self, num_devices: int) -> Cluster:
-        """The same hardware with another number of devices: inner levels are filled first, the last one may grow.
+        """The same hardware with fewer devices: inner levels are filled first.
 
-        Raises ShardwiseError unless full units of all inner levels make that number.
+        Raises ShardwiseError unless full units of all inner levels make that number, and there are so many.
         """
         sizes = self._filled(self.levels[:-1], num_devices)
+        if num_devices > self.num_devices:
+            what = f"{self.name} cannot have {num_devices} devices: it has {self.num_devices}"
+            raise ShardwiseError(problem(what, fix="load a larger one (h100-16x8: 16 nodes of 8)"))
         return self.resized((*sizes, num_devices // prod(sizes))).renamed(f"{self.name} with {num_devices} devices")
 
     def with_nodes(self, num_nodes: int, devices_per_node: int) -> Cluster:
