@@ -21,17 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # Operators with a dim that can not be split, on values that a gradient flows through, and why.
 WHOLE = {
     "aten.slice.Tensor": "which half of a rotary embedding; where in the half is split",
-    "aten.cat.default": "which half, as above; or a class token before the patches, 1 + 16 rows without common divisor",
     "aten.split.Tensor": "which of query, key and value; heads are split",
     "aten.select.int": "one row is taken: the class token",
     "aten.conv2d.default": "the inside of a window; windows and channels are split",
 }
 # The same on integers and booleans: masks and positions, without gradient and small.
 WHOLE_INDICES = {
-    "aten.slice.Tensor": "labels shifted by one",
-    "aten.cat.default": "rotary tables: which half",
-    "aten.pad.default": "labels shifted by one",
-    "aten.diff.default": "neighbouring positions are compared",
+    "aten.slice.Tensor": "the first half of a table of positions",
+    "aten.diff.default": "neighbouring positions are compared, and one is put before the first",
     "aten.index.Tensor": "a boolean mask that is looked up: booleans can not be added",
     "aten.new_ones.default": "only type and device of the operand count",
 }
@@ -78,8 +75,9 @@ def unsplittable(graph: Graph, differentiable: bool) -> Iterator[str]:
     for op in graph.ops:
         rule = rule_of(op, graph)
         assert rule is not None
+        windowed = {name for name, _ in rule.windows}
         if any(graph.by_name[name].requires_grad for name in op.results) == differentiable and any(
-            f.kind == "whole" and f.size > 1 for f in rule.factors
+            f.kind == "whole" and f.size > 1 and f.name not in windowed for f in rule.factors
         ):
             yield str(op.target)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
-from shardwise.graph.ir import Arg, Op, Ref, map_refs
+import torch
+
+from shardwise.graph.ir import Arg, Op, Ref, map_refs, refs
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
 from shardwise.partition.buckets import Bucket
-from shardwise.partition.spmd import Spmd
+from shardwise.partition.spmd import Spmd, conversions_of
 from shardwise.partition.steps import Conversion, Step
 from shardwise.rules.rule import Call, LocalContext, OpRule, Piece, base_name
 
@@ -102,3 +106,46 @@ def _with_operands(op: Op, call: Call, operands: tuple[str, ...]) -> Call:
 def local_numel(layout: Layout, rank: int) -> int:
     """Elements that a rank holds of a tensor."""
     return prod(layout.local_shape(layout.mesh.coordinates(rank)))
+
+
+# Operators whose gradients, of their first two operands, are new memory (that of a bias may be the cotangent itself).
+_NEW_GRADIENTS = frozenset(
+    {
+        torch.ops.aten.linear.default,
+        torch.ops.aten.matmul.default,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten.embedding.default,
+    }
+)
+# Operators whose result is new memory that their backward does not need.
+_NEW_RESULTS = _NEW_GRADIENTS | {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
+
+
+def overwritable(program: Program) -> dict[str, tuple[bool, bool]]:
+    """Result of a conversion -> whether its first collective may overwrite the value (in forward) and the cotangent (in
+    backward), since nothing else can see that memory."""
+    made_by: dict[str, Any] = {}
+    uses: Counter[str] = Counter()
+    consumers: dict[str, list[Any]] = {}
+    for instruction in program.instructions:
+        if not isinstance(instruction, LocalOp):
+            for conversion in conversions_of(instruction):
+                uses[conversion.value] += 1
+                consumers.setdefault(conversion.value, []).append(None)
+            continue
+        made_by.update(dict.fromkeys(instruction.results, instruction.call.target))
+        names = refs((instruction.call.args, tuple(value for _, value in instruction.call.kwargs)))
+        for position, name in enumerate(names):
+            uses[name] += 1
+            consumers.setdefault(name, []).append(instruction.call.target if position < 2 else None)
+    spmd = program.spmd
+    kept = set(refs(spmd.outputs)) | {spmd.loss} | {value for _, value in spmd.mutations}
+    return {
+        c.result: (
+            made_by.get(c.value) in _NEW_RESULTS and uses[c.value] == 1 and c.value not in kept,
+            c.result not in kept and all(target in _NEW_GRADIENTS for target in consumers.get(c.result, [None])),
+        )
+        for c in spmd.conversions
+    }

@@ -4,7 +4,6 @@ between them, conversions whose backward is the other column of the table (``run
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch import fx
 
 from shardwise.graph.ir import Graph, Ref, map_refs, refs
 from shardwise.partition.buckets import Bucket
-from shardwise.partition.program import LocalOp, Program
-from shardwise.partition.spmd import conversions_of
+from shardwise.partition.linears import LinearStep, join_linears
+from shardwise.partition.program import LocalOp, Program, overwritable
 from shardwise.partition.steps import Conversion
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.linear import LinearStep, OverlappedLinear, join_linears
+from shardwise.runtime.linear import OverlappedLinear
 from shardwise.runtime.transit import Arrive, Convert, ConvertTogether, Depart, Route
 
 
@@ -41,7 +40,7 @@ def emit(
     graph = fx.Graph()
     root = torch.nn.Module()
     nodes: dict[str, fx.Node] = {}
-    overwritable = _overwritable(program)
+    may_overwrite = overwritable(program)
     for index, source in enumerate(spmd.graph.sources):
         nodes[source.value] = graph.placeholder(f"source_{index}")
     instructions = list(program.instructions) if traceable else join_linears(program)
@@ -54,8 +53,8 @@ def emit(
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, Conversion):
             name = f"convert_{index}"
-            may_overwrite = overwritable.get(instruction.result, (False, False))
-            root.add_module(name, Convert(instruction, spmd.graph, ranks, may_overwrite))
+            free = may_overwrite.get(instruction.result, (False, False))
+            root.add_module(name, Convert(instruction, spmd.graph, ranks, free))
             nodes[instruction.result] = graph.call_module(name, (nodes[instruction.value],))
         elif isinstance(instruction, Bucket):
             name, results = f"convert_{index}", [c.result for c in instruction.conversions]
@@ -139,49 +138,6 @@ def _depart(route: Route, bucket: int, root: torch.nn.Module, graph: fx.Graph, n
     left = graph.call_module(name, tuple(nodes[c.value] for c in route.bucket.conversions))
     nodes[f"flight {bucket}"] = graph.call_function(operator.getitem, (left, 0))
     nodes[f"tensors {bucket}"] = graph.call_function(operator.getitem, (left, 1))
-
-
-# Operators whose gradients, of their first two operands, are new memory (that of a bias may be the cotangent itself).
-_NEW_GRADIENTS = frozenset(
-    {
-        torch.ops.aten.linear.default,
-        torch.ops.aten.matmul.default,
-        torch.ops.aten.mm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten.embedding.default,
-    }
-)
-# Operators whose result is new memory that their backward does not need.
-_NEW_RESULTS = _NEW_GRADIENTS | {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
-
-
-def _overwritable(program: Program) -> dict[str, tuple[bool, bool]]:
-    """Result of a conversion -> whether its first collective may overwrite the value (in forward) and the cotangent (in
-    backward), since nothing else can see that memory."""
-    made_by: dict[str, Any] = {}
-    uses: Counter[str] = Counter()
-    consumers: dict[str, list[Any]] = {}
-    for instruction in program.instructions:
-        if not isinstance(instruction, LocalOp):
-            for conversion in conversions_of(instruction):
-                uses[conversion.value] += 1
-                consumers.setdefault(conversion.value, []).append(None)
-            continue
-        made_by.update(dict.fromkeys(instruction.results, instruction.call.target))
-        names = refs((instruction.call.args, tuple(value for _, value in instruction.call.kwargs)))
-        for position, name in enumerate(names):
-            uses[name] += 1
-            consumers.setdefault(name, []).append(instruction.call.target if position < 2 else None)
-    spmd = program.spmd
-    kept = set(refs(spmd.outputs)) | {spmd.loss} | {value for _, value in spmd.mutations}
-    return {
-        c.result: (
-            made_by.get(c.value) in _NEW_RESULTS and uses[c.value] == 1 and c.value not in kept,
-            c.result not in kept and all(target in _NEW_GRADIENTS for target in consumers.get(c.result, [None])),
-        )
-        for c in spmd.conversions
-    }
 
 
 def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node], device: torch.device | None) -> None:
