@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
 from shardwise.graph.capture import Capture, capture, leaf_name
+from shardwise.graph.operators import STREAMS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype
-from shardwise.partition.program import localize
+from shardwise.partition.program import LocalOp, Program, localize
 from shardwise.partition.spmd import Spmd, build_spmd
 from shardwise.plans.decide import bind, input_faults
 from shardwise.plans.plan import Plan
@@ -29,6 +30,7 @@ from shardwise.runtime.replicas import ReplicaCheck, checked_interval
 from shardwise.runtime.shards import shard
 
 Inputs = Literal["global", "local"]
+Randomness = Literal["same_as_one_device", "per_shard"]
 SEED = "_shardwise_seed"
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
@@ -59,6 +61,7 @@ def parallelize(
     device: torch.device | str | None = None,
     compile: bool | None = None,
     check_replicas: int | None = None,
+    randomness: Randomness = "same_as_one_device",
 ) -> Parallel:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
@@ -70,7 +73,9 @@ def parallelize(
     programs (by default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
     ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is compared
     (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
-    not compiled. Rank 0's setting counts.
+    not compiled. Rank 0's setting counts. ``randomness``: dropout and other random numbers are by default those of one
+    device, whatever the plan; with ``"per_shard"`` every shard draws from a generator of its own, which is faster:
+    replicas still agree, shards differ and a seed gives the same again, but under this plan only.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks.
@@ -86,6 +91,8 @@ def parallelize(
         raise ShardwiseError(
             f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}'
         )
+    if randomness not in ("same_as_one_device", "per_shard"):
+        raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if size != agreed.mesh.num_devices:
@@ -100,7 +107,8 @@ def parallelize(
     device = torch.device(device)
     compile = device.type == "cuda" if compile is None else compile
     every = from_rank_zero(lambda: checked_interval(check_replicas))
-    return Parallel(module, agreed, loss, inputs, seed, init, device, compile, every)
+    streams = from_rank_zero(lambda: randomness == "per_shard")
+    return Parallel(module, agreed, loss, inputs, seed, init, device, compile, every, streams)
 
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
@@ -157,10 +165,11 @@ class Parallel(torch.nn.Module):
         device: torch.device,
         compile: bool,
         check_replicas: int = 0,
+        streams: bool = False,
     ) -> None:
         super().__init__()
         self.plan, self.device, self.inputs = plan, device, inputs
-        self._loss, self._compile_programs = loss, compile
+        self._loss, self._compile_programs, self._streams = loss, compile, streams
         self._ranks = Communicator(plan.mesh, type(module).__name__)
         self._replicas = ReplicaCheck(check_replicas, self._ranks, device) if check_replicas else None
         self._compiled: dict[Any, Compiled] = {}
@@ -304,6 +313,8 @@ class Parallel(torch.nn.Module):
         )
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         own = localize(spmd, self._ranks.rank)
+        if self._streams:
+            own = _with_streams(own)
         program = emit(own, self._ranks, loss_only=loss_only, device=self.device, traceable=self._compile_programs)
         run = torch.compile(program, dynamic=False) if self._compile_programs else program
         tensors: list[torch.Tensor | None] = []
@@ -343,6 +354,17 @@ class Parallel(torch.nn.Module):
         if not self._compiled:
             raise ShardwiseError("no program yet: it is made for the first inputs")
         return next(reversed(self._compiled.values())).program
+
+
+def _with_streams(program: Program) -> Program:
+    """The program with random numbers from generators of the shards' own."""
+
+    def streamed(instruction: Any) -> Any:
+        if isinstance(instruction, LocalOp) and instruction.call.target in STREAMS:
+            return replace(instruction, call=replace(instruction.call, target=STREAMS[instruction.call.target]))
+        return instruction
+
+    return replace(program, instructions=tuple(map(streamed, program.instructions)))
 
 
 def _check_gradients(compiled: Compiled, given: list[torch.Tensor]) -> None:
