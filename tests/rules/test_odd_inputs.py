@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardwise as sw
 from programs import running
 from programs.building import Program
 from programs.running import run
 from rules.samples import bits, ids, leaf, plain, unit, x
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture
+from shardwise.runtime import verify
 
 NAN, INF = math.nan, math.inf
 Function = Callable[..., Any]
@@ -241,6 +243,47 @@ def test_odd_inputs_give_what_one_device_gives(name: str) -> None:
     for seed in range(5):
         outcome = run(program, seed)
         assert outcome.ok, f"seed {seed}: {outcome.error:.3g} at {outcome.where}, {outcome.collectives_match=}"
+
+
+class Rotary(nn.Module):
+    """Complex numbers in a buffer, an input, a parameter's path and the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.register_buffer("turns", torch.polar(torch.ones(3, 4), unit(3, 4).detach().float()))
+
+    def forward(self, states: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        turned = torch.view_as_complex(self.project(states).unflatten(-1, (-1, 2))) * self.turns * weights
+        return torch.view_as_real(turned).square().sum(), turned, turned.abs() > 1, turned.imag.argmax(-1)
+
+
+def test_verify_compares_complex_numbers() -> None:
+    states, weights = torch.randn(4, 3, 8), torch.randn(4, 3, 4, dtype=torch.complex64)
+    plan = sw.plan(Rotary(), (states, weights), 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"project": "n@tp"})
+    assert sw.verify(Rotary(), (states, weights), plan).ok
+
+
+def test_a_wrong_imaginary_part_and_nan_on_one_side_are_differences() -> None:
+    want = torch.tensor([1 + 2j, complex(NAN, 1)])
+    assert verify._difference(want, want.clone(), 2.0) == 0
+    assert verify._difference(want, torch.tensor([1 + 3j, complex(NAN, 1)]), 2.0) == 0.5
+    assert not verify._difference(want, torch.tensor([1 + 2j, 1 + 1j]), 2.0) <= 1
+
+
+def test_nan_in_the_loss_stays_nan() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, states: Tensor) -> tuple[Tensor, ...]:
+            found = states @ self.weight
+            return (found * NAN).sum(), found / 0, found.to(torch.complex64)
+
+    states, module = torch.randn(4, 8), Broken()
+    plan = sw.plan(module, states, 4, mesh=sw.Mesh(dp=2, tp=2))
+    assert sw.verify(module, states, plan).ok
 
 
 # -- lower precision ---------------------------------------------------------------------------------------------------

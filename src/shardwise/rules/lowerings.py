@@ -421,7 +421,8 @@ def _cumulative_extreme(x: Tensor, largest: bool, dim: int, runs: Sequence[int])
     index = index + _starts(parts, dim)
     totals, winner = scan(values.select(dim + 1, -1), dim)
     before = _before(totals, dim, 0)
-    before_index = _before(index.select(dim + 1, -1).gather(dim, winner), dim, 0)
+    ends = index.select(dim + 1, -1).gather(dim, winner)
+    before_index = _before(ends.clamp_min(0), dim, 0)  # not linear: partial sums are added here, where they are few
     better = before > values if largest else before < values
     if x.is_floating_point():
         better = better | (before.isnan() & ~values.isnan())

@@ -423,8 +423,10 @@ def _difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
         return float("inf")
     if not want.numel():
         return 0.0
-    same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if want.is_floating_point() else want == have
-    difference = torch.where(same, torch.zeros((), dtype=torch.float64), (want.double() - have.double()).abs())
+    inexact = want.is_floating_point() or want.is_complex()
+    same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if inexact else want == have
+    wide = torch.complex128 if want.is_complex() or have.is_complex() else torch.float64
+    difference = torch.where(same, torch.zeros((), dtype=torch.float64), (want.to(wide) - have.to(wide)).abs())
     worst = float(difference.max())
     return worst / scale if scale else (0.0 if worst == 0 else float("inf"))
 
