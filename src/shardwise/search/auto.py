@@ -9,6 +9,7 @@ All of them minimise the same cost graph and keep what the user fixed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log10
@@ -133,13 +134,22 @@ def solver_of(search: str) -> Solver:
     return _eliminate
 
 
+class WideWarning(UserWarning):
+    """Variable elimination would take too long on a densely connected graph."""
+
+
 def _eliminate(problem: Problem) -> Solution:
     """By elimination; where that is too wide, as an integer program."""
     try:
         return solve(problem, max_joint=MAX_JOINT)
-    except TooWide:
+    except TooWide as error:
         from shardwise.search.ilp import solve_ilp
 
+        warnings.warn(
+            f"{error}, more than {MAX_JOINT}: solved as an integer program, whose bound is the plan's optimality gap",
+            WideWarning,
+            stacklevel=2,
+        )
         return solve_ilp(problem)
 
 
@@ -190,6 +200,9 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
         else:
             layout = domains.routes(variable.name).layout(int(cost.nodes[number][value]))
             (stored if variable.kind == "storage" else shared)[variable.name] = layout
+    for view in cost.folded:
+        node = int(view.nodes[assignment[view.home]])
+        decided[view.op] = domains.choices_at(graph.op_by_name[view.op], node)
     choices, inputs = settle(graph, domains.rules, mesh, decided)
     sources: dict[str, Layout] = {}
     for source in graph.sources:

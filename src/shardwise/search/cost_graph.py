@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardwise.costs.compute import is_view
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
@@ -47,6 +48,16 @@ class Weights:
         return self.exposed, self.compute, self.traffic, self.bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A view that has no variable: it runs in the layout that its operand has. ``home``: the variable that decides
+    that; ``nodes``: per value of it the node of the operand."""
+
+    op: str
+    home: int
+    nodes: Ints
+
+
 @dataclass
 class CostGraph:
     """``variables`` in execution order; ``factors``: scope and number of a table in ``kinds``, each of which holds its
@@ -59,6 +70,7 @@ class CostGraph:
     factors: list[tuple[Scope, int]] = field(default_factory=list)
     kinds: list[tuple[Floats | None, ...]] = field(default_factory=list)
     number: dict[tuple[str, str], int] = field(default_factory=dict)
+    folded: list[Folded] = field(default_factory=list)
 
     def weighted(self, weights: Weights) -> Problem:
         """The problem of minimising the weighted sum of the components."""
@@ -114,6 +126,7 @@ class _Builder:
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
         self._home: dict[str, int] = {}  # value -> the variable whose layout its consumers convert from
+        self._made: dict[str, Ints] = {}  # value -> per value of that variable the node it is in
         self._ids: dict[int, int] = {}
         self._kept_alive: list[object] = []
         self.consumers = _consumers(self.graph, domains.operators, domains.active)
@@ -155,11 +168,32 @@ class _Builder:
             return numel * update, None, None, numel * per_element
 
         self._factor((variable,), ("store", id(routes), value.dtype, source.trainable, nodes.tobytes()), table)
-        self._home[name] = variable
+        self._arrive(name, variable, nodes, traffic=True)
+
+    def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
+        """A value is made, in a layout that ``variable`` decides."""
+        self._home[name], self._made[name] = variable, nodes
         if len(self.consumers.get(name, ())) > 1:
-            self._share(name, variable, nodes, traffic=True)
+            self._share(name, variable, nodes, traffic=traffic)
+
+    def _fold(self, op: Op) -> bool:
+        """Whether the operator only renames the dims of its operand, so that a layout of one is a layout of the other
+        and conversions cost the same before and after it. It then needs no variable."""
+        domains, (name, *others) = self.domains, op.operands
+        if others or op.name in self.fixed or len(op.results) != 1 or not is_view(op.target):
+            return False
+        renamed = domains.renamed_codes(op)
+        if renamed is None:
+            return False
+        home, nodes = self._home[name], self._made[name]
+        self.cost.folded.append(Folded(op.name, home, nodes))
+        codes = renamed[domains.routes(name).codes[nodes]]
+        self._arrive(op.results[0], home, domains.routes(op.results[0]).node(codes), traffic=False)
+        return True
 
     def _operator(self, op: Op) -> None:
+        if self._fold(op):
+            return
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._variable("operator", op.name, len(domain))
         self.cost.domain_of[variable] = domain
@@ -171,9 +205,7 @@ class _Builder:
         for i, name in enumerate(op.results):
             nodes = domain.results[i]
             assert nodes is not None, f"{op.name}: {name} has no layouts"
-            self._home[name] = variable
-            if len(self.consumers.get(name, ())) > 1:
-                self._share(name, variable, nodes, traffic=False)
+            self._arrive(name, variable, nodes, traffic=False)
 
     def _share(self, name: str, maker: int, made: Ints, *, traffic: bool) -> None:
         """The layout that the consumers of a value convert from: any that its maker or a consumer uses."""
@@ -200,7 +232,7 @@ class _Builder:
 
         key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic)
         self._factor((maker, variable), key, table)
-        self._home[name] = variable
+        self._home[name], self._made[name] = variable, nodes
 
     def _is_kept(self, name: str) -> bool:
         return any(
@@ -216,7 +248,7 @@ class _Builder:
         """What a consumer's layouts of a value cost, from where the value is."""
         home = self._home[name]
         routes = self.domains.routes(name)
-        made = self._nodes_at(home, name)
+        made = self._made[name]
         positions = tuple(i for i, own in enumerate(op.operands) if own == name)
         traffic = name in self.parameter
         stored = traffic and home == self.cost.number.get(("storage", name))
@@ -251,15 +283,6 @@ class _Builder:
         small = routes.prices(columns)[rows]
         return small[back][:, forth]
 
-    def _nodes_at(self, variable: int, name: str) -> Ints:
-        if variable in self.cost.nodes:
-            return self.cost.nodes[variable]
-        domain = self.cost.domain_of[variable]
-        producer = self.graph.producer[name]
-        nodes = domain.results[producer.results.index(name)]
-        assert nodes is not None, f"{name} has no layouts"
-        return nodes
-
     def _deliver(self) -> None:
         """The loss is needed whole, and buffers that are written back."""
         wanted = [self.graph.loss] if self.graph.loss is not None else []
@@ -268,7 +291,7 @@ class _Builder:
             if name not in self._home:
                 continue
             home, routes = self._home[name], self.domains.routes(name)
-            made = self._nodes_at(home, name)
+            made = self._made[name]
 
             def table(routes: Routes = routes, made: Ints = made) -> tuple[Floats | None, ...]:
                 return routes.prices(np.array([routes.whole]))[made, 0], None, None, None

@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.costs.flops import FLOPS
 from shardwise.costs.saved import saved_by
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
 from shardwise.layouts.layout import Layout
@@ -125,6 +126,42 @@ class Domains:
             self._domains[narrow] = found.only(np.array(kept, dtype=np.int64))
         return self._domains[narrow]
 
+    def renamed_codes(self, op: Op) -> Ints | None:
+        """State on the operand -> state on the result of an operator with one of each, where every atom of one is an
+        atom of the other and every state passes; else None."""
+        rule, routes = self.rules[op.name], (self.routes(op.operands[0]), self.routes(op.results[0]))
+        tensors = [replace(own.tensor, atoms=()) for own in routes]
+        if tensors[0] != tensors[1] or (0,) not in rule.linear or any(f.kind != "parallel" for f in rule.factors):
+            return None
+        renamed = np.full(routes[0].base, -1, dtype=np.int64)
+        renamed[: len(STATES)] = np.arange(len(STATES))
+        for factor in rule.factors:
+            places = [
+                _position(own, rule, dims, at, 1) if at is not None else -1
+                for own, dims in zip(routes, (rule.operands[0], rule.results[0]), strict=True)
+                for at in [_place_of(factor.name, dims)]
+            ]
+            if factor.size > 1 and min(places) < 0:
+                return None
+            if factor.size > 1:
+                if routes[0].sizes[places[0] - len(STATES)] != factor.size:
+                    return None
+                renamed[places[0]] = places[1]
+        complete = (renamed >= 0).all() and len(set(renamed.tolist())) == routes[1].base
+        return renamed if complete else None
+
+    def choices_at(self, op: Op, node: int) -> dict[str, str]:
+        """Sub-axis -> choice of an operator with one operand, so that the operand is at a node of its routes."""
+        rule, routes = self.rules[op.name], self.routes(op.operands[0])
+        factors: dict[int, str] = {}
+        for factor in rule.factors:
+            at = _place_of(factor.name, rule.operands[0])
+            if factor.size > 1 and at is not None:
+                factors[_position(routes, rule, rule.operands[0], at, 1)] = factor.name
+        states = {"I": "I", "R": "R", "P": f"P{rule.linear.index((0,))}"}
+        names = [states[STATES[code]] if code < len(STATES) else factors[code] for code in routes.codes[node].tolist()]
+        return self.by_sub_axis(names)
+
     def kind_of(self, op: Op) -> object:
         """What the domain of an operator depends on."""
         rule = self.rules[op.name]
@@ -184,20 +221,22 @@ class Domains:
         """Per axis its choices: the factors that it may split, then the states.
 
         Of a factor that the graph divides into parts, those parts are left out that some operator must keep whole or
-        lower, if there are others: head dims that attention contracts, the halves that rotary embeddings swap. Partial
-        sums pass through parameters never: nothing makes them partial.
+        lower: head dims that attention contracts, the halves that rotary embeddings swap.
+
+        ``R`` and partial sums defer communication. They pass through operators that are linear in all their activations
+        together (views, casts, sums, scaling), and not through contractions, which would repeat heavy work for it.
         """
         gradient = any(self.graph.by_name[name].requires_grad for name in (*op.operands, *op.results))
-        states = ["I", *(["R"] if gradient else [])]
-        for group, members in enumerate(rule.linear):
-            if any(op.operands[i] in self.active - self.parameters for i in members):
-                states.append(f"P{group}")
-        splittable = [f for f in rule.factors if f.kind in ("parallel", "sum", "lowered")]
-        light = {base_name(f.name) for f in splittable if not self.burden[op.name, f.name]}
+        states = ["I"]
+        activations = {i for i, name in enumerate(op.operands) if name in self.active - self.parameters}
+        groups = [f"P{group}" for group, members in enumerate(rule.linear) if activations <= set(members)]
+        if groups and activations and op.target not in FLOPS:
+            states += [*(["R"] if gradient else []), *groups]
         named = [
             f
-            for f in splittable
-            if base_name(f.name) == f.name or not self.burden[op.name, f.name] or base_name(f.name) not in light
+            for f in rule.factors
+            if f.kind in ("parallel", "sum", "lowered")
+            and (base_name(f.name) == f.name or not self.burden[op.name, f.name])
         ]
         return [[f.name for f in named if f.size >= size] + states for size in self.axes.sizes]
 
@@ -208,14 +247,15 @@ class Domains:
 
     @staticmethod
     def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[str]], grid: Ints) -> NDArray[np.bool_]:
-        """Strategies that lower the operator on one axis and defer a sum or a gradient on another: no one needs both,
-        and every lowered strategy is priced by building its program."""
-        lowered = {factor.name for factor in rule.factors if factor.kind == "lowered"}
-        some, deferred = np.zeros(len(grid), dtype=np.bool_), np.zeros(len(grid), dtype=np.bool_)
+        """Strategies that lower the operator on one axis, and on another defer a sum or repeat work that could be
+        split. Nothing needs both, and every lowered strategy is priced by building its program."""
+        kinds = {factor.name: factor.kind for factor in rule.factors}
+        some, idle = np.zeros(len(grid), dtype=np.bool_), np.zeros(len(grid), dtype=np.bool_)
         for axis, own in enumerate(per_axis):
-            some |= np.array([choice in lowered for choice in own])[grid[:, axis]]
-            deferred |= np.array([is_rest(choice) and choice != "I" for choice in own])[grid[:, axis]]
-        return some & deferred
+            some |= np.array([kinds.get(choice) == "lowered" for choice in own])[grid[:, axis]]
+            useful = any(kinds.get(choice) == "parallel" for choice in own)
+            idle |= np.array([is_rest(choice) and (useful or choice != "I") for choice in own])[grid[:, axis]]
+        return some & idle
 
     def _nodes(
         self,
@@ -355,6 +395,11 @@ def _pairs(op: Op, rule: OpRule) -> list[tuple[str, Dims]]:
 
 def _results(op: Op, rule: OpRule) -> list[tuple[str, Dims]]:
     return list(zip(op.results, rule.results, strict=True))
+
+
+def _place_of(factor: str, dims: Dims) -> tuple[int, int] | None:
+    """(dim, index among its factors) of a factor in a tensor."""
+    return next(((d, dim.index(factor)) for d, dim in enumerate(dims) if factor in dim), None)
 
 
 def _position(routes: Routes, rule: OpRule, dims: Dims, at: tuple[int, int], size: int) -> int:

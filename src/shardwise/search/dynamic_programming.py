@@ -4,8 +4,8 @@ A step takes ``exposed + max(compute, traffic)`` seconds: collectives of values 
 them; gathers of parameters and reductions of gradients travel while operators run, as far as there are any. A maximum
 does not add up over choices, so it is replaced by ``(1 - m) compute + m traffic``: for every m between 0 and 1 the
 least sum is a lower bound of the least step (Lagrange), and where the two choices that a bound lies between differ,
-mixtures of both (one up to some operator, the other from there) come close to it. A limit on memory is a second multiplier, in
-seconds per byte. What is left between the best choice found and the best bound is the optimality gap.
+mixtures of both (one up to some operator, the other from there) come close to it. A limit on memory is a second
+multiplier, in seconds per byte. What is left between the best choice found and the best bound is the gap.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from shardwise.search.elimination import Problem, Solution, solve
 # Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a nanosecond.
 TIE = 1e-20
 MAX_SOLVES = 24
+# The bound over multipliers is settled when it can rise by no more than this share.
+NEAR = 5e-4
 # Gaps below this are rounding.
 EXACT = 1e-9
 
@@ -35,9 +37,9 @@ def step_seconds(components: Floats) -> float:
 
 @dataclass
 class Outcome:
-    """The best assignment found. ``bound``: no assignment (that fits) is faster; ``least_bytes``: where a limit was
-    given, the least memory of any assignment; ``solves``: eliminations; ``largest_joint``: combinations of the largest
-    joint table; ``candidates``: the other assignments seen, fastest first."""
+    """The best assignment found. ``bound``: no assignment (that fits) is faster (0: not known); ``solves``: problems
+    solved for it; ``largest_joint``: combinations of the largest joint table; ``candidates``: the other assignments
+    seen, fastest first."""
 
     assignment: list[int]
     components: Floats
@@ -52,8 +54,10 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """How much slower than the bound, as a share of the bound; 0: proven optimal."""
-        gap = self.seconds / self.bound - 1 if self.bound > 0 else 0.0
+        """How much slower than the bound, as a share of the bound; 0: proven optimal; infinite: not known."""
+        if self.bound <= 0:
+            return float("inf") if self.seconds > 0 else 0.0
+        gap = self.seconds / self.bound - 1
         return gap if gap > EXACT else 0.0
 
 
@@ -78,7 +82,7 @@ def search(cost: CostGraph, memory_bytes: float | None = None, solver: Solver = 
     return Outcome(
         list(best.assignment),
         best.components,
-        min(bound, best.seconds),
+        max(0.0, min(bound, best.seconds)),
         run.solves,
         run.largest_joint,
         [list(item.assignment) for item in others if item.assignment != best.assignment],
@@ -99,13 +103,15 @@ class _Seen:
 
 
 class _Run:
-    """One search: the assignments seen so far, and the best that fits."""
+    """One search: the assignments seen so far, and the best that fits. ``slack``: how much lower than the last solve's
+    value its proven bound is; 0 unless a solver stopped early."""
 
     def __init__(self, cost: CostGraph, memory_bytes: float | None, solver: Solver) -> None:
         self.cost, self.memory_bytes, self.solver = cost, memory_bytes, solver
         self.seen: dict[tuple[int, ...], _Seen] = {}
         self.best: _Seen | None = None
         self.solves = self.largest_joint = 0
+        self.slack = 0.0
 
     def fits(self, item: _Seen) -> bool:
         return self.memory_bytes is None or item.components[BYTES] <= self.memory_bytes
@@ -124,6 +130,7 @@ class _Run:
         found = self.solver(self.cost.weighted(weights))
         self.solves += 1
         self.largest_joint = max(self.largest_joint, found.largest_joint)
+        self.slack = found.value - found.lower
         return self.add(found.assignment)
 
     def overlapped(self, per_byte: float) -> float:
@@ -137,12 +144,12 @@ class _Run:
         low = self.solved(weights(0.0))
         self.best_of_last, self.bracket = low, (low, low)
         if low.components[TRAFFIC] <= low.components[COMPUTE]:
-            return self._without_ties(low.at(weights(0.0)), low, per_byte)
+            return self._without_ties(low.at(weights(0.0)) - self.slack, low, per_byte)
         high = self.solved(weights(1.0))
         self.bracket = (low, high)
         if high.components[COMPUTE] <= high.components[TRAFFIC]:
             self.best_of_last = high
-            return self._without_ties(high.at(weights(1.0)), high, per_byte)
+            return self._without_ties(high.at(weights(1.0)) - self.slack, high, per_byte)
         bound = 0.0
         for _ in range(MAX_SOLVES):
             slopes = [item.components[TRAFFIC] - item.components[COMPUTE] for item in (low, high)]
@@ -151,8 +158,8 @@ class _Run:
             meet = low.at(weights(multiplier))
             found = self.solved(weights(multiplier))
             value = found.at(weights(multiplier))
-            bound = max(bound, value)
-            if value >= meet * (1 - 1e-12):
+            bound = max(bound, value - self.slack)
+            if value >= meet * (1 - NEAR):
                 break
             if found.components[TRAFFIC] > found.components[COMPUTE]:
                 low = found
