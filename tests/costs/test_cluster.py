@@ -126,6 +126,7 @@ def figures_of(cluster: Cluster) -> list[str]:
         found.append(f"levels.{level.name}.bandwidth")
         found += [f"levels.{level.name}.group_bandwidths"] * bool(level.group_bandwidths)
         found += [f"levels.{level.name}.efficiency"] * bool(level.efficiency)
+        found += [f"levels.{level.name}.in_switch"] * bool(level.in_switch)
         found += [f"levels.{level.name}.hierarchical"] * level.hierarchical
     return [*found, "levels.latency", "levels.launch"]
 

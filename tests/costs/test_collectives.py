@@ -148,6 +148,19 @@ def test_a_hierarchical_library_sends_only_slices_across() -> None:
     assert per_byte == pytest.approx(2 * 0.75 / 1e11 + 2 * 0.5 / 4 / 1e10)
 
 
+def test_a_switch_that_reduces_helps_large_groups_only() -> None:
+    node = replace(CLUSTER.levels[0], size=8, in_switch=0.8)
+    mesh = Mesh(tp=8)
+    own = Links(replace(CLUSTER, levels=(node,)), mesh)
+    without = Links(replace(CLUSTER, levels=(replace(node, in_switch=0.0),)), mesh)
+    axes = mesh.expand("tp")
+    assert own.coefficients("all_reduce", axes)[1] == pytest.approx(9 / 8 / 0.8e11)
+    assert own.coefficients("all_reduce", axes)[1] < without.coefficients("all_reduce", axes)[1]
+    for few in (axes[:1], axes[:2]):
+        assert own.seconds("all_reduce", few, BYTES) == without.seconds("all_reduce", few, BYTES)
+    assert own.algorithms("all_gather", axes) == without.algorithms("all_gather", axes)
+
+
 def test_an_all_to_all_is_limited_by_what_crosses_nodes() -> None:
     fixed, per_byte = links().coefficients("all_to_all", BOTH)
     assert fixed == pytest.approx(20e-6 + 3 * 1e-6 + 4 * 100e-6)

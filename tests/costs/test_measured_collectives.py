@@ -46,8 +46,10 @@ def times_of(table: dict[int, dict[int, float]], sizes: tuple[int, ...]) -> list
 def errors(level: Level, times: list[CollectiveTime]) -> list[float]:
     found = []
     for time in times:
-        ((fixed, per_byte),) = affines(time.kind, (level,), Span(time.units))
-        found.append(abs(fixed + per_byte * time.num_bytes - time.seconds) / time.seconds)
+        seconds = min(
+            fixed + per_byte * time.num_bytes for fixed, per_byte in affines(time.kind, (level,), Span(time.units))
+        )
+        found.append(abs(seconds - time.seconds) / time.seconds)
     return found
 
 
@@ -74,7 +76,7 @@ def test_bundled_figures_are_right_for_large_messages(table: dict[int, dict[int,
 
 
 def test_bundled_figures_of_h200_are_near_a_published_measurement() -> None:
-    """Its bandwidth is set by the measurement of 1 GiB; the other sizes, and the latency, are predictions."""
+    """Its bandwidth is set by the largest messages; the other sizes, and the latency, are predictions."""
     times = [
         CollectiveTime("all_reduce", (8, 1), mib * MIB, mib * MIB / (bandwidth * 1e9))
         for mib, bandwidth in H200.items()

@@ -78,7 +78,8 @@ class Level:
     this level takes before the first byte leaves. ``group_bandwidths``: (number of units, B/s) where a group of so many
     units gets another bandwidth than all of them, in ascending order; numbers between are interpolated.
     ``efficiency``: kind of collective -> the fraction of the bandwidth that it gets (1 if it is not named).
-    ``launches``: kind of collective -> its own ``launch``, where that is known.
+    ``in_switch``: the fraction of the bandwidth that an all-reduce inside the switch reaches (NVLS), 0 where there is
+    none. ``launches``: kind of collective -> its own ``launch``, where that is known.
     ``lines``: (kind, number of units, seconds, seconds per byte of the message) of groups that were measured; they
     count before the other figures. ``hierarchical``: whether the library works level by level in groups over this one
     (HCCL), not in one ring.
@@ -92,6 +93,7 @@ class Level:
     launch: float = 0.0
     group_bandwidths: tuple[tuple[int, float], ...] = ()
     efficiency: Figures = field(default_factory=Figures)
+    in_switch: float = 0.0
     launches: Figures = field(default_factory=Figures)
     lines: tuple[tuple[str, int, float, float], ...] = ()
     hierarchical: bool = False

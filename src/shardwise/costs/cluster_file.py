@@ -36,6 +36,7 @@ _LEVEL_KEYS = {
     "bandwidth": ("bandwidth", "B/s", True, False),
     "latency": ("latency", "s", True, True),
     "launch": ("launch", "s", False, True),
+    "in_switch": ("in_switch", "", False, True),
 }
 _LINE = re.compile(r"(?P<kind>\w+) over (?P<units>\d+)")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")

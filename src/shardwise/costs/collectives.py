@@ -14,6 +14,8 @@ a level as there are units on it, as in NCCL's own model of itself (NVIDIA/nccl,
 **Trees** (``_tree``). Over several nodes an all-reduce may also take the double binary tree (Sanders, Speck and Traeff,
 2009), whose latency grows with the logarithm of the nodes.
 
+**Switches** (``_switch``) that reduce themselves (NVLS): a device sends its message once and a share of the result.
+
 **Hierarchies** (``_hierarchy``), where a level says that its library works so: reduce-scatter on the inner levels,
 all-reduce of the slices across, all-gather inside. Only a slice of the message crosses.
 
@@ -225,10 +227,14 @@ def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, .
     if len(used) == 1 and (measured := levels[used[0]].line(kind, span.size)) is not None:
         return (measured,)
     if kind in _PASSES:
-        if any(levels[level].hierarchical for level in span.used()):
+        if any(levels[level].hierarchical for level in used):
             return (_hierarchy(kind, levels, span),)
         ring = _ring(kind, levels, span)
-        return (ring, _tree(levels, span)) if kind == "all_reduce" and span.units[1] > 1 else (ring,)
+        if kind != "all_reduce":
+            return (ring,)
+        if len(used) == 1 and levels[used[0]].in_switch:
+            return (ring, _switch(levels[used[0]], ring, span))
+        return (ring, _tree(levels, span)) if span.units[1] > 1 else (ring,)
     if kind == "all_to_all":
         return (_all_to_all(levels, span),)
     return (_neighbours(kind, levels, span),)
@@ -268,6 +274,12 @@ def _tree(levels: tuple[Level, ...], span: Span) -> Affine:
     return _launch("all_reduce", levels, span) + 2 * (chain + depth), 2 / (
         TREE_PACE * _pace("all_reduce", levels, span)
     )
+
+
+def _switch(level: Level, ring: Affine, span: Span) -> Affine:
+    """Of its message every device sends all to be added and, of the sum, the share that it asked for to all: 1 + 1/n
+    against the 2 (n - 1) / n of a ring. It starts no sooner than a ring does."""
+    return ring[0], (1 + 1 / span.size) * level.shared_by / (level.in_switch * level.link_bandwidth(span.size))
 
 
 def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
