@@ -76,13 +76,20 @@ class Problem:
 class Solution:
     """An assignment of least value. ``largest_joint``: combinations of the largest joint table; ``num_tables``:
     eliminations that were computed, the others were known from an equal one. ``marginal``: per value of the variable
-    that was asked to be eliminated last, the least value of an assignment that gives it this value."""
+    that was asked to be eliminated last, the least value of an assignment that gives it this value. ``bound``: where
+    the assignment is not proven to be of least value (a solver stopped), no assignment has less than this."""
 
     assignment: list[int]
     value: float
     largest_joint: int = 0
     num_tables: int = 0
     marginal: Table | None = None
+    bound: float | None = None
+
+    @property
+    def lower(self) -> float:
+        """No assignment has a lower value."""
+        return self.value if self.bound is None else self.bound
 
 
 @dataclass

@@ -1,0 +1,201 @@
+"""The same sums of tables as a 0/1 program, solved by HiGHS.
+
+A column ``x[v, i]`` says that variable ``v`` has value ``i``; a table gets one column per combination, which must agree
+with the ``x`` of its variables (their marginals). This local polytope is what elimination avoids: it is larger and
+slower, but knows no width, so densely connected graphs can be solved, and it is an independent check of the optimum.
+
+Tables are kept small: values that look alike in all tables over several variables are one value (the cheapest of them),
+and rows of one table that are equal share their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.search.elimination import Problem, Scope, Solution, Table
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+Ints = NDArray[np.int64]
+
+# Seconds after which HiGHS returns the best it has.
+TIME_LIMIT = 60.0
+# The largest price is scaled to this, so that the absolute tolerances of HiGHS (1e-6 and 1e-7) are small beside it.
+SCALE = 1e6
+# What scipy.optimize.milp calls the states of a result.
+FINISHED, STOPPED, INFEASIBLE = 0, 1, 2
+
+
+def solve_ilp(sums: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
+    """An assignment of least value, to the tolerances of HiGHS; after ``time_limit`` seconds the best found, with the
+    bound that was proven. Raises ShardwiseError when by then neither HiGHS nor a greedy pass has found a finite one."""
+    assignment, bound = _Program(sums).solve(time_limit)
+    if bound is None:
+        best = _greedy(sums) if assignment is None else assignment  # infeasible: all assignments are infinite
+        return Solution(best, sums.value(best))
+    best = min([own for own in (assignment, _greedy(sums)) if own is not None], key=sums.value)
+    value = sums.value(best)
+    if not np.isfinite(value):
+        raise ShardwiseError(
+            problem(
+                f"the integer program found no plan within {time_limit:g} seconds",
+                fix="search='dynamic_programming', or fewer mesh axes",
+            )
+        )
+    return Solution(best, value, bound=min(bound, value))
+
+
+@dataclass
+class _Joint:
+    """A table over several variables; ``classes``: per variable the row of ``table`` that each of its values has."""
+
+    scope: Scope
+    table: Table
+    classes: tuple[Ints, ...]
+
+
+@dataclass
+class _Program:
+    """The columns and rows of the integer program. ``values``: per variable those that need a column of their own."""
+
+    problem: Problem
+    unary: list[Table] = field(default_factory=list)
+    joints: list[_Joint] = field(default_factory=list)
+    values: list[Ints] = field(default_factory=list)
+    constant: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.unary = [np.zeros(size) for size in self.problem.sizes]
+        merged: dict[Scope, Table] = {}
+        for scope, number in self.problem.factors:
+            table = self.problem.interner.tables[number]
+            if not scope:
+                self.constant += float(table)
+            elif len(scope) == 1:
+                self.unary[scope[0]] = self.unary[scope[0]] + table
+            else:
+                merged[scope] = merged[scope] + table if scope in merged else table
+        known: dict[int, tuple[Table, tuple[Ints, ...]]] = {}
+        for scope, table in merged.items():
+            if id(table) not in known:
+                known[id(table)] = _collapsed(table)
+            self.joints.append(_Joint(scope, *known[id(table)]))
+        self.values = self._distinct()
+
+    def _distinct(self) -> list[Ints]:
+        """Of the values that are in the same classes everywhere only the cheapest, and none that is forbidden."""
+        seen: list[list[Ints]] = [[] for _ in self.problem.sizes]
+        for joint in self.joints:
+            for variable, classes in zip(joint.scope, joint.classes, strict=True):
+                seen[variable].append(classes)
+        found = []
+        for price, classes_of in zip(self.unary, seen, strict=True):
+            order = np.argsort(price, kind="stable")
+            order = order[np.isfinite(price[order])]
+            keys = np.stack([classes[order] for classes in classes_of]) if classes_of else np.zeros((1, len(order)))
+            _, first = np.unique(keys, axis=1, return_index=True)
+            found.append(np.sort(order[first]).astype(np.int64))
+        return found
+
+    def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
+        """The assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
+        assignment is optimal, or without one there is none."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        if not all(map(len, self.values)):
+            return None, None
+        prices, starts, matrix, right = self._matrix()
+        scale = SCALE / max(float(np.abs(prices).max(initial=0.0)), np.finfo(np.float64).tiny * SCALE)
+        result: Any = milp(
+            prices * scale,
+            integrality=(np.arange(len(prices)) < starts[-1]).astype(np.int64),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, right, right),
+            options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+        )
+        assert result.status in (FINISHED, STOPPED, INFEASIBLE), f"HiGHS: {result.message}"
+        assignment = None
+        if result.x is not None:
+            assignment = [
+                int(own[result.x[start:stop].argmax()])
+                for own, start, stop in zip(self.values, starts[:-1], starts[1:], strict=True)
+            ]
+        if result.status != STOPPED:
+            return assignment, None
+        proven = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
+        return assignment, self.constant + proven / scale
+
+    def _own_prices(self) -> list[Table]:
+        return [price[own] for price, own in zip(self.unary, self.values, strict=True)]
+
+    def _matrix(self) -> tuple[Table, list[int], csr_array, Table]:
+        """Prices of the columns; where those of each variable start; the rows and their right sides."""
+        from scipy.sparse import csr_array
+
+        starts = np.cumsum([0, *(len(own) for own in self.values)]).tolist()
+        prices = self._own_prices()
+        rows, columns, signs = [], [], []
+        count, width = len(self.values), starts[-1]
+        for variable, own in enumerate(self.values):  # every variable has one value
+            rows.append(np.full(len(own), variable))
+            columns.append(np.arange(starts[variable], starts[variable + 1]))
+            signs.append(np.ones(len(own)))
+        for joint in self.joints:
+            allowed = np.argwhere(np.isfinite(joint.table))
+            prices.append(joint.table[tuple(allowed.T)])
+            own_columns = width + np.arange(len(allowed))
+            for place, variable in enumerate(joint.scope):
+                # The combinations of a class together are as much as the values of that class.
+                classes = joint.classes[place][self.values[variable]]
+                rows += [count + allowed[:, place], count + classes]
+                columns += [own_columns, np.arange(starts[variable], starts[variable + 1])]
+                signs += [np.ones(len(allowed)), -np.ones(len(classes))]
+                count += joint.table.shape[place]
+            width += len(allowed)
+        entries = (np.concatenate(signs), (np.concatenate(rows), np.concatenate(columns)))
+        right = np.zeros(count)
+        right[: len(self.values)] = 1.0
+        return np.concatenate(prices), starts, csr_array(entries, shape=(count, width)), right
+
+
+def _collapsed(table: Table) -> tuple[Table, tuple[Ints, ...]]:
+    """The table with equal slices along every axis once, and which of them each value has."""
+    classes = []
+    for axis in range(table.ndim):
+        slices = np.moveaxis(table, axis, 0)
+        _, first, back = np.unique(slices.reshape(len(slices), -1), axis=0, return_index=True, return_inverse=True)
+        table = np.take(table, first, axis=axis)
+        classes.append(back.reshape(-1).astype(np.int64))
+    return table, tuple(classes)
+
+
+def _greedy(problem: Problem) -> list[int]:
+    """Variables in order take the value that costs least beside those before them, then each the best beside all."""
+    at: list[list[tuple[Scope, Table]]] = [[] for _ in problem.sizes]
+    for scope, number in problem.factors:
+        for variable in scope:
+            at[variable].append((scope, problem.interner.tables[number]))
+    assignment = [-1] * len(problem.sizes)
+    for _, variable in product(range(3), range(len(assignment))):
+        total = np.zeros(problem.sizes[variable])
+        for scope, table in at[variable]:
+            total = total + _seen_by(variable, scope, table, assignment)
+        assignment[variable] = int(total.argmin())
+    return assignment
+
+
+def _seen_by(variable: int, scope: Scope, table: Table, assignment: Sequence[int]) -> Table:
+    """[values] the table at the values that others have; the least over those that have none."""
+    index = tuple(slice(None) if v == variable or assignment[v] < 0 else assignment[v] for v in scope)
+    left = [v for v in scope if v == variable or assignment[v] < 0]
+    open_axes = tuple(i for i, v in enumerate(left) if v != variable)
+    seen: Table = np.asarray(table[index]).min(axis=open_axes)
+    return seen

@@ -1,0 +1,115 @@
+"""Greedy search by levels: one mesh axis after the other, on every axis the heaviest operators first.
+
+The specification's ``recursive_programming`` halves the devices again and again; at every halving the operators, from
+the heaviest to the lightest, take the cut that is cheapest by itself and beside the neighbours that have been cut
+already; those that have not been are taken to split the level in the way that suits best. Here a level is a mesh axis
+of any size (one prime factor, where the mesh has an axis for each), and the prices are those of the exact search: a
+strategy is that of the levels before with one more axis split, repeated or deferred.
+
+Nothing is proven about the result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.layouts.routes import Floats, Ints
+from shardwise.layouts.strategy import is_rest
+from shardwise.search.cost_graph import BYTES, CostGraph, Weights
+from shardwise.search.dynamic_programming import TIE, DoesNotFit, Outcome
+from shardwise.search.elimination import Problem, Scope, restricted, solve
+
+# Seconds per byte that are tried where a plan does not fit: from a byte that takes as long as to write it on a fast
+# device to one that outweighs everything.
+PER_BYTE = tuple(10.0**exponent for exponent in range(-14, -3))
+
+
+def halve(cost: CostGraph, memory_bytes: float | None = None) -> Outcome:
+    """The greedy assignment; where it does not fit, the first that does at growing prices of a byte, and in the end the
+    one of least memory. Its bound is not known. Raises DoesNotFit."""
+    solves = 0
+    for per_byte in (TIE, *PER_BYTE):
+        assignment = _Levels(cost, cost.weighted(Weights(bytes=per_byte))).run()
+        components = cost.components(assignment)
+        solves += 1
+        if memory_bytes is None or components[BYTES] <= memory_bytes:
+            return Outcome(assignment, components, 0.0, solves, 0)
+    least = solve(cost.weighted(Weights(0.0, 0.0, 0.0, 1.0))).assignment
+    components = cost.components(least)
+    if components[BYTES] > memory_bytes:
+        raise DoesNotFit(least, float(components[BYTES]))
+    return Outcome(least, components, 0.0, solves + 1, 0)
+
+
+class _Levels:
+    """One pass over all levels. ``chosen``: per operator (its variable) the strategy of the levels so far; ``decided``:
+    those that this level has dealt with; ``splits``: of the others, the strategies that split the level."""
+
+    def __init__(self, cost: CostGraph, problem: Problem) -> None:
+        self.cost, self.problem = cost, problem
+        self.chosen: dict[int, int] = {}
+        self.decided: set[int] = set()
+        self.splits: dict[int, Ints] = {}
+        self._known: dict[tuple[int, int, tuple[str, ...]], tuple[Ints, Ints]] = {}
+        self.at: list[list[tuple[Scope, Floats]]] = [[] for _ in cost.variables]
+        for scope, number in problem.factors:
+            for variable in scope:
+                self.at[variable].append((scope, problem.interner.tables[number]))
+
+    def run(self) -> list[int]:
+        """A complete assignment."""
+        for level in range(len(self.cost.domains.axes.groups)):
+            order = self._heaviest_first()
+            options = {variable: self._options(variable, level) for variable in order}
+            self.splits = {variable: own for variable, (_, own) in options.items()}
+            self.decided = set()
+            for variable in order:
+                own, _ = options[variable]
+                self.chosen[variable] = int(own[self._price_of(variable, None)[own].argmin()])
+                self.decided.add(variable)
+        if not self.cost.domains.axes.groups:
+            self.chosen = dict.fromkeys(self.cost.domain_of, 0)
+        return solve(restricted(self.problem, self.chosen)).assignment
+
+    def _heaviest_first(self) -> list[int]:
+        """Operators by their seconds on one device."""
+        weight = {variable: float(domain.compute.max()) for variable, domain in self.cost.domain_of.items()}
+        return sorted(weight, key=lambda variable: (-weight[variable], variable))
+
+    def _options(self, variable: int, level: int) -> tuple[Ints, Ints]:
+        """Per choice on the axis of a level the strategy that repeats the work on all later axes (or is closest to
+        that, where the user decided them), the axes before being as they are; and those among them that split it (all,
+        if none does)."""
+        domain = self.cost.domain_of[variable]
+        before = domain.choices[self.chosen[variable]][:level] if level else ()
+        key = id(domain), level, before
+        if key not in self._known:
+            best: dict[str, tuple[int, int]] = {}
+            for i, own in enumerate(domain.choices):
+                if own[:level] == before:
+                    later = sum(choice != "I" for choice in own[level + 1 :])
+                    best[own[level]] = min(best.get(own[level], (later, i)), (later, i))
+            every = [i for _, i in best.values()]
+            split = [i for choice, (_, i) in best.items() if not is_rest(choice)]
+            self._known[key] = np.array(every, dtype=np.int64), np.array(split or every, dtype=np.int64)
+        return self._known[key]
+
+    def _price_of(self, variable: int, asking: int | None) -> Floats:
+        """[values] the price of a variable beside all but ``asking``: its own, that of tables shared with decided
+        operators, and the least over what undecided ones and layouts (stored or shared) that lie between can be."""
+        total = np.zeros(self.cost.variables[variable].size)
+        for scope, table in self.at[variable]:
+            if len(scope) == 1:
+                total = total + table
+                continue
+            other = scope[0] if scope[1] == variable else scope[1]
+            seen = table if scope[0] == variable else table.T  # [own values, values of the other]
+            if other == asking:
+                continue
+            if other in self.decided:
+                total = total + seen[:, self.chosen[other]]
+            elif other in self.splits:
+                total = total + seen[:, self.splits[other]].min(axis=1)
+            else:
+                total = total + (seen + self._price_of(other, variable)[None, :]).min(axis=1)
+        return total
