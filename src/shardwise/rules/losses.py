@@ -16,7 +16,6 @@ from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.calls import broadcast_shape
 from shardwise.rules.elementwise import broadcast_dims
-from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import MEAN, NONE
 from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
 
@@ -145,6 +144,6 @@ LOSSES: RuleTable = {
     aten.cosine_embedding_loss.default: _row_loss(lowerings.cosine_embedding_loss),
     aten.triplet_margin_loss.default: _row_loss(lowerings.triplet_margin_loss),
     aten.pairwise_distance.default: _row_loss(lowerings.pairwise_distance),
-    aten.multi_margin_loss.default: zeros_if_empty(_margin_loss(lowerings.multi_margin_loss)),
-    aten.multilabel_margin_loss.default: zeros_if_empty(_margin_loss(lowerings.multilabel_margin_loss)),
+    aten.multi_margin_loss.default: _margin_loss(lowerings.multi_margin_loss),
+    aten.multilabel_margin_loss.default: _margin_loss(lowerings.multilabel_margin_loss),
 }
