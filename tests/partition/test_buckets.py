@@ -150,3 +150,22 @@ def test_a_gradient_larger_than_a_bucket_leaves_early_too():
     assert [step.of_parameters for step in alone] == [True] * 16  # two biases are more than 1,000 bytes
     parameters = {source.value for source in captured.graph.sources if source.kind == "parameter"}
     assert not any(step.value in parameters for step in spmd.steps if isinstance(step, Conversion))
+
+
+def test_without_a_loss_what_is_frozen_does_not_share_a_message_with_what_is_not():
+    """One message is one function of autograd, all of whose results would carry a gradient: PyTorch refuses a target
+    that does."""
+
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.target = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.ones(6, 8), False)
+
+        def forward(self):
+            weight = sw.constrain(self.weight.exp(), "[6@tp, 8]")
+            target = sw.constrain(self.target.neg(), "[6@tp, 8]")
+            return sw.shard(F.soft_margin_loss, "d1@tp")(weight, target, reduction="none")
+
+    plan = sw.plan(Moved(), (), 2, mesh=sw.Mesh(tp=2))
+    assert [entry.kind for entry in plan.collectives()][:2] == ["all_to_all", "all_to_all"]
+    assert sw.verify(Moved(), (), plan).ok
