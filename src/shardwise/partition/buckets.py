@@ -65,7 +65,8 @@ def fill_buckets(
     def way(conversion: Conversion) -> object:
         moves = tuple((move.cell, move.axes) for move in conversion.moves)
         kinds = tuple(c.kind for side in _both(conversion) for c in side)
-        return moves, kinds, dtype_of(conversion.origin), conversion.differentiable, receives_gradient(conversion)
+        own = conversion.differentiable, receives_gradient(conversion), conversion.value in sources
+        return moves, kinds, dtype_of(conversion.origin), own
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # way -> (positions, bytes, limit)

@@ -1,0 +1,121 @@
+"""Elimination and the integer program against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from search.cost_graphs import all_values, random_problem
+from shardwise.search import ilp
+from shardwise.search.elimination import Interner, Problem, TooWide, brute_force, restricted, solve
+
+
+@pytest.mark.parametrize("start", range(0, 500, 100))
+def test_elimination_finds_the_least_value_of_random_problems(start):
+    for seed in range(start, start + 100):
+        problem = random_problem(seed)
+        found, values = solve(problem), all_values(problem)
+        assert found.value == values.min(), seed
+        assert problem.value(found.assignment) == found.value, seed
+        assert found.lower == found.value, seed
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_the_marginal_of_the_last_variable_is_the_least_value_with_each_of_its_values(start):
+    for seed in range(start, start + 50):
+        problem = random_problem(seed)
+        last = seed % len(problem.sizes)
+        found = solve(problem, last=last)
+        others = tuple(v for v in range(len(problem.sizes)) if v != last)
+        assert found.marginal == pytest.approx(all_values(problem).min(axis=others)), seed
+
+
+def test_what_brute_force_says_is_the_least_of_all_values():
+    for seed in range(20):
+        problem = random_problem(seed)
+        assignment, value = brute_force(problem)
+        assert value == all_values(problem).min()
+        assert np.isinf(value) or problem.value(assignment) == value
+
+
+def test_a_variable_that_is_held_keeps_its_value():
+    for seed in range(100):
+        problem = random_problem(seed)
+        variable = seed % len(problem.sizes)
+        value = seed % problem.sizes[variable]
+        found = solve(restricted(problem, {variable: value}))
+        least = all_values(problem).take(value, axis=variable).min()
+        assert found.value == least
+        assert np.isinf(least) or found.assignment[variable] == value
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_the_integer_program_finds_the_least_value_of_random_problems(start):
+    for seed in range(start, start + 50):
+        problem = random_problem(seed)
+        found = ilp.solve_ilp(problem)
+        assert found.value == pytest.approx(all_values(problem).min(), rel=1e-9), seed
+        assert found.bound is None, seed
+
+
+def long_chain(length: int, size: int = 12, *, repeats: bool = True) -> Problem:
+    """Equal links, and every third variable linked to the next but one."""
+    rng, interner = np.random.default_rng(0), Interner()
+
+    def table(*shape: int) -> int:
+        return interner.add(rng.random(shape))
+
+    own, link, skip = table(size), table(size, size), table(size, size)
+    factors = [((i,), own if repeats else table(size)) for i in range(length)]
+    factors += [((i, i + 1), link) for i in range(length - 1)]
+    factors += [((i, i + 2), skip) for i in range(0, length - 2, 3)]
+    return Problem([size] * length, factors, interner)
+
+
+def test_equal_layers_are_eliminated_once():
+    counts = [solve(long_chain(length)).num_tables for length in (60, 600, 6000)]
+    assert counts[1] < counts[0] + 20
+    assert counts[2] < counts[0] + 40  # it grows with the logarithm
+    assert solve(long_chain(600, repeats=False)).num_tables > 500
+
+
+def test_a_long_chain_is_the_same_as_an_integer_program():
+    problem = long_chain(40, repeats=False)
+    assert solve(problem).value == pytest.approx(ilp.solve_ilp(problem).value, rel=1e-9)
+
+
+def clique(count: int, size: int, seed: int = 0) -> Problem:
+    """Every pair of variables has a table."""
+    rng, interner = np.random.default_rng(seed), Interner()
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    return Problem([size] * count, [(pair, interner.add(rng.random((size, size)))) for pair in pairs], interner)
+
+
+def test_an_elimination_that_is_too_wide_is_refused_and_names_its_width():
+    with pytest.raises(TooWide, match=r"joins 15625 combinations over 6 variables") as caught:
+        solve(clique(6, 5), max_joint=10_000)
+    assert len(caught.value.scope) == 6
+    assert solve(clique(6, 5), max_joint=15_625).value == pytest.approx(ilp.solve_ilp(clique(6, 5)).value)
+
+
+def test_an_integer_program_that_stops_early_says_how_far_it_may_be_from_the_optimum():
+    problem = clique(14, 8)
+    found = ilp.solve_ilp(problem, time_limit=0.3)
+    assert found.value == problem.value(found.assignment)
+    assert found.bound is not None, "such a clique takes HiGHS much longer"
+    assert found.lower < found.value
+    # Any assignment, so the least as well, is above the bound.
+    rng = np.random.default_rng(1)
+    assert all(problem.value(rng.integers(8, size=14).tolist()) > found.lower for _ in range(200))
+
+
+def test_tables_with_equal_rows_become_one_column_each():
+    rng, interner = np.random.default_rng(0), Interner()
+    small = rng.random((3, 2))
+    rows, columns = rng.integers(3, size=40), rng.integers(2, size=30)
+    wide = interner.add(small[rows][:, columns])
+    factors = [((0, 1), wide), ((0,), interner.add(rng.random(40))), ((1,), interner.add(rng.random(30)))]
+    program = ilp._Program(Problem([40, 30], factors, interner))
+    assert [len(own) for own in program.values] == [3, 2]
+    assert [joint.table.shape for joint in program.joints] == [(3, 2)]
+    assert ilp.solve_ilp(program.problem).value == solve(program.problem).value
