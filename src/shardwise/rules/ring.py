@@ -93,5 +93,6 @@ def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
     chosen = torch.arange(number, device=mask.device) == origin.unsqueeze(-1)  # blocks of rows, blocks of columns
     chosen = chosen.unsqueeze(-2).unsqueeze(-1)
     if mask.dtype == torch.bool:
-        return torch.any(mask & chosen, -2)
+        allowed: Tensor = (mask & chosen).any(-2)
+        return allowed
     return torch.where(chosen, mask, 0).sum(-2)

@@ -14,6 +14,7 @@ from shardwise.rules.convolution import CONVOLUTION
 from shardwise.rules.dropout import DROPOUT
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.experts import EXPERTS
+from shardwise.rules.images import IMAGES
 from shardwise.rules.indexing import INDEXING
 from shardwise.rules.joins import JOINS
 from shardwise.rules.label_terms import LABEL_TERMS
@@ -54,6 +55,7 @@ RULES: RuleTable = join(
         CONVOLUTION,
         POOLING,
         LOSSES,
+        IMAGES,
         CONSTRUCTORS,
         DROPOUT,
         LABEL_TERMS,

@@ -89,13 +89,8 @@ def _conv_transpose_window(
     empty = [size == 0 for size in x.shape[-count:]]
     x = _padded(x, [0] * count, [int(none) for none in empty])
     y = torch.convolution(x, weight, None, stride, [0] * count, dilation, True, [0] * count, groups)
-    before, after = [], []
-    for size, front, length, none in zip(y.shape[-count:], fronts, lengths, empty, strict=True):
-        start, stop = (0, 0) if none else (min(max(front, 0), size), min(max(front + length, 0), size))
-        zeros = 0 if none else min(max(-front, 0), length)
-        before.append(zeros - start)
-        after.append(length - zeros - (stop - start) - (size - stop))
-    y = _padded(y, before, after)
+    # A window without rows got one of zeros, which lies anywhere.
+    y = _placed(y, [0 if none else front for none, front in zip(empty, fronts, strict=True)], lengths)
     y = y if bias is None else y + bias.reshape(-1, *(1,) * count)
     return y if batched else y.squeeze(0)
 
@@ -237,6 +232,37 @@ def _over_bins(
         _over_bins(x.narrow(dim, begin, end - begin), one, bins, pool, (*offsets, begin)) for begin, end in bins[i]
     ]
     return tuple(torch.cat(results, dim) for results in zip(*parts, strict=True))
+
+
+def _col2im_window(
+    x: Tensor,
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    stride: Sequence[int],
+    numbers: Sequence[int],
+    fronts: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """The sums over ``numbers`` windows, without padding, of which rows ``fronts`` and on are kept. What no window
+    reaches is zero."""
+    if 0 in numbers:
+        channels = x.shape[-2] // (kernel[0] * kernel[1])
+        nothing: Tensor = x.sum(-1).unflatten(-1, (channels, -1)).sum(-1)
+        return nothing.reshape(*nothing.shape, 1, 1).expand(*nothing.shape, *lengths)
+    sizes = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(numbers, stride, kernel, dilation, strict=True)]
+    y = F.fold(x, tuple(sizes), tuple(kernel), tuple(dilation), 0, tuple(stride))
+    return _placed(y, fronts, lengths)
+
+
+def _placed(y: Tensor, fronts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Rows ``fronts`` and on of the last dims, ``lengths`` of them; zeros where there are none."""
+    before, after = [], []
+    for size, front, length in zip(y.shape[-len(fronts) :], fronts, lengths, strict=True):
+        start, stop = min(max(front, 0), size), min(max(front + length, 0), size)
+        zeros = min(max(-front, 0), length)
+        before.append(zeros - start)
+        after.append(length - zeros - (stop - start) - (size - stop))
+    return _padded(y, before, after)
 
 
 def _im2col_window(
@@ -404,6 +430,11 @@ ADAPTIVE_MAX_WINDOW: Final = _define(
 IM2COL_WINDOW: Final = _define(
     "im2col_window(Tensor x, int[] kernel, int[] dilation, int[] before, int[] after, int[] stride) -> Tensor",
     _im2col_window,
+)
+COL2IM_WINDOW: Final = _define(
+    "col2im_window(Tensor x, int[] kernel, int[] dilation, int[] stride, int[] numbers, int[] fronts, int[] lengths) "
+    "-> Tensor",
+    _col2im_window,
 )
 RESAMPLE_WINDOW: Final = _define(
     "resample_window(Tensor x, str mode, bool align_corners, int[] output, int[] sizes, int[] sizes_after, "

@@ -1,0 +1,139 @@
+"""Rearranging images: pixels to channels and back, quarter turns, columns to windows, sampling at given places."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.calls import any_split, local_size, normal_dim, replaced, unchanged
+from shardwise.rules.convolution import spatial
+from shardwise.rules.empty import zeros_if_empty
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule, Window
+from shardwise.rules.window_kernels import COL2IM_WINDOW
+from shardwise.rules.windows import Run, Sliding, part_of, windows_of_runs
+
+aten = torch.ops.aten
+
+
+def _shape(op: Op, graph: Graph) -> tuple[int, ...]:
+    return graph.by_name[op.operands[0]].shape
+
+
+def _pixel_shuffle(op: Op, graph: Graph) -> OpRule:
+    """``... (c r0 r1) x0 x1 -> ... c (x0 r0) (x1 r1)``, or back."""
+    given, leading = arguments(op), single(dim_names(len(_shape(op, graph)) - 3))
+    deep: Dims = (*leading, ("c", "r0", "r1"), ("x0",), ("x1",))
+    wide: Dims = (*leading, ("c",), ("x0", "r0"), ("x1", "r1"))
+    shuffles = "upscale_factor" in given
+    factor = given["upscale_factor" if shuffles else "downscale_factor"]
+    ends = (deep, wide) if shuffles else (wide, deep)
+    kinds: dict[str, FactorKind] = {"r0": "whole", "r1": "whole"}
+    return build(op, graph, [ends[0]], [ends[1]], kinds=kinds, sizes={"r0": factor, "r1": factor}, linear=((0,),))
+
+
+def _channel_shuffle(op: Op, graph: Graph) -> OpRule:
+    """``n (g c) ... -> n (c g) ...``."""
+    rest = single(dim_names(len(_shape(op, graph)) - 2))
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        return replaced(op, groups=local_size(context, "g"))
+
+    sizes = {"g": arguments(op)["groups"]}
+    before, after = (("n",), ("g", "c"), *rest), (("n",), ("c", "g"), *rest)
+    return build(op, graph, [before], [after], sizes=sizes, linear=((0,),), localize=localize)
+
+
+def _rot90(op: Op, graph: Graph) -> OpRule:
+    """A quarter turn swaps two dims and reverses one of them, half a turn reverses both."""
+    given, shape = arguments(op), _shape(op, graph)
+    names = list(dim_names(len(shape)))
+    first, second = (normal_dim(dim, len(shape)) for dim in given["dims"])
+    turns = given["k"] % 4
+    result = list(names)
+    if turns % 2:
+        result[first], result[second] = names[second], names[first]
+    reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
+    windows = {
+        names[dim]: Window(f"y{dim}", windows_of_runs((Run(shape[dim], shape[dim] - 1, -1),))) for dim in reversed_dims
+    }
+    renamed = [f"y{name[1:]}" if name in windows else name for name in result]
+    return build(op, graph, [single(names)], [single(renamed)], linear=((0,),), windows=windows)
+
+
+def _col2im(op: Op, graph: Graph) -> OpRule:
+    """``n (c k0 k1) (x0 x1) -> n c y0 y1``: every pixel is the sum over the windows that it is in."""
+    given, shape = arguments(op), _shape(op, graph)
+    kernel, stride, padding, dilation = (tuple(given[n]) for n in ("kernel_size", "stride", "padding", "dilation"))
+    after = tuple(given["output_size"])
+    span = [(kernel[i] - 1) * dilation[i] + 1 for i in range(2)]
+    counts = [(after[i] + 2 * padding[i] - span[i]) // stride[i] + 1 for i in range(2)]
+    assert prod(counts) == shape[-1], f"{op.target}: {counts} are not {shape[-1]} windows"
+    maps = [Sliding(counts[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(2)]
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if not any_split(context, ("y0", "y1")):
+            return unchanged(op)
+        parts = [part_of(context, f"y{i}") for i in range(2)]
+        held = [
+            own.transposed(*part) if context.is_split(f"y{i}") else ((0, own.size),)
+            for i, (own, part) in enumerate(zip(maps, parts, strict=True))
+        ]
+        rows = [(ranges or ((0, 0),))[0] for ranges in held]
+        numbers = tuple(stop - start for start, stop in rows)
+        fronts = tuple(
+            part[0] + own.before - start * own.stride for own, part, (start, _) in zip(maps, parts, rows, strict=True)
+        )
+        lengths = tuple(length for _, length in parts)
+        return Call(COL2IM_WINDOW, (Ref(op.operands[0]), kernel, dilation, stride, numbers, fronts, lengths))
+
+    batch: Dims = (("n",),) if len(shape) == 3 else ()
+    return build(
+        op,
+        graph,
+        [(*batch, ("c", "k0", "k1"), ("x0", "x1"))],
+        [(*batch, ("c",), ("y0",), ("y1",))],
+        kinds={"k0": "whole", "k1": "whole"},
+        sizes={"k0": kernel[0], "k1": kernel[1], "x0": counts[0], "x1": counts[1]},
+        linear=((0,),),
+        localize=localize,
+        windows={f"x{i}": Window(f"y{i}", own.transposed) for i, own in enumerate(maps)},
+    )
+
+
+def _grid_sampler(op: Op, graph: Graph) -> OpRule:
+    """``n c x..., n y... place -> n c y...``: any place of the image may be asked for."""
+    count = len(_shape(op, graph)) - 2
+    x, y = spatial("x", count), spatial("y", count)
+    operands = [single(("n", "c", *x)), single(("n", *y, "place"))]
+    kinds: dict[str, FactorKind] = dict.fromkeys((*x, "place"), "whole")
+    return build(op, graph, operands, [single(("n", "c", *y))], kinds=kinds, linear=((0,),))
+
+
+def _by_maps(op: Op, graph: Graph) -> OpRule:
+    """Whole maps, one by one: max_unpool puts values where they came from, antialiasing looks far around."""
+    rank = len(_shape(op, graph))
+    count = 2
+    leading = ("n", "c")[2 - (rank - count) :]
+    x, y = spatial("x", count), spatial("y", count)
+    kinds: dict[str, FactorKind] = dict.fromkeys((*x, *y), "whole")
+    operands = [single((*leading, *x))] * len(op.operands)
+    return build(op, graph, operands, [single((*leading, *y))], kinds=kinds, linear=((0,),))
+
+
+IMAGES: RuleTable = {
+    aten.pixel_shuffle.default: zeros_if_empty(_pixel_shuffle),
+    aten.pixel_unshuffle.default: zeros_if_empty(_pixel_shuffle),
+    aten.channel_shuffle.default: zeros_if_empty(_channel_shuffle),
+    aten.rot90.default: _rot90,
+    aten.col2im.default: zeros_if_empty(_col2im),
+    aten.grid_sampler.default: _grid_sampler,
+    aten.max_unpool2d.default: zeros_if_empty(_by_maps),
+    aten._upsample_bilinear2d_aa.default: zeros_if_empty(_by_maps),
+    aten._upsample_bilinear2d_aa.vec: zeros_if_empty(_by_maps),
+    aten._upsample_bicubic2d_aa.default: zeros_if_empty(_by_maps),
+    aten._upsample_bicubic2d_aa.vec: zeros_if_empty(_by_maps),
+}
