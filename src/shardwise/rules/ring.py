@@ -83,7 +83,8 @@ def ring_attention(
 def _in_blocks(mask: Tensor, number: int, run: int, length: int) -> Tensor:
     """``... t s -> ... (blocks of t) t (blocks of s) s``; 1 where the mask is broadcast."""
     columns = mask.unflatten(-1, (number, run) if mask.shape[-1] == length else (1, 1))
-    return columns.unflatten(-3, (number, run) if mask.shape[-2] == length else (1, 1))
+    blocks: Tensor = columns.unflatten(-3, (number, run) if mask.shape[-2] == length else (1, 1))
+    return blocks
 
 
 def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
