@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.prices import Precision
+from shardwise.costs.collectives import Links
+from shardwise.costs.prices import Precision, Prices
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
@@ -18,10 +19,11 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.partition.buckets import BUCKET_BYTES, Bucket
+from shardwise.partition.memory import Memory, memory_of
 from shardwise.partition.pricing import Fragments
 from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
-from shardwise.plans.decide import decide, decide_by_price, value_name
+from shardwise.plans.decide import bind, decide, decide_by_price, value_name
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import PRICED_SEARCHES, candidate_meshes
@@ -96,6 +98,26 @@ def plan(
     spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
     plan = _plan_of(captured.graph, found.factored.rules, found.choice, spmd, settings)
     return replace(plan, pricing=found.pricing, prediction=found.prediction)
+
+
+def step_memory(
+    module: torch.nn.Module,
+    example_inputs: Any,
+    plan: Plan,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+) -> Memory:
+    """What a device holds during a training step under a plan: the peak, where it is and what it is made of. Inputs and
+    parameters may be meta tensors. Raises PlanError when the plan does not fit."""
+    args, named = call_arguments(example_inputs, kwargs)
+    captured = capture(module, args, named, loss=loss)
+    factored, choice = bind(plan, captured.graph, training=module.training)
+    if choice.router is not None:
+        prices = choice.router.prices
+    else:
+        prices = Prices(Links(Cluster.local(plan.mesh.num_devices), plan.mesh), plan.optimizer)
+    return memory_of(_spmd(captured.graph, factored, choice, plan.mesh, plan.bucket_bytes), prices)
 
 
 def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:

@@ -121,7 +121,7 @@ def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], 
 
 
 def _forward(call: Call, operands: tuple[Form, ...]) -> ForwardFootprint:
-    with torch.enable_grad(), _Live() as live:
+    with torch.enable_grad(), LiveBytes() as live:
         inputs = live.ignoring(lambda: _inputs(operands))
         kept: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(_keeping(kept), _unpacked):
@@ -141,9 +141,7 @@ def _forward(call: Call, operands: tuple[Form, ...]) -> ForwardFootprint:
         )
 
 
-def _backward(
-    call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]
-) -> BackwardFootprint:
+def _backward(call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardFootprint:
     with torch.enable_grad():
         inputs = _inputs(operands)
         outputs = _run(call, inputs)
@@ -152,7 +150,7 @@ def _backward(
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         if not given or not wanted:
             return BackwardFootprint((None,) * len(operands), 0)
-        with _Live() as live:
+        with LiveBytes() as live:
             found = torch.autograd.grad(
                 [out for out, _ in given], wanted, [cotangent for _, cotangent in given], allow_unused=True
             )
@@ -244,11 +242,11 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that appeared while the mode was on and are still there, and the most there were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._counting = True

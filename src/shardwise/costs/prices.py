@@ -113,12 +113,32 @@ class Prices:
     ) -> float:
         """Seconds of an operator on local ``shapes`` (operands, results), forward and backward. ``operands`` and
         ``results`` are the whole values."""
+        return self.forward(op, operands, results, shapes) + self.backward(op, operands, results, shapes)
+
+    def forward(
+        self,
+        op: Op,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        shapes: tuple[Sequence[Shape], Sequence[Shape]],
+    ) -> float:
+        """Seconds of the forward call alone."""
+        dtypes = [self.dtype(value) for value in (*operands, *results)]
+        return forward_seconds(self.device, op, shapes[0], shapes[1], dtypes)
+
+    def backward(
+        self,
+        op: Op,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        shapes: tuple[Sequence[Shape], Sequence[Shape]],
+    ) -> float:
+        """Seconds of the backward of that call alone."""
+        if not any(value.requires_grad for value in results):
+            return 0.0
         dtypes = [self.dtype(value) for value in (*operands, *results)]
         needed = [value.requires_grad for value in operands]
-        forward = forward_seconds(self.device, op, shapes[0], shapes[1], dtypes)
-        if not any(value.requires_grad for value in results):
-            return forward
-        return forward + backward_seconds(self.device, op, shapes[0], shapes[1], dtypes, needed)
+        return backward_seconds(self.device, op, shapes[0], shapes[1], dtypes, needed)
 
     def update(self, value: Value, numel: float) -> float:
         """Seconds in which the optimizer updates ``numel`` elements of a parameter: it reads parameter, gradient and
