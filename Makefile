@@ -9,6 +9,7 @@
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements
+#   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
@@ -19,7 +20,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test operators zoo bench-step bench-redistribution bench-collectives sweep sweep-redistribution lint install format clean openmpi
+.PHONY: demo test operators zoo zoo-breadth bench-step bench-redistribution bench-planning bench-collectives sweep sweep-redistribution lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -55,6 +56,9 @@ bench-redistribution: install
 
 bench-collectives: install
 	$(BIN)/python benchmarks/collective_costs.py $(BENCH_ARGS)
+
+zoo-breadth: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m models.breadth $(ZOO_ARGS)
 
 bench-planning: install
 	$(BIN)/python benchmarks/planning.py $(BENCH_ARGS)

@@ -89,7 +89,7 @@ def deberta() -> TinyModel:
         type_vocab_size=0,
     )
     strategies = [
-        ("deberta.embeddings.word_embeddings", "v@tp"),
+        ("deberta.embeddings.*_embeddings", "v@tp"),
         *columns("*.attention.self.*_proj", "*.intermediate.dense", "cls.predictions.transform.dense"),
         *columns("cls.predictions.decoder"),
     ]
@@ -133,16 +133,16 @@ def bart() -> TinyModel:
         forced_eos_token_id=2,
     )
     strategies = [
-        ("model.*.embed_tokens", "v@tp"),
+        ("model.*.embed_*", "v@tp"),
         *columns("*.self_attn.[qkv]_proj", "*.encoder_attn.[qkv]_proj", "*.fc1", "lm_head"),
     ]
     return of(config, tf.BartForConditionalGeneration, pair_inputs, strategies)
 
 
-def pair_inputs(batch: int) -> dict[str, Any]:
+def pair_inputs(batch: int, target: int = 5) -> dict[str, Any]:
     """A source text and a shorter target text."""
     source = torch.randint(3, VOCABULARY, (batch, 6))
-    return {"input_ids": source, "labels": torch.randint(3, VOCABULARY, (batch, 5))}
+    return {"input_ids": source, "labels": torch.randint(3, VOCABULARY, (batch, target))}
 
 
 def classified(config: Any) -> Any:

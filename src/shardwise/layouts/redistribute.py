@@ -80,7 +80,43 @@ def redistribute(
         return _into_windows(source, target, differentiable, price)
     if target.windows:
         return _into_windows(source, target, differentiable, price)
+    if target.windows:
+        return _into_windows(source, target, differentiable, price)
     return _redistribute(source, target, differentiable, price)
+
+
+@lru_cache(maxsize=100_000)
+def _into_windows(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
+    """Into slices, and from there into windows."""
+    current = before_windows(source, target, differentiable)
+    return _redistribute(source, current, differentiable, price) + window_moves(current, target)
+
+
+def before_windows(source: Layout, target: Layout, differentiable: bool) -> Layout:
+    """The layout from which the windows of ``target`` are cut: slices, or what is whole on every device anyway and
+    whose cotangents may be summands."""
+    whole = ("R",) if differentiable else ("R", "I")
+    current = target.without_windows
+    for own in target.windows:
+        axes = current.dims[own.dim][own.atom].axes
+        states = {source.state_of[axis] for axis in axes}
+        if len(states) == 1 and states <= set(whole):
+            current = current.moved(dict.fromkeys(axes, states.pop()))
+    return current
+
+
+def window_moves(current: Layout, target: Layout) -> tuple[Move, ...]:
+    """From ``before_windows`` into the windows, one atom after the other."""
+    moves = []
+    for i, own in enumerate(target.windows):
+        axes = target.dims[own.dim][own.atom].axes
+        after = current
+        if not current.dims[own.dim][own.atom].axes:
+            after = current.moved(dict.fromkeys(axes, (own.dim, own.atom)))
+        after = replace(after, windows=target.windows[: i + 1])
+        moves.append(Move(current, after, tuple(sorted(axes, key=current.mesh.order.__getitem__))))
+        current = after
+    return tuple(moves)
 
 
 @lru_cache(maxsize=100_000)

@@ -371,6 +371,14 @@ def _nothing(
     return results
 
 
+def _transform_nothing(x: Tensor, sizes: Sequence[int], is_complex: bool) -> Tensor:
+    """An empty tensor of ``sizes``, through which zeros flow back: transforms of PyTorch reject batches of none."""
+    zero = x.flatten()[:0].sum()
+    if is_complex and not zero.is_complex():
+        zero = torch.complex(zero, torch.zeros_like(zero))
+    return (zero if is_complex or not zero.is_complex() else torch.real(zero)).expand(sizes).clone()
+
+
 _ATOMS = "int[] sizes, int[] offsets, int[] lengths"
 _ROWS = "int[] row_sizes, int[] row_offsets, int[] row_lengths"
 
@@ -408,6 +416,9 @@ LINSPACE_BLOCK: Final = _define(
     _linspace_block,
 )
 CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
+TRANSFORM_NOTHING: Final = _define(
+    "transform_nothing(Tensor x, int[] sizes, bool is_complex) -> Tensor", _transform_nothing
+)
 NOTHING: Final = _define(
     "nothing(Tensor[] operands, int[] sizes, int[] ranks, bool[] indices, bool[] differentiable) -> Tensor[]", _nothing
 )

@@ -26,6 +26,7 @@ from shardwise.rules.recurrent import RECURRENT
 from shardwise.rules.reductions import REDUCTIONS
 from shardwise.rules.rule import OpRule
 from shardwise.rules.shapes import SHAPES
+from shardwise.rules.transforms import TRANSFORMS
 from shardwise.rules.updates import UPDATES
 
 __all__ = ["RULES", "join", "rule_of", "whole_rule"]
@@ -54,13 +55,14 @@ RULES: RuleTable = join(
         NORMALIZATION,
         CONVOLUTION,
         POOLING,
-        LOSSES,
         IMAGES,
+        LOSSES,
         CONSTRUCTORS,
         DROPOUT,
         LABEL_TERMS,
         RECURRENT,
         EXPERTS,
+        TRANSFORMS,
     )
 )
 

@@ -1,0 +1,49 @@
+"""Discrete Fourier transforms: the transformed dims are whole, all others are split; summands pass through."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.calls import normal_dim, unchanged
+from shardwise.rules.kernels import TRANSFORM_NOTHING
+from shardwise.rules.rule import Call, FactorKind, LocalContext, OpRule
+
+aten = torch.ops.aten
+
+
+def _transform(op: Op, graph: Graph) -> OpRule:
+    """``a f -> a g`` where the last dim is transformed, and may change its size."""
+    given, rank = arguments(op), len(graph.by_name[op.operands[0]].shape)
+    dims, sizes = given["dim"], given.get("s")
+    if dims is None:  # of the n-dimensional ones: the last as many as sizes are given, or all
+        dims = range(rank - len(sizes) if sizes is not None else 0, rank)
+    changed = {normal_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)}
+    names = dim_names(rank)
+    before, after = (
+        single(tuple(f"{letter}{i}" if i in changed else name for i, name in enumerate(names))) for letter in "fg"
+    )
+    whole = [name for (name,) in (*before, *after) if name not in names]
+    is_complex = graph.by_name[op.results[0]].dtype.is_complex
+
+    def localize(op: Op, context: LocalContext) -> Call:
+        if 0 not in context.operand_shapes[0]:
+            return unchanged(op)
+        return Call(TRANSFORM_NOTHING, (Ref(op.operands[0]), context.result_shapes[0], is_complex))
+
+    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
+    return build(op, graph, [before], [after], kinds=kinds, linear=((0,),), localize=localize)
+
+
+TRANSFORMS: RuleTable = dict.fromkeys(
+    (
+        *(aten.fft_fft.default, aten.fft_ifft.default, aten.fft_fft2.default, aten.fft_ifft2.default),
+        *(aten.fft_rfft.default, aten.fft_irfft.default, aten.fft_rfft2.default, aten.fft_irfft2.default),
+        *(aten.fft_hfft.default, aten.fft_ihfft.default, aten.fft_hfft2.default, aten.fft_ihfft2.default),
+        *(aten.fft_fftn.default, aten.fft_ifftn.default, aten.fft_rfftn.default, aten.fft_irfftn.default),
+        *(aten.fft_hfftn.default, aten.fft_ihfftn.default, aten.fft_fftshift.default, aten.fft_ifftshift.default),
+    ),
+    _transform,
+)
