@@ -19,6 +19,7 @@ from shardwise.rules.binding import RuleFunction, RuleTable, build, single
 from shardwise.rules.calls import any_split, unchanged
 from shardwise.rules.convolution import each, spatial
 from shardwise.rules.empty import zeros_if_empty
+from shardwise.rules.lowerings import max_dim
 from shardwise.rules.rule import Call, FactorKind, LocalContext, Localize, Lowering, OpRule, Ranges, Window
 from shardwise.rules.window_kernels import (
     ADAPTIVE_AVG_WINDOW,
@@ -111,8 +112,8 @@ def _pooling(count: int) -> RuleFunction:
 
 
 def _adaptive(count: int) -> RuleFunction:
-    """Bin y of m holds the rows ``floor(y n / m)`` to ``ceil((y + 1) n / m)``. An average over one bin is a mean: it is
-    lowered to that."""
+    """Bin y of m holds the rows ``floor(y n / m)`` to ``ceil((y + 1) n / m)``. One bin is a mean, or a maximum of the
+    whole map: it is lowered to that."""
 
     def function(op: Op, graph: Graph) -> OpRule:
         sizes = graph.by_name[op.operands[0]].shape[-count:]
@@ -142,10 +143,10 @@ def _adaptive(count: int) -> RuleFunction:
             return Call(ADAPTIVE_AVG_WINDOW, known) if averages else Call(ADAPTIVE_MAX_WINDOW, (*known, starts, sizes))
 
         single_bins = [f"x{i}" for i in range(count) if after[i] == 1]
-        kinds: dict[str, FactorKind] = dict.fromkeys(single_bins, "lowered" if averages else "whole")
-        return _over_maps(
-            op, graph, count, rows, localize, linear=averages, kinds=kinds, lowering=_means_first if averages else None
-        )
+        lowered = averages or len(single_bins) == count
+        kinds: dict[str, FactorKind] = dict.fromkeys(single_bins, "lowered" if lowered else "whole")
+        lowering = _means_first if averages else _maximum
+        return _over_maps(op, graph, count, rows, localize, linear=averages, kinds=kinds, lowering=lowering)
 
     return function
 
@@ -164,6 +165,13 @@ def _means_first(x: torch.Tensor, output_size: Any) -> torch.Tensor:
         torch.nn.functional.adaptive_avg_pool3d,
     )
     return pools[count - 1](x, list(sizes))  # type: ignore[arg-type]
+
+
+def _maximum(x: torch.Tensor, output_size: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum of a whole map, and where it is."""
+    ones = (1,) if isinstance(output_size, int) else (1,) * len(output_size)
+    values, indices = max_dim(x.flatten(-len(ones)), -1)
+    return values.reshape(*values.shape, *ones), indices.reshape(*indices.shape, *ones)
 
 
 def _resampling(count: int, mode: str) -> RuleFunction:
