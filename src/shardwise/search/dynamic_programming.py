@@ -21,6 +21,8 @@ from shardwise.search.elimination import Problem, Solution, solve
 
 # Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a nanosecond.
 TIE = 1e-20
+# The weight of what is hidden (traffic behind compute, or compute behind traffic): it moves no bound by more than EXACT.
+HIDDEN = 1e-9
 MAX_SOLVES = 24
 # The bound over multipliers is settled when it can rise by no more than this share.
 NEAR = 5e-4
@@ -74,7 +76,7 @@ def search(cost: CostGraph, memory_bytes: float | None = None, solver: Solver = 
     run = _Run(cost, memory_bytes, solver)
     bound = run.overlapped(TIE)
     if memory_bytes is not None and not run.fits(run.best_of_last):
-        bound = run.within_memory()
+        bound = max(bound, run.within_memory())
     run.improve(bound)
     best = run.best
     assert best is not None, "a search that fits nothing raises"
@@ -141,15 +143,16 @@ class _Run:
             return Weights(1.0, 1.0 - multiplier, multiplier, per_byte)
 
         # Where all traffic hides behind compute, or all compute behind traffic, one solve settles it.
-        low = self.solved(weights(0.0))
+        # What is hidden is weighed a little all the same, so that there is no more of it than need be.
+        low = self.solved(weights(HIDDEN))
         self.best_of_last, self.bracket = low, (low, low)
         if low.components[TRAFFIC] <= low.components[COMPUTE]:
-            return self._without_ties(low.at(weights(0.0)) - self.slack, low, per_byte)
-        high = self.solved(weights(1.0))
+            return self._without_ties(low.at(weights(HIDDEN)) - self.slack, low, per_byte)
+        high = self.solved(weights(1.0 - HIDDEN))
         self.bracket = (low, high)
         if high.components[COMPUTE] <= high.components[TRAFFIC]:
             self.best_of_last = high
-            return self._without_ties(high.at(weights(1.0)) - self.slack, high, per_byte)
+            return self._without_ties(high.at(weights(1.0 - HIDDEN)) - self.slack, high, per_byte)
         bound = 0.0
         for _ in range(MAX_SOLVES):
             slopes = [item.components[TRAFFIC] - item.components[COMPUTE] for item in (low, high)]
