@@ -10,6 +10,7 @@ import torch
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
+from shardwise.costs.footprints import Footprints
 from shardwise.costs.prices import Precision, Prices
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.graph.capture import call_arguments, capture
@@ -21,12 +22,13 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.partition.buckets import BUCKET_BYTES, Bucket
 from shardwise.partition.memory import Memory, memory_of
 from shardwise.partition.pricing import Fragments
+from shardwise.partition.simulate import SimulatedStep, simulate
 from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
 from shardwise.plans.decide import bind, decide, decide_by_price, value_name
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
 from shardwise.rules.atoms import Factored
-from shardwise.search.auto import PRICED_SEARCHES, candidate_meshes
+from shardwise.search.auto import PRICED_SEARCHES, Search, candidate_meshes
 from shardwise.search.modes import MODES, Choice
 
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
@@ -92,8 +94,24 @@ def plan(
         )
     precision = precision or Precision()
     meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
+    footprints = Footprints()
+
+    def simulated(search: Search, assignment: list[int]) -> SimulatedStep:
+        choice, domains = search.choice(assignment), search.cost.domains
+        spmd = _spmd(captured.graph, Factored(domains.rules, domains.atoms), choice, search.mesh, bucket_bytes)
+        return simulate(spmd, domains.prices, footprints)
+
     found = decide_by_price(
-        captured.graph, captured.annotations, cluster, meshes, search, optimizer, precision, memory_bytes, Fragments
+        captured.graph,
+        captured.annotations,
+        cluster,
+        meshes,
+        search,
+        optimizer,
+        precision,
+        memory_bytes,
+        Fragments,
+        simulated,
     )
     spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
     plan = _plan_of(captured.graph, found.factored.rules, found.choice, spmd, settings)

@@ -35,6 +35,14 @@ class SimulatedStep:
     exposed: float
     peak: Peak
 
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.num_bytes
+
+    @property
+    def peak_at(self) -> str:
+        return self.peak.where
+
 
 def simulate(spmd: Spmd, prices: Prices, footprints: Footprints | None = None) -> SimulatedStep:
     """A step of the busiest rank."""

@@ -25,6 +25,7 @@ from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, parse_
 from shardwise.layouts.text import format_dtype, parse_dtype, parse_layout
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.printing import format_bytes
+from shardwise.plans.ranking import Ranked, Simulate, fitted
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
@@ -113,28 +114,31 @@ def decide_by_price(
     precision: Precision,
     memory_bytes: float | None,
     fragments: Callable[[Graph, Router], PriceFragment],
+    simulate: Simulate | None = None,
 ) -> Decided:
     """The fastest choice over some meshes that keeps what the user annotated and fits into ``memory_bytes`` (None: what
-    a device has). Raises PlanError when nothing fits."""
+    a device has). ``simulate``: settles what does not add up (``plans.ranking``). Raises PlanError when nothing
+    fits."""
     rules, factored = _ruled(graph, annotations := tuple(annotations))
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
-    best: Search | None = None
+    searches: list[Search] = []
     least: tuple[float, CostGraph, list[int]] | None = None
     for mesh in meshes:
         fixed = _fixed(graph, rules, factored, annotations, mesh)
         axes = Axes.of(mesh, separate_axes(fixed, mesh))
         cost = cost_graph(graph, factored, fixed, axes, Prices(Links(cluster, mesh), optimizer, precision), fragments)
         try:
-            found = searched(cost, search, limit)
+            searches.append(searched(cost, search, limit))
         except DoesNotFit as error:
             if least is None or error.num_bytes < least[0]:
                 least = error.num_bytes, cost, error.assignment
-            continue
-        if best is None or found.outcome.seconds < best.outcome.seconds:
-            best = found
-    if best is None:
+    chosen = _first_that_fits(searches, search, limit, simulate)
+    if isinstance(chosen, PlanError):
+        raise chosen
+    if chosen is None:
         assert least is not None, "there is a mesh"
         raise _nothing_fits(limit, *least)
+    best = chosen.search
     groups = best.cost.domains.axes.groups
     separate = tuple(
         name for name, _ in best.mesh.axes if len(best.mesh.expand(name)) > 1 and best.mesh.expand(name) not in groups
@@ -143,7 +147,32 @@ def decide_by_price(
         "" if own is None else format_dtype(own) for own in (precision.compute, precision.parameter, precision.reduce)
     )
     pricing = PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
-    return Decided(best.mesh, factored, best.choice(), pricing, best.prediction(), best)
+    return Decided(best.mesh, factored, best.choice(), pricing, chosen.prediction, best)
+
+
+def _first_that_fits(
+    searches: list[Search], name: str, limit: float, simulate: Simulate | None
+) -> Ranked | PlanError | None:
+    """Of searches on several meshes the fastest whose peak fits; None where there are none."""
+    failed: PlanError | None = None
+    for search in sorted(searches, key=lambda own: own.outcome.seconds):
+        try:
+            found = fitted(search, name, limit, simulate)
+        except DoesNotFit as error:
+            failed = failed or _nothing_fits(limit, error.num_bytes, search.cost, error.assignment)
+            continue
+        if not found.excess:
+            return found
+        peak = found.prediction
+        failed = failed or PlanError(
+            problem(
+                f"no plan fits: the peak of a step is {format_bytes(peak.peak_bytes)} a device ({peak.peak_at}), "
+                f"{format_bytes(limit)} are allowed",
+                facts=[("without temporaries", format_bytes(peak.num_bytes))],
+                fix="use more devices or devices with more memory, or a smaller batch",
+            )
+        )
+    return failed
 
 
 def _nothing_fits(limit: float, num_bytes: float, cost: CostGraph, assignment: list[int]) -> PlanError:

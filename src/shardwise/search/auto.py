@@ -43,7 +43,8 @@ class Prediction:
     these last); ``num_bytes`` per device of parameters, gradients, optimizer states and values kept for backward.
 
     ``bound``: no plan of the searched space is faster (0: not known); ``log10_plans``: how many plans that are, as a
-    power of ten.
+    power of ten. ``simulated_seconds``: of a simulated step with overlap and buckets; ``peak_bytes``: the most memory
+    of a device, ``peak_at`` which operator's forward or backward (0 and empty where nothing was simulated).
     """
 
     exposed: float
@@ -52,6 +53,9 @@ class Prediction:
     num_bytes: float
     bound: float = 0.0
     log10_plans: float = 0.0
+    simulated_seconds: float = 0.0
+    peak_bytes: float = 0.0
+    peak_at: str = ""
 
     @property
     def step_seconds(self) -> float:

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.costs.compute import is_view
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.routes import Floats, Ints, Routes
+from shardwise.layouts.routes import STATES, Floats, Ints, Routes
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Interner, Problem, Scope
 
@@ -227,8 +228,10 @@ class _Builder:
             seconds = routes.prices(nodes)[made]
             held = np.zeros_like(seconds)
             if kept:
-                held += (routes.numel[nodes] * routes.tensor.itemsize)[None, :] * (made[:, None] != nodes[None, :])
-            return _placed(seconds, held, traffic)
+                # A parameter is counted where it is stored, any other value here.
+                copied = _copied(routes, made, nodes) if traffic else np.ones_like(held, dtype=np.bool_)
+                held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
+            return self._placed(seconds, held, traffic)
 
         key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic)
         self._factor((maker, variable), key, table)
@@ -265,12 +268,12 @@ class _Builder:
                     fresh *= nodes != other
                 seconds += self._between(routes, made, nodes) * fresh[None, :]
                 if position in domain.keeps:
-                    moved = made[:, None] != nodes[None, :]
+                    copied = _copied(routes, made, nodes)
                     if not stored and home not in self.cost.nodes:
-                        moved = np.ones_like(moved)  # the value itself is kept, once
-                    held += moved * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
+                        copied = np.ones_like(copied)  # the value itself is kept, once
+                    held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
                 done.append(nodes)
-            return _placed(seconds, held, traffic)
+            return self._placed(seconds, held, traffic)
 
         key = ("edge", id(routes), made.tobytes(), self._id(domain), positions, traffic, stored)
         self._factor((home, variable), key, table)
@@ -298,6 +301,18 @@ class _Builder:
 
             self._factor((home,), ("deliver", id(routes), made.tobytes()), table)
 
+    def _placed(self, seconds: Floats, held: Floats, traffic: bool) -> tuple[Floats | None, ...]:
+        """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
+        once, that of values does not."""
+        some = held if held.any() else None
+        hidden = self.domains.prices.device.overlap if traffic else 0.0
+        return (
+            None if hidden == 1 else seconds * (1 - hidden),
+            None,
+            seconds * hidden if hidden else None,
+            some,
+        )
+
     def _factor(self, scope: Scope, key: object, table: object) -> None:
         number = self._kinds.get(key)
         if number is None:
@@ -315,10 +330,10 @@ class _Builder:
         return self._ids[id(thing)]
 
 
-def _placed(seconds: Floats, held: Floats, traffic: bool) -> tuple[Floats | None, ...]:
-    """Components of a conversion: traffic of parameters overlaps with compute, that of values does not."""
-    some = held if held.any() else None
-    return (None, None, seconds, some) if traffic else (seconds, None, None, some)
+def _copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """[made, nodes]: whether a conversion makes another tensor. Between invariant and replicated it is the same one."""
+    codes = np.where(routes.codes == STATES.index("R"), STATES.index("I"), routes.codes)
+    return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
 
 
 def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:
