@@ -28,7 +28,7 @@ from shardwise.costs.fit import (
 )
 from shardwise.costs.units import Figures
 from shardwise.errors import LaunchError
-from shardwise.runtime.measure import groups_of, second_fastest, sizes_of
+from shardwise.runtime.measure import groups_of, hidden_part, second_fastest, sizes_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 SIZES = tuple(4.0**power for power in range(5, 14))
@@ -67,13 +67,14 @@ def measured(noise: float = 0.0, outliers: int = 0, seed: int = 0) -> Measuremen
         kernel_latency=device.kernel_latency,
         matmuls=tuple(
             MatmulTime(
-                dtype, f, disturbed(device.kernel_latency + (f + device.matmul_half_flops) / device.flops[dtype])
+                dtype, f, disturbed(device.kernel_latency + device.matmul_half_flops / 5e12 + f / device.flops[dtype])
             )
             for dtype in ("f32", "f64")
             for f in SIZES
         ),
         streams=tuple(StreamTime(b, disturbed(device.kernel_latency + b / device.memory_bandwidth)) for b in SIZES),
         collectives=tuple(collectives),
+        overlap=0.25,
         facts={"date": "2026-01-01", "software": "torch"},
     )
 
@@ -115,6 +116,7 @@ def test_exact_measurements_give_the_figures_back() -> None:
     assert device.flops["f64"] == pytest.approx(truth.flops["f64"], rel=1e-6)
     assert device.matmul_half_flops == pytest.approx(truth.matmul_half_flops, rel=1e-6)
     assert device.bytes_per_second() == pytest.approx(truth.bytes_per_second(), rel=1e-6)
+    assert device.overlap == 0.25
     for level, true in zip(found.levels, TRUTH.levels, strict=True):
         assert (level.name, level.size) == (true.name, true.size)
         assert level.latency == pytest.approx(true.latency, rel=1e-6)
@@ -284,3 +286,9 @@ def test_the_known_clusters_are_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert parse(shown) == Cluster.load("l4-4x8")
     assert "NVIDIA L4 datasheet" in shown
     assert cli.main(["clusters", "l5"]) == cli.EXIT_USAGE
+
+
+def test_what_the_longer_hides_of_the_shorter() -> None:
+    assert hidden_part(1.0, 2.0, 2.0) == hidden_part(2.0, 1.0, 1.5) == 1.0
+    assert hidden_part(1.0, 2.0, 2.5) == 0.5
+    assert hidden_part(1.0, 2.0, 3.5) == 0.0

@@ -28,10 +28,12 @@ class Device:
 
     ``flops``: dtype (``f64``, ``f32``, ``tf32``, ``bf16``, ``f16``, ``f8``) -> peak FLOP/s of dense matmuls.
     ``memory_bytes``: what a program can have. ``memory_bandwidth``: peak B/s. ``kernel_latency``: seconds of an
-    operator that does next to nothing. Three figures say how much of the peaks is reached, and calibration measures
+    operator that does next to nothing. Four figures say how much of the peaks is reached, and calibration measures
     them: ``matmul_efficiency``, the fraction of the peak in large matmuls, by dtype; ``matmul_half_flops``, the FLOPs
-    of a matmul that reaches half of that (a matmul of ``f`` FLOPs takes as long as ``f + matmul_half_flops`` at the
-    full rate); ``memory_efficiency``, the fraction of the bandwidth that large element-wise operators reach.
+    of a matmul in the fastest dtype that reaches half of that (a matmul of ``f`` FLOPs takes as long as
+    ``f + matmul_half_flops`` at the full rate); ``memory_efficiency``, the fraction of the bandwidth that large
+    element-wise operators reach; ``overlap``, the part of a collective that runs beside operators without slowing them
+    down: 1 where the network moves bytes by itself, 0 where the cores that compute do it.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Device:
     matmul_efficiency: Figures = field(default_factory=Figures)
     matmul_half_flops: float = 0.0
     memory_efficiency: float = 1.0
+    overlap: float = 1.0
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of a dtype, or of the one that it is computed in."""
@@ -51,6 +54,12 @@ class Device:
         """FLOP/s that large matmuls reach."""
         known = self._computed_in(dtype)
         return self.flops[known] * self.matmul_efficiency.get(known, 1.0)
+
+    @property
+    def matmul_ramp(self) -> float:
+        """Seconds that a matmul of any dtype takes beside its FLOPs at the full rate: filling the units that compute
+        takes as long however fast they are."""
+        return self.matmul_half_flops / max(map(self.matmul_flops, self.flops))
 
     def bytes_per_second(self) -> float:
         """B/s that large element-wise operators reach."""
@@ -237,6 +246,7 @@ def slowest(devices: Sequence[Device]) -> Device:
         memory_bandwidth=bandwidth,
         kernel_latency=max(device.kernel_latency for device in devices),
         matmul_efficiency=Figures({dtype: reached[dtype] / flops[dtype] for dtype in dtypes}),
-        matmul_half_flops=max(device.matmul_half_flops for device in devices),
+        matmul_half_flops=max(device.matmul_ramp for device in devices) * max(reached.values()),
         memory_efficiency=min(device.bytes_per_second() for device in devices) / bandwidth,
+        overlap=min(device.overlap for device in devices),
     )

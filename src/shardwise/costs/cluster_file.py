@@ -31,6 +31,7 @@ _DEVICE_KEYS = {
     "kernel_latency": ("kernel_latency", "s", True, True),
     "matmul_half_flops": ("matmul_half_flops", "FLOP", False, True),
     "memory_efficiency": ("memory_efficiency", "", False, False),
+    "overlap": ("overlap", "", False, True),
 }
 _LEVEL_KEYS = {
     "bandwidth": ("bandwidth", "B/s", True, False),
@@ -259,8 +260,9 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
         key: (name, unit, required and base is None, zero) for key, (name, unit, required, zero) in _DEVICE_KEYS.items()
     }
     changes: dict[str, Any] = dict(reader.figures(table, keys, where))
-    if changes.get("memory_efficiency", 1.0) > 1:
-        reader.complain(f"{where}.memory_efficiency", f"{changes['memory_efficiency']:g} is more than 1")
+    for key in ("memory_efficiency", "overlap"):
+        if changes.get(key, 1.0) > 1:
+            reader.complain(f"{where}.{key}", f"{changes[key]:g} is more than 1")
     flops = reader.named(table, "flops", "FLOP/s", where, DTYPES)
     efficiency = reader.named(table, "matmul_efficiency", "", where, DTYPES, most=1.0)
     if base is not None:

@@ -2,11 +2,12 @@
 
 An operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson, "Roofline",
 CACM 52(4), 2009), after the latency of its kernel. Arithmetic is counted for contractions, convolutions and attention
-(``costs.flops``); everything else is bound by memory. A matmul of ``f`` FLOPs takes as long as ``f + half`` FLOPs at
-the full rate, so that small ones are less efficient; ``half`` is the device's ``matmul_half_flops``.
+(``costs.flops``); everything else is bound by memory. A matmul takes its FLOPs at the full rate and, so that
+small ones are less efficient, the device's ``matmul_ramp``.
 
 Backward: every operand that needs a gradient costs as many FLOPs as forward (two products for a matmul), attention 2.5
 times forward altogether, because its kernels compute the scores again (Dao, "FlashAttention-2", 2023, section 3.1).
+The cotangent of what rows were read from (a table of embeddings) is dense: its zeros are written.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ ATTENTION_BACKWARD = 2.5
 # Memory traffic of backward over that of forward, for operators whose FLOPs are not counted: the cotangent of the
 # result and what was saved are read, cotangents of operands written, as many bytes as forward moves.
 BACKWARD_TRAFFIC = 1.0
+
+# Operators that read some rows of their first operand.
+_READ_ROWS = frozenset((aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor))
 
 DTYPE_NAMES = {
     torch.float64: "f64",
@@ -75,7 +79,8 @@ def backward_seconds(
         return 0.0
     flops, num_bytes = _work(op, operands, results, dtypes)
     if not flops:
-        return _seconds(device, 0, num_bytes * BACKWARD_TRAFFIC, dtypes)
+        zeros = prod(operands[0]) * dtypes[0].itemsize if op.target in _READ_ROWS and needed[0] else 0
+        return _seconds(device, 0, num_bytes * BACKWARD_TRAFFIC + zeros, dtypes)
     if op.target == aten.scaled_dot_product_attention.default:
         return _seconds(device, flops * ATTENTION_BACKWARD, num_bytes * 2, dtypes)
     # The cotangent of a bias is a sum that the kernels of the others hide.
@@ -89,7 +94,7 @@ def _work(
     """FLOPs, and bytes read and written. Rows that an embedding does not read are not counted."""
     shapes = (*operands, *results)
     num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-    if op.target in (aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor):
+    if op.target in _READ_ROWS:
         num_bytes -= prod(operands[0]) * dtypes[0].itemsize
         num_bytes += prod(results[0]) * dtypes[0].itemsize
     return flops_of(op, tuple(operands), tuple(results)), num_bytes
@@ -100,5 +105,5 @@ def _seconds(device: Device, flops: float, num_bytes: float, dtypes: Sequence[to
     if not flops:
         return device.kernel_latency + traffic
     name = next((DTYPE_NAMES[dtype] for dtype in dtypes if dtype in DTYPE_NAMES), "f32")
-    arithmetic = (flops + device.matmul_half_flops) / device.matmul_flops(name)
+    arithmetic = device.matmul_ramp + flops / device.matmul_flops(name)
     return device.kernel_latency + max(arithmetic, traffic)

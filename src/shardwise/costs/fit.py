@@ -1,6 +1,6 @@
 """Calibration: the figures of a device and of its links, out of measured times.
 
-Every model of ``costs`` is a straight line in the size: a matmul takes ``latency + (flops + half) / rate``, an
+Every model of ``costs`` is a straight line in the size: a matmul takes ``latency + ramp + flops / rate``, an
 element-wise operator ``latency + bytes / bandwidth``, a collective ``launch + steps x latency + bytes / pace``. So each
 series of measurements is fitted by a line (``robust_line``), and the figures are read off the lines. What a line cannot
 say shows in the residuals, which are written into the cluster file beside them.
@@ -55,7 +55,8 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured on a machine. ``sizes``: of its levels, innermost first. ``facts``: date, versions, backend."""
+    """What was measured on a machine. ``sizes``: of its levels, innermost first. ``overlap``: the part of a collective
+    that matmuls at the same time do not notice. ``facts``: date, versions, backend."""
 
     device: str
     memory_bytes: float
@@ -64,6 +65,7 @@ class Measurements:
     matmuls: tuple[MatmulTime, ...]
     streams: tuple[StreamTime, ...]
     collectives: tuple[CollectiveTime, ...]
+    overlap: float = 1.0
     facts: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) 
     facts = measured.facts
     source = f"measured on {facts.get('date', 'an unknown day')} ({facts.get('software', 'unknown software')})"
     sources = {f"device.{key}": source for key in ("flops", "memory", "memory_bandwidth", "kernel_latency")}
-    sources |= {"device.matmul_half_flops": source, "levels": source}
+    sources |= {"device.matmul_half_flops": source, "device.overlap": source, "levels": source}
     if like is not None:
         sources |= dict.fromkeys(("device.flops", "device.memory_bandwidth"), f"as {like.device.name}")
         sources |= dict.fromkeys(("device.matmul_efficiency", "device.memory_efficiency"), source)
@@ -141,15 +143,15 @@ def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) 
 
 def fit_device(measured: Measurements, like: Device | None = None) -> Device:
     """Rates are what large operators reach. The line of each series has its own intercept, of which the latency of a
-    kernel is a part; the rest, in FLOPs, is ``matmul_half_flops``."""
+    kernel is a part; the rest of a matmul's, in FLOPs of the fastest dtype, is ``matmul_half_flops``."""
     latency = measured.kernel_latency
     rates: dict[str, float] = {}
-    halves: list[float] = []
+    ramps: list[float] = []
     for dtype in sorted({time.dtype for time in measured.matmuls}):
         points = [(time.flops, max(time.seconds - latency, 1e-9)) for time in measured.matmuls if time.dtype == dtype]
         intercept, slope = robust_line(points, rising=True)
         rates[dtype] = 1 / slope
-        halves.append(intercept / slope)
+        ramps.append(intercept)
     _, slope = robust_line(
         [(time.num_bytes, max(time.seconds - latency, 1e-9)) for time in measured.streams], rising=True
     )
@@ -160,7 +162,8 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         memory_bandwidth=1 / slope,
         kernel_latency=latency,
         matmul_efficiency=Figures(dict.fromkeys(rates, 1.0)),
-        matmul_half_flops=median(halves),
+        matmul_half_flops=median(ramps) * max(rates.values()),
+        overlap=measured.overlap,
     )
     if like is None:
         return device
@@ -262,9 +265,7 @@ def residuals(cluster: Cluster, measured: Measurements) -> tuple[Residual, ...]:
     device = cluster.device
     found = []
     for product in measured.matmuls:
-        seconds = device.kernel_latency + (product.flops + device.matmul_half_flops) / device.matmul_flops(
-            product.dtype
-        )
+        seconds = device.kernel_latency + device.matmul_ramp + product.flops / device.matmul_flops(product.dtype)
         found.append(Residual(f"matmul {product.dtype}", product.flops, product.seconds, seconds))
     for stream in measured.streams:
         seconds = device.kernel_latency + stream.num_bytes / device.bytes_per_second()

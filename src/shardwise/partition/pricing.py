@@ -102,8 +102,8 @@ class Fragments:
 
 @dataclass(frozen=True, slots=True)
 class ProgramPrice:
-    """Seconds of one training step, component by component, without overlap: collectives of values, operators,
-    collectives of parameters (which overlap with operators), and the optimizer's update."""
+    """Seconds of one training step, component by component, without overlap: collectives that operators wait for,
+    operators, the part of collectives of parameters that overlaps with operators, and the optimizer's update."""
 
     exposed: float
     compute: float
@@ -129,10 +129,9 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
                 continue
             is_parameter = origin in parameters
             seconds = conversion_seconds(conversion, graph.by_name[origin], prices, is_parameter=is_parameter)
-            if is_parameter:
-                traffic += seconds
-            else:
-                exposed += seconds
+            hidden = prices.device.overlap if is_parameter else 0.0
+            traffic += hidden * seconds
+            exposed += (1 - hidden) * seconds
     for name, source in parameters.items():
         if source.trainable:
             update += prices.update(graph.by_name[name], spmd.layouts[name].max_local_numel)

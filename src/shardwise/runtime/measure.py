@@ -34,6 +34,9 @@ _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime)
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
+# Bytes of the message by which it is measured what operators hide: a bucket of gradients or less.
+_OVERLAPPED = 2**22
+
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -97,6 +100,7 @@ def measure(effort: Effort) -> Measurements:
         matmuls=second_fastest(matmuls),
         streams=second_fastest(streams),
         collectives=second_fastest(collectives),
+        overlap=_overlap(watch, effort, device),
         facts=_facts(),
     )
 
@@ -118,6 +122,11 @@ class _Watch:
         call()
         number = max(1, min(10_000, int(self.effort.seconds / max(self._slowest(call, 1), 1e-7))))
         return self._slowest(call, number)
+
+    def fastest(self, calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+        """Of each call, made in turns, the fastest of its rounds."""
+        taken = [[self._slowest(call, 1) for call in calls] for _ in range(rounds)]
+        return [min(times) for times in zip(*taken, strict=True)]
 
     def _slowest(self, call: Callable[[], Any], number: int) -> float:
         dist.barrier()
@@ -160,6 +169,42 @@ def _collectives(
             for num_bytes in effort.messages:
                 call, moved = _call(kind, group, units[0], num_bytes, device)
                 yield CollectiveTime(kind, units, moved, watch.seconds(call))
+
+
+def _overlap(watch: _Watch, effort: Effort, device: torch.device) -> float:
+    """What matmuls hide of an all-reduce over all ranks that takes about as long. In turns and of each the fastest: a
+    disturbance would pass for time that was hidden, or was not."""
+    if dist.get_world_size() == 1:
+        return 1.0
+    message = torch.zeros(min(effort.messages[-1], _OVERLAPPED) // 4, device=device)
+    width = effort.widths[len(effort.widths) // 2]
+    left, right = (torch.rand(width, width, device=device) for _ in range(2))
+
+    def send() -> None:
+        dist.all_reduce(message)
+
+    def compute() -> None:
+        for _ in range(repeats):
+            torch.mm(left, right)
+
+    def both() -> None:
+        handle = dist.all_reduce(message, async_op=True)
+        compute()
+        handle.wait()
+
+    repeats = 1
+    alone = [watch.fastest((send, compute), effort.rounds) for _ in range(2)][1]
+    repeats = max(1, round(alone[0] / alone[1]))
+    return hidden_part(*watch.fastest((send, compute, both), 8 * effort.rounds))
+
+
+def hidden_part(sent: float, computed: float, both: float) -> float:
+    """The part of the shorter one that the longer one hides.
+
+    >>> hidden_part(1.0, 2.0, 2.0), hidden_part(1.0, 2.0, 2.5), hidden_part(1.0, 2.0, 3.5)
+    (1.0, 0.5, 0.0)
+    """
+    return min(1.0, max(0.0, (computed + sent - both) / min(computed, sent)))
 
 
 def _create_groups(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
