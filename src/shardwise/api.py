@@ -115,7 +115,7 @@ def plan(
     )
     spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
     plan = _plan_of(captured.graph, found.factored.rules, found.choice, spmd, settings)
-    return replace(plan, pricing=found.pricing, prediction=found.prediction)
+    return replace(plan, pricing=found.pricing, prediction=found.prediction, found=found.search)
 
 
 def step_memory(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -22,8 +22,10 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import parse_choices
 from shardwise.layouts.text import parse_layout
+from shardwise.plans.difference import Difference, difference
+from shardwise.plans.explain import Explanation, Ranking, WhatIf, explain, top, what_if, write_cost_graph
 from shardwise.plans.printing import format_bytes, format_plan
-from shardwise.search.auto import Prediction
+from shardwise.search.auto import Prediction, Search
 
 FORMAT = "shardwise-plan"
 VERSION = 3
@@ -106,7 +108,8 @@ class Plan:
 
     ``training``: whether the module was in training mode. ``bucket_bytes``: the largest message that several parameters
     share. ``operators`` are in execution order. ``shared``, ``pricing`` and ``prediction`` are those of
-    a plan that was chosen by price.
+    a plan that was chosen by price. ``found``: the search that chose it, which ``explain`` and its like ask; it is not
+    part of the plan's file, nor of comparisons.
     """
 
     mesh: Mesh
@@ -123,6 +126,10 @@ class Plan:
     shared: tuple[SharedEntry, ...] = ()
     pricing: PricingEntry | None = None
     prediction: Prediction | None = None
+    found: Search | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {own.name: getattr(self, own.name) for own in fields(self) if own.name != "found"} | {"found": None}
 
     @property
     def optimality_gap(self) -> float | None:
@@ -160,6 +167,43 @@ class Plan:
             sides = [entry.backward if backward else entry.forward for _, entry in together]
             for same in zip(*sides, strict=True):
                 yield replace(same[0], num_bytes=sum(one.num_bytes for one in same))
+
+    def explain(self, name: str) -> Explanation:
+        """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
+        term, and the neighbour that made the choice. Raises PlanError for an unknown name, and for a plan that no
+        search of this process chose."""
+        return explain(self._search(), name)
+
+    def what_if(self, name: str, choice: str) -> WhatIf:
+        """What the best plan would be if an operator had the strategy (or a parameter the layout) ``choice``. Raises
+        PlanError as ``explain`` does."""
+        return what_if(self._search(), name, choice)
+
+    def top(self, k: int = 5) -> Ranking:
+        """The best ``k`` plans of the search, by the same prices. Raises PlanError as ``explain`` does."""
+        if k < 1:
+            raise PlanError(f"top({k}): at least one plan")
+        return top(self._search(), k)
+
+    def cost_graph(self, path: str | Path) -> None:
+        """Write what the search minimised, with the chosen entries marked: JSON, or DOT if the path ends in ``.dot``.
+        Raises PlanError as ``explain`` does."""
+        write_cost_graph(self._search(), path)
+
+    def diff(self, other: Plan) -> Difference:
+        """What another plan does differently."""
+        return difference(self, other)
+
+    def _search(self) -> Search:
+        if self.found is None:
+            why = "it was not chosen by price" if self.prediction is None else "a plan file has no search in it"
+            raise PlanError(
+                problem(
+                    f"the plan cannot be explained: {why}",
+                    fix='plan again with sw.plan(..., search="dynamic_programming")',
+                )
+            )
+        return self.found
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -314,7 +358,7 @@ def _from_body(body: dict[str, Any]) -> Plan:
         entries = _field(body, key, dict, key)
         return tuple(_entry(kind, entry, f"{key}[{name!r}]", name=name) for name, entry in entries.items())
 
-    unknown = body.keys() - {field.name for field in fields(Plan)}
+    unknown = body.keys() - {own.name for own in fields(Plan) if own.name != "found"}
     if unknown:
         raise PlanError(f"unknown entry {', '.join(sorted(unknown))}")
     listed = _field(body, "conversions", list, "conversions")
@@ -346,8 +390,8 @@ def _entry(kind: Any, data: Any, where: str, **given: str) -> Any:
     if not isinstance(data, dict):
         raise PlanError(f"{where} is {_shown(data)}, not an object")
     forms = {"str": str, "int": int, "float": float}  # other annotations are tuples, lists in JSON
-    own = [field for field in fields(kind) if field.name not in given]
-    unknown = data.keys() - {field.name for field in own}
+    own = [entry for entry in fields(kind) if entry.name not in given]
+    unknown = data.keys() - {entry.name for entry in own}
     if unknown:
         raise PlanError(f"{where} has an unknown entry {', '.join(sorted(unknown))}")
     values = {f.name: _field(data, f.name, forms.get(str(f.type), list), f"{where}.{f.name}") for f in own}

@@ -22,6 +22,7 @@ from shardwise.layouts.text import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import CollectiveEntry, ConversionEntry, Plan, TensorEntry
+    from shardwise.search.auto import Prediction
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
@@ -35,13 +36,34 @@ def format_plan(plan: Plan) -> str:
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_held(plan)}",
         "  communication per step and device:",
-        f"    forward   {_totals(tuple(plan.collectives()))}",
-        f"    backward  {_totals(tuple(plan.collectives(backward=True)))}",
+        f"    forward   {format_totals(tuple(plan.collectives()))}",
+        f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
     ]
+    if plan.prediction is not None:
+        lines += _predicted(plan.prediction)
     for title, entries in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
         if entries:
             lines += [f"{title}:", *_columns(_merged((e.name, e.layout) for e in entries))]
     return "\n".join([*lines, "operators:", *_operators(plan)])
+
+
+def _predicted(own: Prediction) -> list[str]:
+    """What the plan was chosen for."""
+    lines = [
+        f"  predicted step {format_seconds(own.step_seconds)}: compute {format_seconds(own.compute)}, exposed "
+        f"communication {format_seconds(own.exposed)}, parameter traffic {format_seconds(own.traffic)} "
+        "(overlaps with compute)"
+    ]
+    if own.simulated_seconds:
+        lines.append(
+            f"    simulated {format_seconds(own.simulated_seconds)}; peak memory {format_bytes(own.peak_bytes)} in "
+            f"{own.peak_at}"
+        )
+    lines.append(f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}")
+    if own.optimality_gap is not None:
+        gap = f"optimality gap {own.optimality_gap:.2%}" if own.optimality_gap else "proven optimal"
+        lines.append(f"    {gap} over 10^{own.log10_plans:.0f} plans")
+    return lines
 
 
 def _operators(plan: Plan) -> list[str]:
@@ -93,7 +115,8 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  " + "   ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
-def _totals(collectives: Sequence[CollectiveEntry]) -> str:
+def format_totals(collectives: Sequence[CollectiveEntry]) -> str:
+    """How many collectives of each kind, and their bytes."""
     if not collectives:
         return "none"
     count: Counter[tuple[str, str]] = Counter()
@@ -161,6 +184,15 @@ def _span(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.0123`` -> ``12.3 ms``; three significant digits."""
+    for unit in ("s", "ms", "us"):
+        if seconds >= 0.9995 or unit == "us":
+            return f"{seconds:.3g} {unit}"
+        seconds *= 1e3
+    raise AssertionError("microseconds are the last unit")
 
 
 def format_bytes(count: float) -> str:

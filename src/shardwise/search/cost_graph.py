@@ -72,6 +72,9 @@ class CostGraph:
     kinds: list[tuple[Floats | None, ...]] = field(default_factory=list)
     number: dict[tuple[str, str], int] = field(default_factory=dict)
     folded: list[Folded] = field(default_factory=list)
+    # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
+    made: dict[str, tuple[int, Ints]] = field(default_factory=dict)
+    home: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
     def weighted(self, weights: Weights) -> Problem:
         """The problem of minimising the weighted sum of the components."""
@@ -174,6 +177,7 @@ class _Builder:
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
         """A value is made, in a layout that ``variable`` decides."""
         self._home[name], self._made[name] = variable, nodes
+        self.cost.made[name] = self.cost.home[name] = variable, nodes
         if len(self.consumers.get(name, ())) > 1:
             self._share(name, variable, nodes, traffic=traffic)
 
@@ -236,6 +240,7 @@ class _Builder:
         key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic)
         self._factor((maker, variable), key, table)
         self._home[name], self._made[name] = variable, nodes
+        self.cost.home[name] = variable, nodes
 
     def _is_kept(self, name: str) -> bool:
         return any(

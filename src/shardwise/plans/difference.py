@@ -1,0 +1,73 @@
+"""What two plans do differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.plans.printing import format_seconds, format_totals
+
+if TYPE_CHECKING:
+    from shardwise.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Each entry is (name, in this plan, in the other); what one plan lacks is "absent"."""
+
+    settings: tuple[tuple[str, str, str], ...]
+    layouts: tuple[tuple[str, str, str], ...]
+    strategies: tuple[tuple[str, str, str], ...]
+    communication: tuple[tuple[str, str, str], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.settings or self.layouts or self.strategies or self.communication)
+
+    def __str__(self) -> str:
+        if not self:
+            return "the plans are the same"
+        lines = []
+        for title in ("settings", "layouts", "strategies", "communication"):
+            entries = getattr(self, title)
+            if entries:
+                lines.append(f"{title}:")
+                lines += [f"  {name}: {own} -> {other}" for name, own, other in entries]
+        return "\n".join(lines)
+
+
+def difference(plan: Plan, other: Plan) -> Difference:
+    """What ``other`` does differently."""
+    return Difference(
+        _changed(_settings(plan), _settings(other)),
+        _changed(_layouts(plan), _layouts(other)),
+        _changed(_strategies(plan), _strategies(other)),
+        _changed(_communication(plan), _communication(other)),
+    )
+
+
+def _changed(own: dict[str, str], other: dict[str, str]) -> tuple[tuple[str, str, str], ...]:
+    names = dict.fromkeys((*own, *other))
+    pairs = ((name, own.get(name, "absent"), other.get(name, "absent")) for name in names)
+    return tuple(entry for entry in pairs if entry[1] != entry[2])
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    found = {name: str(getattr(plan, name)) for name in ("mesh", "mode", "search", "optimizer", "bucket_bytes")}
+    if plan.prediction is not None:
+        found["step"] = format_seconds(plan.prediction.step_seconds)
+    return found
+
+
+def _layouts(plan: Plan) -> dict[str, str]:
+    return {entry.name: entry.layout for entry in (*plan.inputs, *plan.parameters, *plan.buffers)}
+
+
+def _strategies(plan: Plan) -> dict[str, str]:
+    return {name: strategy or "whole" for name, strategy in plan.strategies.items()}
+
+
+def _communication(plan: Plan) -> dict[str, str]:
+    return {
+        name: format_totals(tuple(plan.collectives(backward=backward)))
+        for name, backward in (("forward", False), ("backward", True))
+    }
