@@ -155,7 +155,8 @@ def test_a_layout_changed_by_hand_is_followed(edit):
     edited = sw.Plan.load(path, edited=True)
     report = sw.verify(Mlp(), X, edited)
     assert report.ok, str(report)
-    assert [c.kind for c in report.forward[:2]] == ["collective_permute", "all_gather"]
+    assert report.forward[0].kind == "all_gather"
+    assert "collective_permute" not in {c.kind for c in report.forward}, "the order of the axes is the one asked for"
 
 
 @pytest.mark.parametrize(

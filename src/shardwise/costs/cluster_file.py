@@ -371,7 +371,11 @@ def _named(title: str, figures: Mapping[str, float], unit: str) -> list[str]:
 
 
 def _figure(value: float, unit: str) -> str:
+    """A figure as text with a unit, where that is exactly the figure; else its plain number."""
     text = format_quantity(value, unit)
+    read = parse_quantity(text, unit) if unit else float(text)
+    if read != value:
+        return repr(value)
     return _quoted(text) if unit else text
 
 

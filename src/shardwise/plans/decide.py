@@ -43,9 +43,9 @@ class UnsplitWarning(UserWarning):
     """An operator has no rule: it runs unsplit on gathered operands, slower but right."""
 
 
-def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
+def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -> dict[str, OpRule]:
     """The rule of every op; operators without one are kept whole, with one warning that names them all, once per kind.
-    ``known``: ops that a plan has decided already; nothing is said about them."""
+    ``known``: ops that a plan has decided already; nothing is said about them. ``stacklevel``: of the user's call."""
     rules: dict[str, OpRule] = {}
     missing: dict[str, Op] = {}
     for op in graph.ops:
@@ -60,7 +60,7 @@ def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
         warnings.warn(
             f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
             UnsplitWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
     return rules
 
@@ -74,7 +74,7 @@ def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: st
 
 def _ruled(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
     """The rules, in the variants that annotations name, and divided."""
-    rules = rules_of(graph)
+    rules = rules_of(graph, stacklevel=5)
     factored = factor_graph(graph, rules)
     if not any(rule.variants for rule in rules.values()):
         return rules, factored

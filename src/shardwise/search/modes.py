@@ -145,8 +145,9 @@ def _complete(
         scatter=movable,
     )
     strategies = propagation.run()
+    found = {**propagation.sources, **(storage or {})}  # what is given keeps the order of its axes
     layouts = {
-        source.value: layout_of(propagation.sources.get(source.value, {}), factored.atoms[source.value], mesh)
+        source.value: layout_of(found.get(source.value, {}), factored.atoms[source.value], mesh)
         for source in graph.sources
     }
     return Choice(strategies, layouts)
