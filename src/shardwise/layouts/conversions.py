@@ -72,7 +72,8 @@ class Move:
 
     Axes may leave and arrive at several atoms at once. From sharded to sharded, ``axes`` are those along which the
     devices exchange anything, the order of axes on an atom may change, and the atoms of a dim need not nest.
-    The windows of the target that the source lacks (one at most) are cut.
+    The windows of the target that the source lacks (one at most) are cut; those of the source that the target lacks,
+    which tile their atom, are *closed*: cutting them, backwards.
     """
 
     source: Layout
@@ -92,13 +93,21 @@ class Move:
     @cached_property
     def cut(self) -> Windows | None:
         """The windows that the move makes."""
-        if not self.target.windows or self.target.windows == self.source.windows:
+        if not self.target.windows or self.target.windows == self.source.windows or self.reverse is not None:
             return None
         (added,) = [own for own in self.target.windows if own not in self.source.windows]
         return added
 
+    @cached_property
+    def reverse(self) -> Move | None:
+        """Of a move that closes windows: the one that cuts them."""
+        closes = len(self.source.windows) > len(self.target.windows)
+        return Move(self.target, self.source, self.axes) if closes else None
+
     @property
     def entry(self) -> Cell:
+        if self.reverse is not None:
+            return Cell(self.reverse.entry.backward, self.reverse.entry.forward)
         if self.cut is not None:
             return WINDOW_CELLS["halo" if any(num_halo_rows(self.source, self.cut)) else "local"]
         source, target = self.cell
@@ -106,6 +115,8 @@ class Move:
 
     def num_sent(self, backward: bool = False) -> float:
         """Elements that the busiest rank sends: the bandwidth-optimal (ring, pairwise) algorithm of each collective."""
+        if self.reverse is not None:
+            return self.reverse.num_sent(not backward)
         primitive = self.entry.backward if backward else self.entry.forward
         before, after = (self.target, self.source) if backward else (self.source, self.target)
         if primitive == "all_to_all":
@@ -157,6 +168,8 @@ class Collective:
 
 def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Collective | None:
     """The collective that a move performs in forward or backward, or None."""
+    if move.reverse is not None:
+        return collective_of(move.reverse, itemsize, backward=not backward)
     primitive = move.entry.backward if backward else move.entry.forward
     if primitive not in COLLECTIVES:
         return None

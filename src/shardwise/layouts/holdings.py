@@ -47,12 +47,7 @@ def num_exchanged(before: Layout, after: Layout) -> tuple[int, bool]:
     if is_even or before.mesh.size_of(axes) > COUNTED_UP_TO:
         return before.max_local_numel - _least_kept(before, after), is_even and _same_counts(before, after)
     # Dims that stay as they are count with their largest shard.
-    rest = prod(
-        -(-atom.size // before.mesh.size_of(atom.axes))
-        for d, dim in enumerate(before.dims)
-        if d not in changed
-        for atom in dim
-    )
+    rest = prod(before.max_rows(d, i) for d, dim in enumerate(before.dims) if d not in changed for i in range(len(dim)))
     places = list(_places(before, axes))
     worst, single = 0, True
     for holder in places:

@@ -14,14 +14,14 @@ first. Sizes need not divide: with N devices along its axes, device i of an atom
 
 Operators that look at neighbours (convolutions, shifted slices) want a sharded atom in *windows*: each device holds the
 rows that its part of the result needs, which overlap and need not cover everything. The cotangent of a window is
-that of its rows; a row in several windows has the sum of theirs.
+that of its rows; a row in several windows has the sum of theirs. Windows that *tile* the atom are an uneven split.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -51,6 +51,19 @@ class Windows:
     dim: int
     atom: int
     ranges: tuple[Ranges, ...]
+
+    @staticmethod
+    def of_lengths(dim: int, atom: int, lengths: Sequence[int]) -> Windows:
+        """An uneven split: one device after the other holds so many rows."""
+        bounds = [0, *itertools.accumulate(lengths)]
+        return Windows(dim, atom, tuple(((a, b),) if b > a else () for a, b in itertools.pairwise(bounds)))
+
+    def tile(self, size: int) -> bool:
+        """Whether every row of the atom is on one device, and the devices hold them one behind the other."""
+        ends = [0, *itertools.chain.from_iterable(held for ranges in self.ranges for held in ranges), size]
+        return all(len(ranges) <= 1 for ranges in self.ranges) and all(
+            a == b for a, b in zip(ends[::2], ends[1::2], strict=True)
+        )
 
     @property
     def largest(self) -> int:
@@ -112,7 +125,12 @@ class Layout:
         return tuple(axis for axis, state in self.states if state in PARTIAL_KINDS)
 
     def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
-        """(offset, length) of an atom on the device at ``coordinates``."""
+        """(offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
+        for own in self.windows:
+            if (own.dim, own.atom) == (dim, atom):
+                ranges = own.ranges[self.index_along(dim, atom, coordinates)]
+                assert len(ranges) <= 1, f"several ranges are no piece: {self}"
+                return (ranges[0][0], num_rows(ranges)) if ranges else (0, 0)
         size, axes = self.dims[dim][atom].size, self.dims[dim][atom].axes
         count, index = 1, 0
         for axis in axes:
@@ -130,7 +148,8 @@ class Layout:
 
     def local_atoms(self, coordinates: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
         """The sizes of all atoms on a device, per dim."""
-        sizes = [[self.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))] for d, dim in enumerate(self.dims)]
+        plain = self.without_windows
+        sizes = [[plain.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))] for d, dim in enumerate(self.dims)]
         for own in self.windows:
             sizes[own.dim][own.atom] = num_rows(own.ranges[self.index_along(own.dim, own.atom, coordinates)])
         return tuple(map(tuple, sizes))
@@ -142,12 +161,14 @@ class Layout:
     @cached_property
     def max_local_numel(self) -> int:
         """Elements on the device that holds most."""
-        count = 1
-        windows = {(own.dim, own.atom): own.largest for own in self.windows}
-        for d, dim in enumerate(self.dims):
-            for i, atom in enumerate(dim):
-                count *= windows[d, i] if (d, i) in windows else -(-atom.size // self.mesh.size_of(atom.axes))
-        return count
+        return prod(self.max_rows(d, i) for d, dim in enumerate(self.dims) for i in range(len(dim)))
+
+    def max_rows(self, dim: int, atom: int) -> int:
+        """Rows of an atom on the device that holds most."""
+        for own in self.windows:
+            if (own.dim, own.atom) == (dim, atom):
+                return own.largest
+        return -(-self.dims[dim][atom].size // self.mesh.size_of(self.dims[dim][atom].axes))
 
     @cached_property
     def is_even(self) -> bool:

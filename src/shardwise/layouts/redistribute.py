@@ -66,16 +66,46 @@ def redistribute(
 
     Raises LayoutError when a partial value of another kind than sum would have to arise.
     """
-    if target.windows:
-        return _into_windows(source, target, differentiable, price)
+    if source.windows or target.windows:
+        return _through_windows(source, target, differentiable, price)
     return _redistribute(source, target, differentiable, price)
 
 
 @lru_cache(maxsize=100_000)
-def _into_windows(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
-    """Into slices, and from there into windows."""
-    current = before_windows(source, target, differentiable)
-    return _redistribute(source, current, differentiable, price) + window_moves(current, target)
+def _through_windows(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
+    def route(before: Layout, after: Layout) -> tuple[Move, ...]:
+        return _redistribute(before, after, differentiable, price)
+
+    return through_windows(source, target, differentiable, route)
+
+
+def through_windows(
+    source: Layout, target: Layout, differentiable: bool, route: Callable[[Layout, Layout], tuple[Move, ...]]
+) -> tuple[Move, ...]:
+    """The moves where an end has windows: from windows into slices, by ``route`` to other slices, and from there into
+    windows; windows that both ends have stay, if nothing on the way touches them. Raises LayoutError where the windows
+    of the source overlap or leave rows out."""
+    if source.canonical() == target.canonical():
+        return ()
+    if source.windows == target.windows:
+        moves = route(source.without_windows, target.without_windows)
+        kept = {own.dim: source.dims[own.dim] for own in source.windows}
+        if all(end.dims[d] == dim for move in moves for end in (move.source, move.target) for d, dim in kept.items()):
+            return tuple(
+                replace(
+                    move,
+                    source=replace(move.source, windows=source.windows),
+                    target=replace(move.target, windows=source.windows),
+                )
+                for move in moves
+            )
+    slices = source.without_windows
+    for own in source.windows:
+        if not own.tile(source.dims[own.dim][own.atom].size):
+            raise LayoutError(f"no redistribution from {source} to {target}: its windows overlap or leave rows out")
+    closing = tuple(Move(m.target, m.source, m.axes) for m in reversed(window_moves(slices, source)))
+    current = before_windows(slices, target, differentiable)
+    return closing + route(slices, current) + window_moves(current, target)
 
 
 def before_windows(source: Layout, target: Layout, differentiable: bool) -> Layout:
@@ -111,8 +141,10 @@ def price_of_redistribution(
     """What ``redistribute`` pays, without the moves: the sum over moves and directions, component by component. Empty
     for equal layouts. By default (elements sent by the busiest rank, messages); uneven tensors that are searched as if
     they divided evenly are priced so, too."""
-    if target.windows:
-        moves = _into_windows(source, target, differentiable, price)
+    if source.windows or target.windows:
+        moves = _through_windows(source, target, differentiable, price)
+        if not moves:
+            return ()
         directions = [(move, way) for move in moves for way in ((False, True) if differentiable else (False,))]
         prices = [_price_of_move(move, way, price) for move, way in directions]
         return tuple(map(sum, zip(*prices, strict=True)))

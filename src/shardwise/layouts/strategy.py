@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -28,11 +28,13 @@ class Strategy:
     """``factors``: factor -> the sub-axes that split it, major first. ``rest``: sub-axis -> ``R`` or ``P0``, ``P1``,
     ...
 
-    Sub-axes in neither are invariant (the work is repeated).
+    Sub-axes in neither are invariant (the work is repeated). ``cuts``: factor -> how many of its indices each device
+    along its axes has, for those that are not split evenly.
     """
 
     factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
     rest: tuple[tuple[str, str], ...] = ()
+    cuts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @staticmethod
     def of(choices: Mapping[str, str]) -> Strategy:
@@ -60,7 +62,8 @@ class Strategy:
 
     def format(self, mesh: Mesh) -> str:
         ordered = sorted(self.factors, key=lambda item: min(map(mesh.order.__getitem__, item[1])))
-        words = [f"{factor}@{mesh.format_axes(axes)}" for factor, axes in ordered]
+        cuts = {factor: "{" + ",".join(map(str, lengths)) + "}" for factor, lengths in self.cuts}
+        words = [f"{factor}@{mesh.format_axes(axes)}{cuts.get(factor, '')}" for factor, axes in ordered]
         for state in sorted({state for _, state in self.rest}):
             axes = tuple(sorted((a for a, own in self.rest if own == state), key=mesh.order.__getitem__))
             words.append(f"{'P' if state == 'P0' else state}@{mesh.format_axes(axes)}")
@@ -76,7 +79,7 @@ def parse_choices(text: str, mesh: Mesh) -> dict[str, str]:
     """``"m@dp n@(tp,sp) I@x"`` -> sub-axis -> choice, in the order written. Raises NotationError or LayoutError."""
     choices: dict[str, str] = {}
     position = 0
-    for match in re.finditer(r"\s*([A-Za-z_][\w.]*)@(\([^)]*\)|[\w.]+)\s*", text):
+    for match in re.finditer(r"\s*([A-Za-z_][\w.]*)@(\([^)]*\)|[\w.]+)(?:\{[^{}]*\})?\s*", text):
         if match.start() != position:
             break
         position = match.end()
@@ -88,6 +91,26 @@ def parse_choices(text: str, mesh: Mesh) -> dict[str, str]:
     if position != len(text.rstrip()) and position != len(text):
         raise NotationError(caret(text, position, "a strategy reads m@dp n@tp"))
     return choices
+
+
+def parse_cuts(text: str) -> dict[str, tuple[int, ...]]:
+    """``"v@tp{10,20,30,4} n@dp"`` -> ``{"v": (10, 20, 30, 4)}``. Raises NotationError or LayoutError."""
+    cuts: dict[str, tuple[int, ...]] = {}
+    for match in re.finditer(r"([\w.]+)@(?:\([^)]*\)|[\w.]+)\{([^{}]*)\}", text):
+        name, inner = match.groups()
+        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", inner):
+            raise NotationError(caret(text, match.start(2), "an uneven split reads v@tp{10,20,30,4}"))
+        if is_rest("P0" if name == "P" else name):
+            raise LayoutError(f"{name} is no factor: only a factor can be split unevenly ({text!r})")
+        if name in cuts:
+            raise LayoutError(f"factor {name} is split unevenly twice in {text!r}")
+        cuts[name] = tuple(map(int, inner.split(",")))
+    return cuts
+
+
+def named_factors(text: str) -> set[str]:
+    """The factors and states that a strategy's text names."""
+    return {word.partition("@")[0] for word in re.sub(r"\{[^{}]*\}", "", text).split()}
 
 
 def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
@@ -110,6 +133,34 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
             raise LayoutError(f"mesh axis {axis} is used twice")
         if state != "R" and int(state[1:]) >= len(rule.linear):
             raise LayoutError(f"a partial sum does not pass through {rule}: not linear ({state}@{axis})")
+    lowers = any(known[name].kind == "lowered" for name, axes in strategy.factors if axes)
+    for name, lengths in strategy.cuts:
+        if name not in known:
+            raise LayoutError(f"the operator has no undivided factor {name!r}, so it can not be split by hand: {rule}")
+        factor, axes = known[name], strategy.axes_of.get(name, ())
+        if factor.kind not in ("sum", "parallel") or rule.windows or lowers:
+            raise LayoutError(f"factor {name} of {rule} can only be split evenly")
+        if len(lengths) != mesh.size_of(axes):
+            raise LayoutError(
+                f"{len(lengths)} lengths {_listed(lengths)} for factor {name}, which is split over "
+                f"{mesh.size_of(axes)} devices ({mesh.format_axes(axes)})"
+            )
+        if sum(lengths) != factor.size:
+            added = " + ".join(map(str, lengths))
+            raise LayoutError(f"factor {name} has size {factor.size}, its parts make {added} = {sum(lengths)}")
+
+
+def _listed(lengths: tuple[int, ...]) -> str:
+    return "{" + ",".join(map(str, lengths)) + "}"
+
+
+def piece_of(strategy: Strategy, name: str, size: int, index: int, count: int) -> tuple[int, int]:
+    """(offset, length) of a factor's part on the ``index``-th of the ``count`` devices along its axes."""
+    lengths = dict(strategy.cuts).get(name)
+    if lengths is not None:
+        return sum(lengths[:index]), lengths[index]
+    start = index * size // count
+    return start, (index + 1) * size // count - start
 
 
 @dataclass(frozen=True)
@@ -132,6 +183,8 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
         )
         own = {axis: s for axis, s in states.items() if s != "I" and strategy.choice_of.get(axis) not in present}
         plain = Layout(mesh, atoms, tuple(sorted(own.items(), key=lambda item: mesh.order[item[0]])))
+        if strategy.cuts:
+            plain = _cut(dims, plain, strategy)
         return _windowed(rule, dims, plain, strategy) if rule.windows else plain
 
     operands = []
@@ -147,6 +200,19 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
         states |= {axis: "R" if state == "R" else "P" for axis, state in strategy.rest}
         results.append(layout(dims, states))
     return Applied(tuple(operands), tuple(results))
+
+
+def _cut(dims: Dims, plain: Layout, strategy: Strategy) -> Layout:
+    """The layout with the parts of factors that are split by hand."""
+    cuts = dict(strategy.cuts)
+    windows = []
+    for d, dim in enumerate(dims):
+        for i, factor in enumerate(dim):
+            if factor in cuts:
+                size, count = plain.dims[d][i].size, len(cuts[factor])
+                even = tuple((n + 1) * size // count - n * size // count for n in range(count))
+                windows += [Windows.of_lengths(d, i, cuts[factor])] if cuts[factor] != even else []
+    return replace(plain, windows=tuple(windows))
 
 
 def _windowed(rule: OpRule, dims: Dims, plain: Layout, strategy: Strategy) -> Layout:

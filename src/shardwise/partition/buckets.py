@@ -121,8 +121,8 @@ def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collect
 
 
 def _cuts_windows(conversion: Conversion) -> bool:
-    """Halos are small and few: they travel by themselves."""
-    return any(move.cut is not None for move in conversion.moves)
+    """Halos are small and few: they travel by themselves; so do rows that were split by hand."""
+    return any(move.cut is not None or move.reverse is not None for move in conversion.moves)
 
 
 def _is_one_message(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:

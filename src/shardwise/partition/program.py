@@ -14,7 +14,7 @@ import torch
 from shardwise.graph.ir import Arg, Op, Ref, map_refs, refs
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.strategy import Strategy
+from shardwise.layouts.strategy import Strategy, piece_of
 from shardwise.partition.buckets import Bucket
 from shardwise.partition.spmd import Spmd, conversions_of
 from shardwise.partition.steps import Conversion, Step
@@ -80,8 +80,7 @@ def factor_pieces(
         for axis in axes:
             count *= mesh.sizes[axis]
             index = index * mesh.sizes[axis] + coordinates[axis]
-        start = index * factor.size // count
-        piece = Piece(factor.size, start, (index + 1) * factor.size // count - start)
+        piece = Piece(factor.size, *piece_of(strategy, factor.name, factor.size, index, count))
         found.setdefault(base_name(factor.name), []).append(piece)
     return {name: tuple(pieces) for name, pieces in found.items()}
 

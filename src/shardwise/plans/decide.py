@@ -21,7 +21,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
-from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, parse_choices
+from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, named_factors, parse_choices, parse_cuts
 from shardwise.layouts.text import format_dtype, parse_dtype, parse_layout
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.printing import format_bytes
@@ -31,6 +31,7 @@ from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.auto import Prediction, Search, cost_graph, searched, separate_axes
 from shardwise.search.cost_graph import CostGraph, held_by
+from shardwise.search.cuts import stored_as_cut, with_cuts
 from shardwise.search.domains import PriceFragment
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.modes import Choice, Choices, choose, follows, spread_axes
@@ -69,7 +70,14 @@ def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: st
     """Complete what the user annotated, in the given mode."""
     rules, factored = _ruled(graph, annotations := tuple(annotations))
     fixed = _fixed(graph, rules, factored, annotations, mesh)
-    return factored, choose(graph, factored, mesh, mode, fixed)
+    choice = choose(graph, factored, mesh, mode, fixed)
+    cuts = {
+        op.name: parse_cuts(annotation.strategy)
+        for annotation in annotations
+        if isinstance(annotation.strategy, str) and parse_cuts(annotation.strategy)
+        for op in _subjects(graph, factored, annotation)
+    }
+    return factored, stored_as_cut(with_cuts(choice, cuts, graph, factored.rules, mesh), graph, factored.rules, mesh)
 
 
 def _ruled(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
@@ -88,7 +96,7 @@ def _ruled(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str,
 
 def _variant(rule: OpRule, strategy: str) -> OpRule:
     """The variant of a rule that has the factors of a strategy's text; the rule itself if none is named."""
-    named = {base_name(word.partition("@")[0]) for word in strategy.split()}
+    named = set(map(base_name, named_factors(strategy)))
     return next((variant for name, variant in rule.variants if name in named), rule)
 
 
@@ -120,6 +128,7 @@ def decide_by_price(
     a device has). ``simulate``: settles what does not add up (``plans.ranking``). Raises PlanError when nothing
     fits."""
     rules, factored = _ruled(graph, annotations := tuple(annotations))
+    _refuse_cuts(annotations, search)
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     searches: list[Search] = []
     least: tuple[float, CostGraph, list[int]] | None = None
@@ -148,6 +157,20 @@ def decide_by_price(
     )
     pricing = PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
     return Decided(best.mesh, factored, best.choice(), pricing, chosen.prediction, best)
+
+
+def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
+    for annotation in annotations:
+        if isinstance(annotation.strategy, str) and parse_cuts(annotation.strategy):
+            raise LayoutError(
+                problem(
+                    f"search={search!r} prices even splits only, and {annotation.strategy!r} says how many indices "
+                    "each device has",
+                    op=annotation.scope,
+                    source=annotation.source,
+                    fix='plan with search="sharding_propagation", or leave out the braces',
+                )
+            )
 
 
 def _first_that_fits(
@@ -300,7 +323,7 @@ def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[
         return []
     working = [op for op in inside if not follows(op, factored) and not _is_split_off(op, inside, graph)] or inside
     if isinstance(annotation.strategy, str) and len(working) > 1:
-        names = {word.partition("@")[0] for word in annotation.strategy.split()}
+        names = named_factors(annotation.strategy)
         working = [op for op in working if names <= _factor_names(factored.rules[op.name])] or working
     if len({(op.target, _owners(op, graph, factored) or op.name) for op in working}) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
@@ -377,7 +400,28 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
         if source.kind != "constant"
     }
     choice = choose(graph, factored, plan.mesh, "auto", fixed, storage=storage)
+    cuts = {name: parse_cuts(plan.strategies[name]) for name in fixed if parse_cuts(plan.strategies[name])}
+    choice = _stored_as_planned(with_cuts(choice, cuts, graph, factored.rules, plan.mesh), plan, graph)
     return factored, replace(choice, shared=_shared(plan, graph), router=_router(plan, graph, factored))
+
+
+def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
+    """The choice with the uneven splits in which the plan keeps parameters and buffers."""
+    sources = dict(choice.sources)
+    for source in graph.sources:
+        planned = plan.layouts.get(source.names[0])
+        if planned is None or not planned.windows:
+            continue
+        own = sources[source.value]
+        if any(own.dims[cut.dim] != planned.dims[cut.dim] for cut in planned.windows):
+            raise PlanError(
+                problem(
+                    f"{source.names[0]} is kept as {planned}, but the model divides it as {own}",
+                    fix="split a dim by hand only where no view divides it",
+                )
+            )
+        sources[source.value] = replace(own, windows=planned.windows)
+    return replace(choice, sources=sources)
 
 
 def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
@@ -416,7 +460,7 @@ def value_name(value: str, graph: Graph) -> str:
 def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, str]:
     """All axes of a strategy's text: those not named are invariant. Raises unless the rule allows it."""
     choices = parse_choices(text, mesh)
-    check_strategy(rule, Strategy.of(choices), mesh)
+    check_strategy(rule, replace(Strategy.of(choices), cuts=tuple(parse_cuts(text).items())), mesh)
     for axis, choice in choices.items():
         if not is_rest(choice) and rule.factor(choice).size < 2:
             raise LayoutError(f"factor {choice} has size {rule.factor(choice).size}: nothing to split over {axis}")

@@ -20,7 +20,7 @@ from typing import Any
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.strategy import parse_choices
+from shardwise.layouts.strategy import parse_choices, parse_cuts
 from shardwise.layouts.text import parse_layout
 from shardwise.plans.difference import Difference, difference
 from shardwise.plans.explain import Explanation, Ranking, WhatIf, explain, top, what_if, write_cost_graph
@@ -253,6 +253,7 @@ class Plan:
         for operator in self.operators:
             try:
                 parse_choices(operator.strategy, self.mesh)
+                parse_cuts(operator.strategy)
             except ShardwiseError as error:
                 faults.append(
                     problem(str(error), op=operator.name, source=operator.source, fix=f"the rule is {operator.rule}")
@@ -299,6 +300,9 @@ def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
         return f"layout {entry.layout!r}: {error}"
     if layout.shape != entry.shape:
         return f"layout {entry.layout} has shape {list(layout.shape)}, the tensor {list(entry.shape)}"
+    if any(kind == "input" or not cut.tile(layout.dims[cut.dim][cut.atom].size) for cut in layout.windows):
+        whose = "inputs are split evenly" if kind == "input" else "the parts of a tensor follow one another"
+        return f"{entry.layout}: {whose}, and every row is on one device"
     if any(state != "I" for _, state in layout.states):
         return f"{entry.layout}: {kind}s are sharded or whole (invariant), never replicated or partial"
     return ""

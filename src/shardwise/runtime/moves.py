@@ -58,6 +58,8 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     In forward a tensor goes from ``move.source`` to ``move.target``; in backward the cotangent goes from the layout of
     the target to that of the source.
     """
+    if move.reverse is not None:
+        return local_move(move.reverse, coordinates, backward=not backward)
     primitive = move.entry.backward if backward else move.entry.forward
     before, after = (move.target, move.source) if backward else (move.source, move.target)
     shape = after.local_shape(coordinates)

@@ -8,7 +8,7 @@ from shardwise.costs.prices import Prices
 from shardwise.graph.ir import Value
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import Layout, common_atoms
-from shardwise.layouts.redistribute import before_windows, redistribute, window_moves
+from shardwise.layouts.redistribute import redistribute, through_windows
 from shardwise.layouts.routes import Axes, Routes, Tensor
 
 Atoms = tuple[tuple[int, ...], ...]
@@ -46,9 +46,8 @@ class Router:
 
     def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The moves that turn ``source`` into ``target``."""
-        if target.windows:
-            current = before_windows(source, target, value.requires_grad)
-            return self(value, source, current) + window_moves(current, target)
+        if source.windows or target.windows:
+            return through_windows(source, target, value.requires_grad, lambda *ends: self(value, *ends))
         if source.canonical() == target.canonical():
             return ()
         atoms = self.atoms.get(value.name) or _common(source, target)

@@ -1,0 +1,52 @@
+"""Splits by hand: ``"v@tp{10,20,30,4}"`` gives the first device along tp ten rows, the second twenty.
+
+Which axes split which factor is decided as if all splits were even; how many indices each device has is added to that
+decision, and parameters are then stored as the operators that split them by hand need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardwise.errors import LayoutError, problem
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import apply_strategy, check_strategy
+from shardwise.rules.rule import OpRule
+from shardwise.search.modes import Choice
+from shardwise.search.wishes import splittable
+
+# Operator -> factor -> its indices on each device.
+Cuts = Mapping[str, Mapping[str, tuple[int, ...]]]
+
+
+def with_cuts(choice: Choice, cuts: Cuts, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
+    """The choice with factors split by hand. Raises LayoutError naming the operator where that is not possible."""
+    strategies = dict(choice.strategies)
+    for name, own in cuts.items():
+        strategies[name] = replace(strategies[name], cuts=tuple(sorted(own.items())))
+        try:
+            check_strategy(rules[name], strategies[name], mesh)
+        except LayoutError as error:
+            op = graph.op_by_name[name]
+            text = problem(str(error), op=name, source=op.source, fix=splittable(rules[name]))
+            raise LayoutError(text) from error
+    return replace(choice, strategies=strategies)
+
+
+def stored_as_cut(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
+    """The choice with parameters stored as their first consumer with a split by hand needs them, over the axes that
+    they are stored over anyway."""
+    sources = dict(choice.sources)
+    for op in graph.ops:
+        strategy = choice.strategies[op.name]
+        if not strategy.cuts:
+            continue
+        for value, need in zip(op.operands, apply_strategy(rules[op.name], strategy, mesh).operands, strict=True):
+            source = graph.source_of.get(value)
+            if source is not None and source.kind == "parameter" and not sources[value].windows:
+                own = sources[value]
+                windows = tuple(cut for cut in need.windows if own.dims[cut.dim] == need.dims[cut.dim])
+                sources[value] = replace(own, windows=windows)
+    return replace(choice, sources=sources)
