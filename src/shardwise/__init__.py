@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.api import plan
+    from shardwise.api import compare, plan
     from shardwise.costs.cluster import Cluster
     from shardwise.errors import (
         CaptureError,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "shardwise.api": ("plan",),
+    "shardwise.api": ("compare", "plan"),
     "shardwise.costs.cluster": ("Cluster",),
     "shardwise.errors": (
         "CaptureError",
@@ -100,6 +100,7 @@ __all__ = [
     "UnsplitWarning",
     "check_rule",
     "clip_grad_norm",
+    "compare",
     "constrain",
     "deferred",
     "elementwise_optimizer",

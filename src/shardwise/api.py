@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
 from shardwise.plans.decide import bind, decide, decide_by_price, value_name
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
+from shardwise.report.comparison import Compared, Comparison
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import PRICED_SEARCHES, Search, candidate_meshes
 from shardwise.search.modes import MODES, Choice
@@ -116,6 +118,52 @@ def plan(
     spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
     plan = _plan_of(captured.graph, found.factored.rules, found.choice, spmd, settings)
     return replace(plan, pricing=found.pricing, prediction=found.prediction, found=found.search)
+
+
+def compare(
+    module: torch.nn.Module,
+    example_inputs: Any,
+    cluster: Cluster | int,
+    *,
+    searches: Sequence[str] = SEARCHES,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: str = "adamw",
+    precision: Precision | None = None,
+    mesh: Mesh | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Plans of several searches side by side: how long each takes, and a simulated step of what it found, at the same
+    prices. ``settings`` and all others: those of ``sw.plan``. A search that finds nothing that fits has a row that says
+    so; whatever else is wrong raises as ``sw.plan`` does."""
+    cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
+    args, named = call_arguments(example_inputs, kwargs)
+    captured = capture(module, args, named, loss=loss, strategies=settings.get("strategies"))
+    footprints, rows = Footprints(), []
+    for search in searches:
+        start = time.perf_counter()
+        try:
+            found = plan(
+                module,
+                example_inputs,
+                cluster,
+                kwargs=kwargs,
+                loss=loss,
+                optimizer=optimizer,
+                precision=precision,
+                search=search,
+                mesh=mesh,
+                **settings,
+            )
+        except PlanError as error:
+            rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
+            continue
+        seconds = time.perf_counter() - start
+        factored, choice = bind(found, captured.graph, training=module.training)
+        prices = Prices(Links(cluster, found.mesh), optimizer, precision or Precision())
+        spmd = _spmd(captured.graph, factored, choice, found.mesh, found.bucket_bytes)
+        rows.append(Compared(search, seconds, found, simulate(spmd, prices, footprints)))
+    return Comparison(tuple(rows))
 
 
 def step_memory(

@@ -4,6 +4,7 @@ and the price of the program that is emitted."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 from torch import nn
 
 import shardwise as sw
-from shardwise.costs.cluster import Cluster
+from programs.building import STEPS, Builder, aten
+from shardwise.costs.cluster import Cluster, Device, Level
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
+from shardwise.costs.units import Figures
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.layouts.routes import Axes, Floats
@@ -34,9 +37,7 @@ def cost_of(graph: Graph, mesh: sw.Mesh, cluster: Cluster | None = None, fixed: 
     return cost_graph(graph, factored, fixed or {}, Axes.of(mesh), Prices(links), Fragments)
 
 
-def cost_of_model(
-    model: nn.Module, inputs: dict[str, Any], mesh: sw.Mesh, cluster: Cluster | None = None
-) -> CostGraph:
+def cost_of_model(model: nn.Module, inputs: dict[str, Any], mesh: sw.Mesh, cluster: Cluster | None = None) -> CostGraph:
     return cost_of(capture(model, (), inputs).graph, mesh, cluster)
 
 
@@ -119,6 +120,35 @@ def emitted_price(search: Search, assignment: list[int] | None = None) -> Progra
     return price_program(spmd, domains.prices, free)
 
 
+def priced_twice(cost: CostGraph, assignment: Sequence[int]) -> bool:
+    """Whether operators take a value in the same layout, which is not the shared one: each of them is charged for the
+    conversion, which the program makes once."""
+    domains, folded = cost.domains, {view.op for view in cost.folded}
+    for (kind, name), shared in cost.number.items():
+        if kind != "shared":
+            continue
+        seen = [int(cost.nodes[shared][assignment[shared]])]
+        for op in dict.fromkeys(domains.graph.consumers[name]):
+            if op.name in folded or ("operator", op.name) not in cost.number:
+                continue
+            variable = cost.number["operator", op.name]
+            operands = zip(cost.domain_of[variable].operands, op.operands, strict=True)
+            nodes = {int(own[assignment[variable]]) for own, operand in operands if operand == name and own is not None}
+            if nodes & set(seen[1:]) - {seen[0]}:
+                return True
+            seen.extend(nodes)
+    return False
+
+
+def lowers(cost: CostGraph, assignment: Sequence[int]) -> bool:
+    """Whether some strategy lowers its operator: its operands may go straight to where the lowering wants them."""
+    for variable, domain in cost.domain_of.items():
+        rule = cost.domains.rules[cost.variables[variable].name]
+        if any(f.name in domain.choices[assignment[variable]] for f in rule.factors if f.kind == "lowered"):
+            return True
+    return False
+
+
 def random_problem(seed: int, *, widest: int = 3) -> Problem:
     """One to six variables of one to four values, tables over up to ``widest`` of them, some entries infinite."""
     rng = np.random.default_rng(seed)
@@ -139,3 +169,35 @@ def all_values(problem: Problem) -> Table:
     for assignment in product(*map(range, problem.sizes)):
         found[assignment] = problem.value(assignment)
     return found
+
+
+def small_program(seed: int) -> Graph:
+    """One to three random operators over one or two parameters, and a loss."""
+    b = Builder(seed)
+    x = b.parameter(*(b.rng.choice((2, 3, 4, 6)) for _ in range(b.rng.randint(1, 2))))
+    pool = [x]
+    for _ in range(b.rng.randint(1, 3)):
+        made = [tensor for tensor in b.rng.choice(STEPS)(b, b.rng.choice(pool[-2:]), pool) if tensor.numel() <= 3000]
+        pool.extend(tensor for tensor in made if all(tensor is not other for other in pool))
+    loss = b.call(aten.sum.default, pool[-1])
+    graph = b.finish((loss,), loss).graph
+    used = tuple(source for source in graph.sources if graph.consumers[source.value])
+    unused = {source.value for source in graph.sources} - {source.value for source in used}
+    return replace(graph, sources=used, values=tuple(value for value in graph.values if value.name not in unused))
+
+
+def small_cost(seed: int, most: int) -> CostGraph | None:
+    """The cost graph of a small random program on the largest of some meshes on which it has at most ``most``
+    assignments (and more than one), on devices that are slow or fast beside their links; None: there is none."""
+    graph = small_program(seed)
+    for mesh in (sw.Mesh(a=2, b=3), sw.Mesh(a=2, b=2), sw.Mesh(a=3), sw.Mesh(a=2)):
+        cost = cost_of(graph, mesh, cluster_of(seed, mesh.num_devices))
+        if 1 < num_assignments(cost) <= most:
+            return cost
+    return None
+
+
+def cluster_of(seed: int, num_devices: int) -> Cluster:
+    """A cluster whose latencies are small, so that bytes and FLOPs decide, and whose links are slower or faster."""
+    device = Device("test", Figures({"f64": 1e9, "f32": 1e9}), 1e12, 1e7, 1e-7 if seed % 2 else 0.0)
+    return Cluster("test", device, (Level("node", num_devices, (1e6, 1e7, 1e8)[seed % 3], 1e-7),))

@@ -4,7 +4,8 @@ The specification's ``recursive_programming`` halves the devices again and again
 the heaviest to the lightest, take the cut that is cheapest by itself and beside the neighbours that have been cut
 already; those that have not been are taken to split the level in the way that suits best. Here a level is a mesh axis
 of any size (one prime factor, where the mesh has an axis for each), and the prices are those of the exact search: a
-strategy is that of the levels before with one more axis split, repeated or deferred.
+strategy is that of the levels before with one more axis split, repeated or deferred. A level that makes the step
+slower is left alone.
 
 Nothing is proven about the result.
 """
@@ -16,8 +17,9 @@ import numpy as np
 from shardwise.layouts.routes import Floats, Ints
 from shardwise.layouts.strategy import is_rest
 from shardwise.search.cost_graph import BYTES, CostGraph, Weights
+from shardwise.search.domains import Domain
 from shardwise.search.dynamic_programming import TIE, DoesNotFit, Outcome
-from shardwise.search.elimination import Problem, Scope, restricted, solve
+from shardwise.search.elimination import Problem, Scope, Solution, restricted, solve
 
 # Seconds per byte that are tried where a plan does not fit: from a byte that takes as long as to write it on a fast
 # device to one that outweighs everything.
@@ -47,7 +49,7 @@ class _Levels:
 
     def __init__(self, cost: CostGraph, problem: Problem) -> None:
         self.cost, self.problem = cost, problem
-        self.chosen: dict[int, int] = {}
+        self.chosen = {variable: self._least_split(domain) for variable, domain in cost.domain_of.items()}
         self.decided: set[int] = set()
         self.splits: dict[int, Ints] = {}
         self._known: dict[tuple[int, int, tuple[str, ...]], tuple[Ints, Ints]] = {}
@@ -58,7 +60,9 @@ class _Levels:
 
     def run(self) -> list[int]:
         """A complete assignment."""
+        best = self._completed()
         for level in range(len(self.cost.domains.axes.groups)):
+            before = dict(self.chosen)
             order = self._heaviest_first()
             options = {variable: self._options(variable, level) for variable in order}
             self.splits = {variable: own for variable, (_, own) in options.items()}
@@ -67,9 +71,21 @@ class _Levels:
                 own, _ = options[variable]
                 self.chosen[variable] = int(own[self._price_of(variable, None)[own].argmin()])
                 self.decided.add(variable)
-        if not self.cost.domains.axes.groups:
-            self.chosen = dict.fromkeys(self.cost.domain_of, 0)
-        return solve(restricted(self.problem, self.chosen)).assignment
+            found = self._completed()
+            if found.value < best.value:
+                best = found
+            else:  # the level does not pay: all devices on it do the same
+                self.chosen = before
+        return best.assignment
+
+    def _completed(self) -> Solution:
+        """The strategies chosen, with the best layouts between them."""
+        return solve(restricted(self.problem, self.chosen))
+
+    @staticmethod
+    def _least_split(domain: Domain) -> int:
+        """The strategy that repeats the work on all axes that the user left open."""
+        return min(range(len(domain)), key=lambda i: sum(choice != "I" for choice in domain.choices[i]))
 
     def _heaviest_first(self) -> list[int]:
         """Operators by their seconds on one device."""
@@ -81,7 +97,7 @@ class _Levels:
         that, where the user decided them), the axes before being as they are; and those among them that split it (all,
         if none does)."""
         domain = self.cost.domain_of[variable]
-        before = domain.choices[self.chosen[variable]][:level] if level else ()
+        before = domain.choices[self.chosen[variable]][:level]
         key = id(domain), level, before
         if key not in self._known:
             best: dict[str, tuple[int, int]] = {}

@@ -1,0 +1,87 @@
+"""Plans of several searches for one model side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.partition.simulate import SimulatedStep
+from shardwise.plans.plan import CollectiveEntry, Plan
+from shardwise.plans.printing import format_bytes, format_seconds
+
+WIDTH = 140
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The plan of one search, or why there is none (``error``). ``planning_seconds``: of ``sw.plan``, capture included;
+    ``step``: a simulated step of its program, priced in the same way for every search."""
+
+    search: str
+    planning_seconds: float
+    plan: Plan | None = None
+    step: SimulatedStep | None = None
+    error: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all messages of a step."""
+        return 0 if self.plan is None else sum(c.num_bytes for c in _collectives(self.plan))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Searches in the order in which they were asked for."""
+
+    rows: tuple[Compared, ...]
+
+    def __iter__(self) -> Iterator[Compared]:
+        return iter(self.rows)
+
+    def __getitem__(self, search: str) -> Compared:
+        return next(row for row in self.rows if row.search == search)
+
+    @property
+    def best(self) -> Compared | None:
+        """The row of the fastest simulated step."""
+        planned = [row for row in self.rows if row.step is not None]
+        return min(planned, key=lambda row: row.step.seconds if row.step else 0.0, default=None)
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for title in ("search", "planned in", "mesh", "predicted step", "compute", "exposed", "communication", "peak"):
+            table.add_column(title, justify="left" if title in ("search", "mesh") else "right", no_wrap=True)
+        table.add_column("gap", justify="right", no_wrap=True)
+        faults = []
+        for row in self.rows:
+            if row.plan is None or row.step is None:
+                table.add_row(row.search, format_seconds(row.planning_seconds), "no plan")
+                faults.append(f"{row.search}: {row.error}")
+                continue
+            step, gap = row.step, row.plan.optimality_gap
+            table.add_row(
+                row.search,
+                format_seconds(row.planning_seconds),
+                ", ".join(f"{name}={size}" for name, size in row.plan.mesh.axes),
+                format_seconds(step.seconds),
+                format_seconds(step.compute),
+                format_seconds(step.exposed),
+                f"{format_seconds(step.communication)}, {format_bytes(row.num_bytes)}",
+                format_bytes(step.peak_bytes),
+                "" if gap is None else f"{gap:.2%}",
+            )
+        console = Console(file=StringIO(), width=WIDTH, color_system=None)
+        console.print(table)
+        assert isinstance(console.file, StringIO)
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        return "\n".join([*(line for line in lines if line), *faults])
+
+
+def _collectives(plan: Plan) -> Iterator[CollectiveEntry]:
+    yield from plan.collectives()
+    yield from plan.collectives(backward=True)
