@@ -34,6 +34,7 @@ SHARDED = len(STATES)  # codes from here on: the atom that the axis shards
 # Seconds added to every step of a route, so that of equally dear routes the one of fewest steps is taken. Too small to
 # be seen in a price: the shortest message takes about 1e-6 s.
 STEP = 1e-15
+FEW = 8
 COLUMNS = 64  # targets that are relaxed together: a block of prices that stays in the cache
 
 
@@ -114,7 +115,8 @@ class Routes:
         if not self.positions:
             return np.full(len(split), whole, dtype=np.int64)
         sizes = np.array(self.sizes, dtype=np.int64)
-        return np.asarray(-(-sizes // split)).prod(axis=1) * (whole // prod(self.sizes))
+        rows: Ints = (-(-sizes // split)).prod(axis=1)
+        return rows * (whole // prod(self.sizes))
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -186,8 +188,12 @@ class Routes:
         return np.stack([self._prices[int(node)] for node in targets.tolist()], axis=1)
 
     def _relax(self, targets: list[int]) -> None:
-        """Bellman and Ford's relaxation of all edges, towards many targets at once."""
+        """Bellman and Ford's relaxation of all edges, towards many targets at once; towards a few one by one."""
         edges = self._edges
+        if len(targets) <= FEW:
+            for target in targets:
+                self._prices[target] = self._towards(target)
+            return
         for start in range(0, len(targets), COLUMNS):
             wanted = targets[start : start + COLUMNS]
             best = np.full((len(self.codes), len(wanted)), np.inf)
@@ -200,6 +206,19 @@ class Routes:
                     break
             for i, target in enumerate(wanted):
                 self._prices[target] = best[:, i]
+
+    def _towards(self, target: int) -> Floats:
+        """Seconds of the cheapest route from every node to one."""
+        edges = self._edges
+        best = np.full(len(self.codes), np.inf)
+        best[target] = 0.0
+        while len(edges.price):
+            through = np.minimum.reduceat(best[edges.targets] + edges.price, edges.starts)
+            improved = through < best[edges.sources]
+            if not improved.any():
+                break
+            best[edges.sources[improved]] = through[improved]
+        return best
 
     @cached_property
     def _edges(self) -> _Edges:

@@ -364,17 +364,12 @@ class Domains:
         outputs: Sequence[Value],
         shapes: tuple[tuple[tuple[int, ...], ...], ...],
     ) -> float:
-        """Bytes kept of a local call besides its operands."""
+        """Bytes kept of a local call besides its operands. What belongs to neither operands nor results (statistics of
+        a norm, probabilities of a cross entropy) has its part of the largest tensor."""
         own = float(sum(prod(shapes[1][i]) * self.prices.dtype(outputs[i]).itemsize for i in results))
         if other_bytes:
-            at = [replace(value, shape=shape) for value, shape in zip(values, shapes[0], strict=True)]
-            to = [replace(value, shape=shape) for value, shape in zip(outputs, shapes[1], strict=True)]
-            try:
-                own += saved_by(op, at, to).other_bytes
-            except (RuntimeError, ValueError):  # arguments that name whole sizes: in proportion to the result
-                whole = sum(value.numel for value in outputs)
-                part = sum(prod(shape) for shape in shapes[1])
-                own += other_bytes * part / max(whole, 1)
+            whole = max(value.numel for value in (*values, *outputs))
+            own += other_bytes * max(prod(shape) for side in shapes for shape in side) / max(whole, 1)
         return own
 
     def strategy(self, choices: Sequence[str]) -> Strategy:
