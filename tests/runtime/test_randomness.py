@@ -308,3 +308,24 @@ def test_a_distribution_that_checks_its_parameters_names_the_mend() -> None:
     module = Noise(lambda h: D.Normal(h, 1.0).rsample())
     with pytest.raises(sw.CaptureError, match="validate_args=False"):
         sw.plan(module, X.float(), 2)
+
+
+class Unused(nn.Module):
+    """Drops what nobody reads, between dropouts that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(self.fc(x), 0.5)
+        F.dropout(torch.exp(hidden), 0.5)
+        return F.dropout(hidden, 0.5).square().mean()
+
+
+def test_random_numbers_that_nobody_reads_are_drawn_on_one_device_too() -> None:
+    module = Unused()
+    plan = sw.plan(module, (torch.randn(8, 6),), 2, mesh=sw.Mesh(dp=2))
+    assert sw.verify(module, (torch.randn(8, 6),), plan).ok
+    graph = capture(module, (torch.randn(8, 6),)).graph
+    assert sum("dropout" in str(op.target) for op in graph.ops) == 2

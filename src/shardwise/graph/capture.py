@@ -226,7 +226,7 @@ def _to_graph(
 ) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...]]:
     """The finished graph, its constants, and the scope of every region ("" if it covers no operator)."""
     raw, constants, paths = _functional_graph(traced, module, input_names, examples)
-    graph = eliminate_dead_code(raw)
+    graph = eliminate_dead_code(raw, keep_random=True)
     verify_graph(graph)
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph = normalize(graph)
