@@ -33,14 +33,6 @@ LATER = {
     "ds-strategy-1": "issue 6: dataset_strategy",
     "ds-strategy-3": "issue 6: dataset_strategy",
     "prop-none": "issue 6: search_mode without a configured operator (here it is data parallelism)",
-    "gather-manual-1": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-2": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-3": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-4": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-5": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-6": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-7": "issue 6: add_prim_attr('manual_split')",
-    "gather-manual-10": "issue 6: add_prim_attr('manual_split')",
 }
 
 

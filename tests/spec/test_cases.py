@@ -279,6 +279,18 @@ def test_a_configured_operator_reaches_its_neighbours(case: dict[str, Any]) -> N
 # --------------------------------------------------------------------------------------------------- accept and refuse
 
 
+def by_hand(case: dict[str, Any]) -> tuple[nn.Module, sw.Mesh]:
+    """A lookup in a table whose rows are split by hand over r, its columns and the last dim of the indices evenly."""
+    (rows, columns), split = case["strategy"][0], ",".join(map(str, case["manual_split"]))
+    mesh = sw.Mesh(r=rows, c=columns, rest=case["device_num"] // (rows * columns))
+    function, tensors = call_of(case)
+    if case.get("axis"):
+        ids = torch.arange(8) * 5 % 8
+        return Called(lambda x, i: x.index_select(1, i), [tensors[0], ids], f"v@r{{{split}}}"), mesh
+    fields = "8@r" if case["strategy"][1][1] == rows else "8"
+    return Called(function, tensors, f"v@r{{{split}}} e@c", f"[8, {fields}, 8@c]"), mesh
+
+
 @of_kind("accept")
 def test_what_the_reference_compiles_equals_one_device(case: dict[str, Any]) -> None:
     if case["id"] == "mm-outstrategy":
@@ -287,6 +299,15 @@ def test_what_the_reference_compiles_equals_one_device(case: dict[str, Any]) -> 
             module = Called(torch.matmul, [randn(8, 12), randn(12, 6)], ((a, b), (b, c)), out)
             plan, _ = checked(module, (), a * b * c)
             assert next(f"{e.kind}@{e.axes}" for c in plan.conversions for e in c.forward) == f"{kind}@x.1"
+        return
+    if "manual_split" in case:
+        module, mesh = by_hand(case)
+        plan, _ = checked(module, (), case["device_num"], mesh=mesh)
+        layout = plan.layouts["p0"]
+        held = [layout.local_shape(mesh.coordinates(rank))[0] for rank in range(mesh.num_devices)]
+        assert tuple(held[:: mesh.num_devices // case["strategy"][0][0]]) == tuple(case["manual_split"])
+        assert held[case.get("rank", 0)] == {"gather-manual-3": 30}.get(case["id"], held[0])  # rank 17: the third part
+        assert not any(c.value == "p0" for c in plan.conversions)  # the table stays as it is stored
         return
     function, tensors = call_of(case)
     split = tuple(map(tuple, case["strategy"]))
@@ -337,6 +358,17 @@ def test_what_is_wrong_is_refused_and_what_is_right_is_exact(case: dict[str, Any
         module = Chain(case["src"], [(lambda y: sw.constrain(y, f"[{', '.join(names)}]"), None),
                                      (lambda y: y.reshape(case["dst"]).exp(), None)])  # fmt: skip
         checked(module, (torch.rand(case["src"]),), 8, mesh=mesh)
+    elif name in ("gather-manual-4", "gather-manual-7"):  # other dims, and repeated work
+        module, mesh = by_hand(case)
+        checked(module, (), case["device_num"], mesh=mesh)
+    elif name == "gather-manual-10":  # an uneven split without the axes that split
+        module = Called(*call_of(case), "v{4,4}")
+        with pytest.raises(sw.ShardwiseError, match="a strategy reads"):
+            sw.plan(module, (), case["device_num"])
+    elif "manual_split" in case:  # two lengths for four devices
+        module, mesh = by_hand(case)
+        with pytest.raises(sw.ShardwiseError, match=r"2 lengths \{4,4\} for factor v, which is split over 4 devices"):
+            sw.plan(module, (), case["device_num"], mesh=mesh)
     elif name in ACCEPTED:
         devices, split = ACCEPTED[name]
         function, tensors = call_of(case)

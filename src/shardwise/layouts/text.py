@@ -95,6 +95,13 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
             states[axis] = state
     ordered = tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]]))
     layout = Layout(mesh, tuple(dims), ordered, tuple(windows))
+    for own in windows:
+        atom = dims[own.dim][own.atom]
+        if len(own.ranges) != mesh.size_of(atom.axes):
+            raise LayoutError(
+                f"{len(own.ranges)} windows for {atom.size}@{mesh.format_axes(atom.axes)} in {text!r}: split over "
+                f"{mesh.size_of(atom.axes)} devices"
+            )
     used = [axis for dim in dims for atom in dim for axis in atom.axes] + list(states)
     twice = sorted({axis for axis in used if used.count(axis) > 1})
     if twice:

@@ -314,7 +314,7 @@ def _alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], .
 
 def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[Op]:
     """The operator that an annotation speaks of: the one in its scope that does the work; several if they are the same
-    operator on parameters of the same module.
+    operator on parameters of the same module. Of several that have the factors of a text, those that read parameters.
 
     Views, casts and the sum with a bias that normalisation split off are not counted.
     """
@@ -325,6 +325,7 @@ def _subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[
     if isinstance(annotation.strategy, str) and len(working) > 1:
         names = named_factors(annotation.strategy)
         working = [op for op in working if names <= _factor_names(factored.rules[op.name])] or working
+        working = [op for op in working if _owners(op, graph, factored)] or working
     if len({(op.target, _owners(op, graph, factored) or op.name) for op in working}) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
         raise LayoutError(
