@@ -7,9 +7,11 @@
 #   make operators  docs/operators.md, written from the rule tables
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
+#   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
+#   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
 #   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
@@ -20,7 +22,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test operators zoo zoo-breadth bench-step bench-redistribution bench-planning bench-collectives sweep sweep-redistribution lint install format clean openmpi
+.PHONY: demo test operators zoo zoo-breadth bench-step bench-redistribution bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -60,11 +62,17 @@ bench-collectives: install
 zoo-breadth: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m models.breadth $(ZOO_ARGS)
 
+bench-memory: install
+	$(BIN)/python benchmarks/step_memory.py $(BENCH_ARGS)
+
 bench-planning: install
 	$(BIN)/python benchmarks/planning.py $(BENCH_ARGS)
 
 sweep-redistribution: install
 	PYTHONPATH=tests $(BIN)/python -m layouts.sweep
+
+sweep-search: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m search.sweep $(SWEEP_ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

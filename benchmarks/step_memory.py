@@ -1,9 +1,9 @@
 """Memory of a training step on real gloo ranks beside what ``partition.memory`` predicts: ``make bench-memory``.
 
 Measured are the bytes of all tensors' storages in the third step (optimizer states exist): what is live before it, and
-the most that is live beyond that after any kernel of forward and backward, buffers of messages included. (Scratch memory
-inside a kernel is not seen. PyTorch's memory profiler would see it, but misses what gloo's threads free.) The update is
-not measured: optimizers work in place but for one tensor.
+the most that is live beyond that after any kernel of forward and backward, buffers of messages included. (Scratch
+memory inside a kernel is not seen. PyTorch's memory profiler would see it, but misses what gloo's threads free.) The
+update is not measured: optimizers work in place but for one tensor.
 """
 
 from __future__ import annotations
@@ -81,20 +81,21 @@ class Measured:
         return self.before + self.beyond
 
 
-def measure(module: nn.Module, inputs: Inputs, plan: sw.Plan) -> Measured:
-    """On this rank of the process group that is open."""
+def measure(module: nn.Module, inputs: Inputs | Mapping[str, torch.Tensor], plan: sw.Plan) -> Measured:
+    """On this rank of the process group that is open. ``inputs``: positional, or by name."""
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs, {})
     torch.set_num_threads(1)
     parallel = sw.parallelize(module, plan)
     optimizer = torch.optim.AdamW(parallel.parameters(), foreach=False)
     for _ in range(2):
-        parallel.step(*inputs)
+        parallel.step(*args, **kwargs)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     gc.collect()
-    before = storage_bytes([*parallel.parameters(), *parallel.buffers(), *inputs, *states(optimizer)])
+    before = storage_bytes([*parallel.parameters(), *parallel.buffers(), *args, *kwargs.values(), *states(optimizer)])
     dist.barrier()
     with LiveBytes() as live:
-        parallel.step(*inputs)
+        parallel.step(*args, **kwargs)
     dist.barrier()
     return Measured(before, live.peak)
 

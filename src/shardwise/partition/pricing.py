@@ -72,14 +72,31 @@ class Fragments:
         builder = Builder(small, mesh, layouts, self.router)
         for item in items:
             builder.add(item)
+        # Operands that an operator inside keeps; those that the whole operator keeps are counted where they come from.
+        whole = saved_by(op, *([self.graph.by_name[name] for name in side] for side in (op.operands, op.results)))
+        outside = {op.operands[i] for i in whole.operands}
         compute = exposed = kept = 0.0
         for step in builder.steps:
             if isinstance(step, Step):
                 compute += operator_seconds(step, small, prices)
-                kept += self._kept_bytes(step, small)
+                kept += self._kept_bytes(step, small) + self._kept_operands(op, step, small, outside)
             else:
                 exposed += conversion_seconds(step, small.by_name[step.origin], prices)
         return Fragment(tuple(builder.layouts[name] for name in op.results), compute, exposed, kept)
+
+    def _kept_operands(self, op: Op, step: Step, graph: Graph, counted: set[str]) -> float:
+        """Bytes of the operands of ``op`` that one operator inside its lowering keeps. Those in ``counted`` are counted
+        already; what this counts is added to them."""
+        inner = step.placed.op
+        values = [graph.by_name[name] for name in inner.operands]
+        saved = saved_by(inner, values, [graph.by_name[name] for name in inner.results])
+        total = 0.0
+        for i in saved.operands:
+            name = inner.operands[i]
+            if name in op.operands and name not in counted:
+                counted.add(name)
+                total += step.operand_layouts[i].max_local_numel * self.router.prices.dtype(values[i]).itemsize
+        return total
 
     def _kept_bytes(self, step: Step, graph: Graph) -> float:
         """Bytes that one operator inside a lowering keeps for backward, values of the lowering included."""

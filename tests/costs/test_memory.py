@@ -1,0 +1,240 @@
+"""Predicted memory of a training step: footprints of operators, real gloo ranks, and published formulas."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from models.tiny_models import TinyModel, bert, gpt2, llama, resnet, vit
+from shardwise.api import step_memory
+from shardwise.costs.footprints import Footprints, Form, LiveBytes, numbered
+from shardwise.graph.ir import Ref
+from shardwise.partition.memory import CATEGORIES, Memory
+
+aten = torch.ops.aten
+TOLERANCE = 0.05  # of the measured peak
+TINY = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "resnet": resnet}
+
+
+def form(*shape: int, requires_grad: bool = True) -> Form:
+    return Form.contiguous(shape, torch.float32, requires_grad)
+
+
+def footprint(target: Any, *forms: Form) -> tuple[Any, Any]:
+    names = [Ref(str(i)) for i in range(len(forms))]
+    call, _ = numbered(target, tuple(names), ())
+    known = Footprints()
+    forward = known.forward(call, forms)
+    given = tuple(Form.contiguous(own.form.shape, own.form.dtype, False) for own in forward.results)
+    return forward, known.backward(call, forms, given)
+
+
+def test_a_linear_layer_keeps_input_and_weight_and_makes_both_gradients() -> None:
+    forward, backward = footprint(aten.linear.default, form(32, 8), form(16, 8))
+    assert forward.saved == (("operand", 0), ("operand", 1))
+    assert forward.results[0].num_bytes == 32 * 16 * 4
+    assert [own.num_bytes for own in backward.cotangents] == [32 * 8 * 4, 16 * 8 * 4]
+
+
+def test_a_sum_keeps_nothing_and_passes_its_cotangent_to_both_operands() -> None:
+    forward, backward = footprint(aten.add.Tensor, form(4, 4), form(4, 4))
+    assert not forward.saved
+    assert [own.shares for own in backward.cotangents] == [("cotangent", 0)] * 2
+    assert backward.peak_bytes == 0
+
+
+def test_a_view_has_the_memory_of_its_operand() -> None:
+    call, _ = numbered(aten.transpose.int, (Ref("x"), 0, 1), ())
+    own = Footprints().forward(call, (form(4, 8),))
+    assert own.results[0].shares == ("operand", 0)
+    assert own.results[0].form.stride == (1, 8)
+    assert own.peak_bytes == 0
+
+
+def test_attention_keeps_no_scores() -> None:
+    call, _ = numbered(aten.scaled_dot_product_attention.default, (Ref("q"), Ref("k"), Ref("v"), None, 0.0, True), ())
+    own = Footprints().forward(call, (form(2, 4, 128, 16),) * 3)
+    assert own.saved_bytes == 2 * 4 * 128 * 4
+    assert ("result", 0) in own.saved
+
+
+def test_live_bytes_fall_when_tensors_go() -> None:
+    with LiveBytes() as live:
+        first = torch.zeros(100)
+        second = first + 1
+        del first
+        third = second.view(10, 10)
+        assert live.now == 400
+        del second, third
+    assert (live.now, live.peak) == (0, 800)
+
+
+# ---------------------------------------------------------------------------------------------------------- real ranks
+
+
+def _measured(text: str, name: str) -> tuple[int, int]:
+    """Live before a step, and the most beyond it, on this rank."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import step_memory as benchmark
+
+    model, inputs = _model(name)
+    found = benchmark.measure(model, inputs, sw.Plan.from_json(text))
+    return found.before, found.beyond
+
+
+def _model(name: str) -> tuple[nn.Module, Any]:
+    if name == "transformer":
+        sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+        import step_memory as benchmark
+
+        return benchmark.transformer()
+    torch.manual_seed(0)
+    tiny: TinyModel = TINY[name]()
+    return tiny.build(), tiny.inputs(8)
+
+
+def _largest_before_update(memory: Memory) -> int:
+    return max(peak.num_bytes for phase, peak in memory.peak_of.items() if phase != "update")
+
+
+# More of them in benchmarks/step_memory.py.
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
+    ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": {"blocks.*.up": "n@tp", "blocks.*.down": "k@tp"}}),
+    ("gpt2", 2, {"mode": "data_parallel"}),
+    ("resnet", 2, {"mode": "data_parallel"}),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "options"), CASES)
+def test_predicted_memory_is_that_of_real_ranks(name: str, ranks: int, options: dict[str, Any], run_ranks: Any) -> None:
+    model, inputs = _model(name)
+    kwargs = inputs if isinstance(inputs, dict) else None
+    args = () if kwargs else inputs
+    plan = sw.plan(model, args, ranks, kwargs=kwargs, **options)
+    predicted = _largest_before_update(step_memory(model, args, plan, kwargs=kwargs))
+    measured = max(map(sum, run_ranks(_measured, ranks, plan.to_json(), name)))
+    assert predicted == pytest.approx(measured, rel=TOLERANCE), f"predicted / measured {predicted / measured:.3f}"
+
+
+# ------------------------------------------------------------------------------------------------------------ the walk
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x))).square().mean()
+
+
+def memory_of_mlp(batch: int = 32, **options: Any) -> Memory:
+    model, inputs = Mlp(), (torch.empty(batch, 64, device="meta"),)
+    return step_memory(model, inputs, sw.plan(model, inputs, 4, **options))
+
+
+def test_what_is_there_before_the_step_is_counted_by_hand() -> None:
+    parts = memory_of_mlp(mode="stand_alone", optimizer="adamw").peak_of["forward"].parts
+    weights = 2 * 64 * 256 * 4
+    assert parts["parameters"] == weights
+    assert parts["optimizer states"] == 2 * weights
+    assert parts["inputs"] == 32 * 64 * 4
+    assert parts["gradients"] == 0
+
+
+def test_saved_values_are_counted_by_hand() -> None:
+    # relu keeps its result, which the second product keeps as well; the square keeps its operand; the input stays.
+    assert memory_of_mlp(mode="stand_alone").kept_bytes == 32 * 256 * 4 + 32 * 64 * 4
+
+
+def test_the_parts_of_a_peak_add_up() -> None:
+    for peak in memory_of_mlp(mode="data_parallel").peak_of.values():
+        assert sum(peak.parts.values()) == peak.num_bytes
+        assert set(peak.parts) == set(CATEGORIES)
+        assert min(peak.parts.values()) >= 0
+
+
+def test_all_gradients_are_there_for_the_update() -> None:
+    parts = memory_of_mlp(mode="data_parallel").peak_of["update"].parts
+    assert parts["gradients"] == 2 * 64 * 256 * 4
+    assert parts["saved"] == 0
+
+
+def test_a_larger_batch_moves_the_peak_and_names_the_operator() -> None:
+    small, large = memory_of_mlp(32, mode="data_parallel"), memory_of_mlp(4096, mode="data_parallel")
+    assert large.peak.num_bytes > small.peak.num_bytes
+    assert large.peak.phase in ("forward", "backward")
+    assert "/" in large.peak.op
+
+
+def test_sharded_storage_holds_its_part() -> None:
+    strategies = {"up": "n@tp", "down": "k@tp"}
+    parts = memory_of_mlp(mesh=sw.Mesh(tp=4), strategies=strategies).peak.parts
+    assert parts["parameters"] == 2 * 64 * 256 * 4 // 4
+
+
+# -------------------------------------------------------------------------------------------------- published formulas
+
+PUBLISHED = Path("/work/shared/data/published_runs.json")
+
+
+class Layer(nn.Module):
+    """A layer as Korthikanti et al. (2022) count it: attention with its scores kept, dropout left out."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.transpose(1, 2) for part in self.qkv(self.before(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
+        )
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().mean()
+
+
+def published_activations() -> list[Any]:
+    runs = json.loads(PUBLISHED.read_text()) if PUBLISHED.exists() else []
+    return [run for run in runs if run["family"] == "korthikanti2022_fig1_memory" and run["id"].endswith("22B-seqsel")]
+
+
+@pytest.mark.parametrize("run", published_activations(), ids=lambda run: run["id"])
+def test_kept_values_of_a_layer_are_the_published_ones(run: Any) -> None:
+    """With sequence parallelism Megatron keeps 34 s b h / t bytes of a layer whose scores are not kept (their section
+    4.2.2): inputs of the norms 4, of the products after them 4, masks of dropout 2, all else 24. This plan gathers the
+    inputs of those products and keeps them gathered, and the model has no dropout."""
+    arch, batch, length = run["arch"], run["micro_batch"], run["seq"]
+    with torch.device("meta"):
+        one, two = (Layers(n, arch["hidden"], arch["heads"]).to(torch.float16) for n in (1, 2))
+        x = torch.empty(batch, length, arch["hidden"], dtype=torch.float16)
+    strategies = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
+    kept = [
+        step_memory(model, (x,), sw.plan(model, (x,), 8, mesh=sw.Mesh(tp=8), strategies=strategies)).kept_bytes
+        for model in (one, two)
+    ]
+    unit = batch * length * arch["hidden"]
+    per_layer = (kept[1] - kept[0]) / unit
+    assert per_layer == pytest.approx((34 - 2 - 4) / 8 + 4, rel=0.01)
