@@ -1,0 +1,217 @@
+"""The searches by price: exact on small graphs, equal to the integer program on models, never beaten, honest about gap
+and price, and keeping what the user decided."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardwise as sw
+from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, check_search, tiny_cost
+from search.cost_graphs import climbed, cluster_of, cost_of_model, random_assignments, seconds_of, small_cost
+from search.small_models import Mlp, TwoProducts
+from shardwise.costs.cluster import Cluster
+from shardwise.layouts.strategy import parse_choices
+from shardwise.search import auto
+from shardwise.search.auto import PRICED_SEARCHES, WideWarning, searched
+from shardwise.search.cost_graph import BYTES, CostGraph, Weights
+from shardwise.search.dynamic_programming import DoesNotFit
+from shardwise.search.dynamic_programming import search as search_step
+from shardwise.search.elimination import Problem, Solution, restricted, solve
+from shardwise.search.ilp import solve_ilp
+
+
+def wide_llama(layers: int, mesh: sw.Mesh) -> CostGraph:
+    """Layers of Llama-3-8B on H100 nodes."""
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(64, 2048, dtype=torch.int64)
+    cluster = Cluster.load("h100-4x8").with_devices(mesh.num_devices)
+    return cost_of_model(model, {"input_ids": ids, "labels": ids}, mesh, cluster)
+
+
+# -- small graphs: all assignments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", range(0, 260, 65))
+def test_small_graphs_against_all_assignments(start):
+    tally = Tally()
+    for seed in range(start, start + 65):
+        check_search(seed, 2_000, tally)
+    assert tally.graphs >= 50
+    assert tally.optimal >= 0.95 * tally.searches, tally
+    assert tally.proven >= 0.6 * tally.searches, tally
+
+
+@pytest.mark.parametrize("search", ["ilp", "recursive_programming"])
+def test_the_other_searches_are_as_good_as_they_say_on_small_graphs(search):
+    for seed in range(40):
+        cost = small_cost(seed, 2_000)
+        if cost is None:
+            continue
+        exact, found = (searched(cost, name, None).outcome for name in ("dynamic_programming", search))
+        assert found.seconds >= exact.bound * (1 - 1e-9), seed
+        if search == "ilp":
+            assert found.bound == pytest.approx(exact.bound, rel=1e-9), seed
+        else:
+            assert found.bound == 0, "nothing is proven about a greedy search"
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_elimination_and_the_integer_program_agree_on_models(name):
+    cost = tiny_cost(name, sw.Mesh(x=4, y=2))
+    for weights in (Weights(), Weights(1.0, 1.0, 0.0, 1e-12), Weights(1.0, 0.5, 0.5, 1e-9)):
+        problem = cost.weighted(weights)
+        assert solve_ilp(problem).value == pytest.approx(solve(problem).value, rel=1e-9)
+
+
+def test_elimination_and_the_integer_program_agree_on_llama_at_its_real_width():
+    cost = wide_llama(2, sw.Mesh(node=4, gpu=8))
+    for weights in (Weights(), Weights(1.0, 0.3, 0.7), Weights(1.0, 1.0, 0.0, 1e-12)):
+        problem = cost.weighted(weights)
+        assert solve_ilp(problem).value == pytest.approx(solve(problem).value, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_random_assignment_and_no_hill_climbing_is_better(name):
+    cost = tiny_cost(name, sw.Mesh(x=4, y=2))
+    best = searched(cost, "dynamic_programming", None).outcome
+    at = np.array([cost.components(assignment) for assignment in random_assignments(cost, 300, 0)])
+    assert seconds_of(at).min() >= best.bound
+    for assignment in random_assignments(cost, 2, 1):
+        assert climbed(cost, assignment) >= best.bound * (1 - 1e-9)
+    assert best.gap <= 0.01
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*zip(TINY, (*MESHES, MESHES[0]), strict=True)], ids=str)
+def test_the_claimed_price_is_that_of_the_emitted_program(name, mesh):
+    cost = tiny_cost(name, mesh)
+    for search in ("dynamic_programming", "recursive_programming"):
+        found = searched(cost, search, None)
+        assert check_emitted(found, found.outcome.assignment, f"{name} {mesh} {search}") or search != PRICED_SEARCHES[0]
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+# make sweep-search runs all pairs.
+@pytest.mark.parametrize(
+    ("name", "search"),
+    [
+        ("gpt2", "dynamic_programming"),
+        ("vit", "dynamic_programming"),
+        ("bert", "ilp"),
+        ("resnet", "recursive_programming"),
+    ],
+)
+def test_plans_by_price_equal_one_device_and_perform_what_was_claimed(name, search):
+    check_plan(name, search, sw.Mesh(x=2, y=2))
+
+
+@pytest.mark.parametrize("search", PRICED_SEARCHES)
+def test_what_the_user_decided_is_kept_by_every_search(search):
+    model, x = Mlp(16, 32), torch.randn(16, 16)
+    strategies = {"up": "n@y", "down": "k@y m@x"}
+    plan = sw.plan(model, (x,), cluster_of(0, 4), mesh=sw.Mesh(x=2, y=2), search=search, strategies=strategies)
+    assert parse_choices(plan.strategies["up/linear"], plan.mesh)["y"] == "n", "and x is the search's"
+    assert parse_choices(plan.strategies["down/linear"], plan.mesh) == {"x": "m", "y": "k"}
+    assert sw.verify(model, (x,), plan).ok
+    called = TwoProducts(first=sw.shard(torch.matmul, ((2, 2), (2, 1))))
+    plan = sw.plan(called, (torch.randn(16, 32),), cluster_of(0, 4), mesh=sw.Mesh(x=2, y=2), search=search)
+    assert parse_choices(plan.strategies["/matmul"], plan.mesh) == {"x": "m", "y": "k"}
+    assert sw.verify(called, (torch.randn(16, 32),), plan).ok
+
+
+# -- graphs that are too wide ------------------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """Every block takes the results of all blocks before it."""
+
+    def __init__(self, blocks: int = 4, width: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for block in self.blocks:
+            found.append(torch.tanh(block(sum(found, torch.zeros(())))))
+        return torch.stack([own.sum() * (i + 1) for i, own in enumerate(found)]).sum()
+
+
+def test_a_graph_that_is_too_wide_is_solved_as_an_integer_program_and_says_so(monkeypatch):
+    cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
+    exact = searched(cost, "dynamic_programming", None).outcome
+    monkeypatch.setattr(auto, "MAX_JOINT", 100)
+    with pytest.warns(WideWarning, match=r"more than 100: solved as an integer program"):
+        found = searched(cost, "dynamic_programming", None).outcome
+    assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
+    assert found.bound == pytest.approx(exact.bound, rel=1e-9)
+
+
+def test_a_solver_that_stopped_early_is_not_mistaken_for_a_bound(monkeypatch):
+    cost = tiny_cost("llama", sw.Mesh(x=4, y=2))
+    exact = searched(cost, "dynamic_programming", None).outcome
+
+    def stopped(problem: Problem) -> Solution:
+        """Some assignment, and a bound that is a tenth below the optimum."""
+        best = solve(problem)
+        other = solve(restricted(problem, {0: (best.assignment[0] + 1) % problem.sizes[0]}))
+        return Solution(other.assignment, other.value, bound=0.9 * best.value)
+
+    found = search_step(cost, None, stopped)
+    assert found.seconds >= exact.seconds * (1 - 1e-9)
+    assert found.bound <= 0.9 * exact.bound * (1 + 1e-6)
+    assert found.gap >= 0.1
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_less_memory_fits_and_an_impossible_one_is_refused_with_the_least():
+    model, x = Mlp(64, 256), torch.randn(32, 64)
+    cluster, mesh = cluster_of(1, 4), sw.Mesh(x=4)
+
+    def plan(memory_bytes: float | None, search: str = "dynamic_programming") -> sw.Plan:
+        return sw.plan(model, (x,), cluster, mesh=mesh, search=search, memory_bytes=memory_bytes)
+
+    free = plan(None)
+    assert free.prediction is not None
+    with pytest.raises(sw.PlanError, match="least memory that any plan needs") as caught:
+        plan(1000)
+    text = str(caught.value)
+    assert "are allowed" in text
+    assert "storage up.weight" in text
+    assert "largest" in text
+    for search in PRICED_SEARCHES:
+        tight = plan(0.6 * free.prediction.num_bytes, search)
+        assert tight.prediction is not None
+        assert tight.prediction.num_bytes <= 0.6 * free.prediction.num_bytes
+        assert tight.prediction.step_seconds >= free.prediction.step_seconds
+        assert sw.verify(model, (x,), tight).ok
+
+
+def test_the_least_memory_that_an_error_names_is_enough():
+    cost = tiny_cost("bert", sw.Mesh(x=4, y=2))
+    with pytest.raises(DoesNotFit) as caught:
+        searched(cost, "dynamic_programming", 1000)
+    least = caught.value.num_bytes
+    for search in ("dynamic_programming", "recursive_programming"):
+        assert searched(cost, search, least).outcome.components[BYTES] <= least
+        with pytest.raises(DoesNotFit):
+            searched(cost, search, least - 1)
