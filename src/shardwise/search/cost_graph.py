@@ -187,6 +187,8 @@ class _Builder:
         domains, (name, *others) = self.domains, op.operands
         if others or op.name in self.fixed or len(op.results) != 1 or not is_view(op.target):
             return False
+        if name in self.parameter:  # converted before the view it is traffic, which overlaps
+            return False
         renamed = domains.renamed_codes(op)
         if renamed is None:
             return False
