@@ -84,13 +84,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of one choice. ``alternatives``: best first. ``decided_by``: the neighbour that holds the choice where it is, and
-    the seconds by which it favours it over what would be cheapest alone; empty where the choice is the cheapest
-    alone."""
+    """Of one choice. ``alternatives``: best first. ``alone``: what is cheapest without neighbours. ``decided_by``:
+    the neighbour that holds the choice where it is, and ``favour`` the seconds by which it favours it over ``alone``;
+    empty where the choice is as cheap alone."""
 
     name: str
     kind: str
     alternatives: tuple[Alternative, ...]
+    alone: str
     decided_by: str
     favour: float
 
@@ -102,8 +103,8 @@ class Explanation:
         lines = [f"{self.kind} {self.name}: {self.chosen.choice}"]
         if self.decided_by:
             lines.append(
-                f"  {self.decided_by} made the choice: {format_seconds(self.favour)} in favour of it over what is "
-                "cheapest alone"
+                f"  {self.decided_by} made the choice: {format_seconds(self.favour)} in favour of it over "
+                f"{self.alone}, the cheapest alone"
             )
         else:
             lines.append("  cheapest alone: no neighbour had to decide")
@@ -165,7 +166,9 @@ def explain(search: Search, name: str) -> Explanation:
         )
     totals = {i: components[:, :BYTES].sum(axis=1) for i, (_, _, components) in enumerate(local)}
     chosen = assignment[variable]
-    alone = int(np.argmin(totals[0]))
+    least = np.flatnonzero(totals[0] <= totals[0].min())
+    together = np.sum(list(totals.values()), axis=0)
+    alone = chosen if chosen in least else int(least[together[least].argmin()])
     decided_by, favour = "", 0.0
     for i, (_, neighbour, _) in enumerate(local):
         gain = float(totals[i][alone] - totals[i][chosen])
@@ -173,7 +176,7 @@ def explain(search: Search, name: str) -> Explanation:
             decided_by, favour = neighbour, gain
     ordered = sorted(alternatives, key=lambda own: (own.step_seconds, not own.chosen, own.seconds))
     kind = cost.variables[variable].kind
-    return Explanation(name, kind, tuple(ordered), decided_by, favour)
+    return Explanation(name, kind, tuple(ordered), _text(cost, variable, alone), decided_by, favour)
 
 
 def _term(neighbour: str, components: Floats, messages: tuple[Message, ...]) -> Term:
