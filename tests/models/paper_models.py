@@ -92,7 +92,8 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return F.mse_loss(x, target)
+        loss: Tensor = F.mse_loss(x, target)
+        return loss
 
 
 class Residual(nn.Module):
