@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def plan(
     optimizer: str = "adamw",
     precision: Precision | None = None,
     mode: str = "auto",
-    search: str = "sharding_propagation",
+    search: str | None = None,
     mesh: Mesh | None = None,
     max_mesh_axes: int = 2,
     memory_bytes: float | None = None,
@@ -60,16 +61,18 @@ def plan(
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
     last inputs. ``optimizer``: the one whose states are counted, and that ``sw.verify`` steps with. ``precision``: the
     dtypes that are priced, where they are not the model's. ``mode``: ``"auto"``, ``"semi_auto"``, ``"data_parallel"``
-    or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"`` decides (``search.auto``). ``mesh``: by default
-    the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the cluster's levels, the
-    others use one axis ``dp`` over all devices. ``memory_bytes``: what a device may hold of parameters, gradients,
-    optimizer states and saved values; by default what the cluster's devices have. ``strategies``: module path patterns
-    to strategies, the same as ``sw.shard`` on these submodules. ``bucket_bytes``: the largest message in which
+    or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"`` decides (``search.auto``); by default
+    ``"dynamic_programming"``, and where strategies are given ``"sharding_propagation"``, which completes them.
+    ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
+    cluster's levels, the others use one axis ``dp`` over all devices. ``memory_bytes``: what a device may hold of
+    parameters, gradients, optimizer states and saved values; by default what the cluster's devices have (a number of
+    devices is no description: they have what it takes). ``strategies``: module path patterns to strategies, the same as
+    ``sw.shard`` on these submodules. ``bucket_bytes``: the largest message in which
     gradients (or gathered parameters) travel together; 0: each by itself.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
     """
-    if search not in SEARCHES:
+    if search is not None and search not in SEARCHES:
         raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
         raise ShardwiseError(
@@ -77,12 +80,16 @@ def plan(
         )
     if mode not in MODES:
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
-    cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
-    priced = mode == "auto" and search in PRICED_SEARCHES
+    if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
+        cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None:
         _check_mesh(mesh, cluster)
     args, named = call_arguments(example_inputs, kwargs)
     captured = capture(module, args, named, loss=loss, strategies=strategies)
+    if search is None:
+        nothing_said = mode == "auto" and not captured.annotations and not captured.graph.constraints
+        search = "dynamic_programming" if nothing_said else "sharding_propagation"
+    priced = mode == "auto" and search in PRICED_SEARCHES
     settings = (mode, search, optimizer, module.training, bucket_bytes)
     if not priced:
         mesh = mesh or Mesh(dp=cluster.num_devices)
@@ -97,10 +104,12 @@ def plan(
     precision = precision or Precision()
     meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
     footprints = Footprints()
+    programs: dict[tuple[str, tuple[int, ...]], Spmd] = {}  # those that were simulated
 
     def simulated(search: Search, assignment: list[int]) -> SimulatedStep:
         choice, domains = search.choice(assignment), search.cost.domains
         spmd = _spmd(captured.graph, Factored(domains.rules, domains.atoms), choice, search.mesh, bucket_bytes)
+        programs[str(search.mesh), tuple(assignment)] = spmd
         return simulate(spmd, domains.prices, footprints)
 
     found = decide_by_price(
@@ -115,7 +124,9 @@ def plan(
         Fragments,
         simulated,
     )
-    spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
+    spmd = programs.get((str(found.mesh), tuple(found.search.outcome.assignment)))
+    if spmd is None:
+        spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
     plan = _plan_of(captured.graph, found.factored.rules, found.choice, spmd, settings)
     return replace(plan, pricing=found.pricing, prediction=found.prediction, found=found.search)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.search.cost_graph import COMPONENTS
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.elimination import Interner, Problem
+from shardwise.search.elimination import Interner, Problem, TooWide
 from shardwise.search.k_best import k_best
 
 
@@ -241,6 +241,15 @@ def test_unknown_names_and_choices_are_refused_with_those_there_are(plan: sw.Pla
         plan.what_if("up/linear", "q@dp")
     with pytest.raises(sw.PlanError, match="at least one"):
         plan.top(0)
+
+
+def test_a_graph_that_is_too_wide_cannot_be_explained(plan: sw.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_wide(*_: object, **__: object) -> None:
+        raise TooWide((0, 1), 10**12)
+
+    monkeypatch.setattr("shardwise.plans.explain.solve", too_wide)
+    with pytest.raises(sw.PlanError, match="too densely connected"):
+        plan.explain("up/linear")
 
 
 def test_a_searched_plan_prints_its_prediction(plan: sw.Plan) -> None:

@@ -21,7 +21,7 @@ from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.search.auto import Prediction, Search
 from shardwise.search.cost_graph import BYTES, COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Variable, Weights
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.elimination import restricted, solve
+from shardwise.search.elimination import Problem, Solution, TooWide, restricted, solve
 from shardwise.search.k_best import k_best
 
 # ``top`` is exact while it needs no more eliminations of single variables than this: about ten seconds.
@@ -294,16 +294,29 @@ def _weights(search: Search) -> Weights:
 
 def _bounds(search: Search, variable: int) -> Floats:
     """Per value of a variable, a bound of the step of every plan that has it (exact where the plan reaches it)."""
-    marginal = solve(search.cost.weighted(_weights(search)), last=variable).marginal
+    marginal = _solved(search.cost.weighted(_weights(search)), variable).marginal
     assert marginal is not None, "the variable was eliminated last"
     return marginal
+
+
+def _solved(table: Problem, last: int | None = None) -> Solution:
+    """By elimination. Raises PlanError where that is too wide."""
+    try:
+        return solve(table, last=last)
+    except TooWide as error:
+        raise PlanError(
+            problem(
+                f"the plan cannot be explained: the model is too densely connected ({error})",
+                fix="compare plans in which the operator has other strategies: sw.plan(..., strategies=...)",
+            )
+        ) from error
 
 
 def _completed(search: Search, fixed: dict[int, int]) -> list[int]:
     """The best assignment found that has some values."""
     cost = search.cost
     weights = (Weights(1.0, 1.0, 0.0), Weights(1.0, 0.0, 1.0), Weights(1.0, 0.5, 0.5))
-    found = [solve(restricted(cost.weighted(own), fixed)).assignment for own in weights]
+    found = [_solved(restricted(cost.weighted(own), fixed)).assignment for own in weights]
     return min(found, key=lambda own: step_seconds(cost.components(own)))
 
 
