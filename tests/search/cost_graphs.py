@@ -190,7 +190,8 @@ def small_cost(seed: int, most: int) -> CostGraph | None:
     """The cost graph of a small random program on the largest of some meshes on which it has at most ``most``
     assignments (and more than one), on devices that are slow or fast beside their links; None: there is none."""
     graph = small_program(seed)
-    for mesh in (sw.Mesh(a=2, b=3), sw.Mesh(a=2, b=2), sw.Mesh(a=3), sw.Mesh(a=2)):
+    meshes = sw.Mesh(a=2, b=3), sw.Mesh(a=2, b=2), sw.Mesh(a=3), sw.Mesh(a=2)
+    for mesh in meshes[0 if seed % 3 else 2 :]:  # building large ones in vain takes time
         cost = cost_of(graph, mesh, cluster_of(seed, mesh.num_devices))
         if 1 < num_assignments(cost) <= most:
             return cost
