@@ -21,7 +21,7 @@ from shardwise.search.elimination import Problem, Solution, solve
 
 # Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a nanosecond.
 TIE = 1e-20
-# The weight of what is hidden (traffic behind compute, or compute behind traffic): it moves no bound by more than EXACT.
+# The weight of what is hidden (traffic behind compute, or compute behind traffic): it moves no bound beyond EXACT.
 HIDDEN = 1e-9
 MAX_SOLVES = 24
 # The bound over multipliers is settled when it can rise by no more than this share.
