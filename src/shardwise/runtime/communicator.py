@@ -30,10 +30,11 @@ Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Communicator:
-    """Performs this rank's moves. Process groups are kept per set of sub-axes. ``name``: of the module, for errors."""
+    """Performs this rank's moves. Process groups are kept per set of sub-axes. ``name``: of the module, for errors;
+    ``backend``: of groups that must have another one than that of all ranks."""
 
-    def __init__(self, mesh: Mesh, name: str = "the program") -> None:
-        self.mesh, self.name = mesh, name
+    def __init__(self, mesh: Mesh, name: str = "the program", backend: str | None = None) -> None:
+        self.mesh, self.name, self.backend = mesh, name, backend
         self.calls = 0  # of the module, so far
         self.launched = 0  # collectives that were started, those of compiled programs not counted
         self.rank = dist.get_rank()
@@ -53,7 +54,7 @@ class Communicator:
         for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
             if frozenset(axes) in self._groups:
                 continue
-            if self.mesh.size_of(axes) == self.mesh.num_devices:
+            if self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None:
                 self._groups[frozenset(axes)] = dist.group.WORLD
                 continue
             seen: set[tuple[int, ...]] = set()
@@ -61,7 +62,7 @@ class Communicator:
                 members = tuple(sorted(self.mesh.group(axes, rank)))
                 if members not in seen:
                     seen.add(members)
-                    group = dist.new_group(list(members), timeout=timeout)
+                    group = dist.new_group(list(members), timeout=timeout, backend=self.backend)
                     if self.rank in members:
                         self._groups[frozenset(axes)] = group
 

@@ -4,7 +4,7 @@ between them, conversions whose backward is the other column of the table (``run
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shardwise.partition.linears import LinearStep, join_linears
 from shardwise.partition.program import LocalOp, Program, overwritable
 from shardwise.partition.steps import Conversion
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.hosted import HOST
 from shardwise.runtime.linear import OverlappedLinear
 from shardwise.runtime.transit import Arrive, Convert, ConvertTogether, Depart, Route
 
@@ -27,12 +28,15 @@ def emit(
     loss_only: bool = False,
     device: torch.device | None = None,
     traceable: bool = False,
+    host: frozenset[str] = frozenset(),
+    host_ranks: Communicator | None = None,
 ) -> fx.GraphModule:
     """The program as a GraphModule.
 
     It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of
     mutations). With ``loss_only`` there are no outputs, and what only they need (gathering the logits, say) is left
-    out. ``traceable``: for torch.compile, which places the waiting for messages by itself.
+    out. ``traceable``: for torch.compile, which places the waiting for messages by itself. ``host``: the values on the
+    host (``runtime.hosted``), which ``host_ranks`` convert; the others are on ``device``.
 
     The node of a value of the Spmd program has its name as ``meta["value"]``.
     """
@@ -44,7 +48,11 @@ def emit(
     for index, source in enumerate(spmd.graph.sources):
         nodes[source.value] = graph.placeholder(f"source_{index}")
     instructions = list(program.instructions) if traceable else join_linears(program)
-    departures = {} if traceable else _departures(instructions, spmd.graph, ranks)
+
+    def ranks_of(conversions: tuple[Conversion, ...]) -> Communicator:
+        return host_ranks if host_ranks is not None and conversions[0].value in host else ranks
+
+    departures = {} if traceable else _departures(instructions, spmd.graph, ranks_of)
     for bucket, own in departures.items():
         if own.forward.message is None:
             _depart(own, bucket, root, graph, nodes)
@@ -54,13 +62,14 @@ def emit(
         if isinstance(instruction, Conversion):
             name = f"convert_{index}"
             free = may_overwrite.get(instruction.result, (False, False))
-            root.add_module(name, Convert(instruction, spmd.graph, ranks, free))
+            root.add_module(name, Convert(instruction, spmd.graph, ranks_of((instruction,)), free))
             nodes[instruction.result] = graph.call_module(name, (nodes[instruction.value],))
         elif isinstance(instruction, Bucket):
             name, results = f"convert_{index}", [c.result for c in instruction.conversions]
             route = departures.get(index)
             if route is None:
-                root.add_module(name, ConvertTogether(instruction, spmd.graph, ranks))
+                own_ranks = ranks_of(instruction.conversions)
+                root.add_module(name, ConvertTogether(instruction, spmd.graph, own_ranks))
                 arrived = graph.call_module(name, tuple(nodes[c.value] for c in instruction.conversions))
             else:
                 if route.forward.message is not None:  # the next one leaves before this one is waited for
@@ -72,7 +81,7 @@ def emit(
         elif isinstance(instruction, LinearStep):
             nodes[instruction.result] = _emit_linear(instruction, f"linear_{index}", root, graph, nodes, program, ranks)
         else:
-            _emit_call(instruction, graph, nodes, device)
+            _emit_call(instruction, graph, nodes, device, host)
 
     for value in spmd.layouts.keys() & nodes.keys():
         nodes[value].meta["value"] = value
@@ -114,11 +123,13 @@ def _emit_linear(
 
 
 def _departures(
-    instructions: Sequence[LocalOp | Conversion | Bucket | LinearStep], values: Graph, ranks: Communicator
+    instructions: Sequence[LocalOp | Conversion | Bucket | LinearStep],
+    values: Graph,
+    ranks_of: Callable[[tuple[Conversion, ...]], Communicator],
 ) -> dict[int, Route]:
     """Position of a bucket of parameters -> its route."""
     return {
-        index: Route.of(instruction, values, ranks)
+        index: Route.of(instruction, values, ranks_of(instruction.conversions))
         for index, instruction in enumerate(instructions)
         if isinstance(instruction, Bucket) and instruction.of_parameters
     }
@@ -140,9 +151,15 @@ def _depart(route: Route, bucket: int, root: torch.nn.Module, graph: fx.Graph, n
     nodes[f"tensors {bucket}"] = graph.call_function(operator.getitem, (left, 1))
 
 
-def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node], device: torch.device | None) -> None:
+def _emit_call(
+    local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node], device: torch.device | None, host: frozenset[str]
+) -> None:
+    on_host = any(name in host for name in refs((local.call.args, tuple(value for _, value in local.call.kwargs))))
+
     def fill(arg: Any) -> Any:
         if isinstance(arg, Ref):
+            if on_host and arg.name not in host:
+                return graph.call_method("to", (nodes[arg.name], HOST))
             return nodes[arg.name]
         return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
 
@@ -160,6 +177,8 @@ def _emit_call(local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node], devic
     schema = local.call.target._schema.returns
     if len(schema) == 1 and not isinstance(schema[0].type, torch.ListType):
         nodes[local.results[0]] = call
-        return
-    for index, result in enumerate(local.results):
-        nodes[result] = graph.call_function(operator.getitem, (call, index))
+    else:
+        for index, result in enumerate(local.results):
+            nodes[result] = graph.call_function(operator.getitem, (call, index))
+    for result in local.results if on_host else ():
+        nodes[result] = graph.call_method("to", (nodes[result], device))

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.runtime.elementwise import before_step
+from shardwise.runtime.hosted import device_of
 from shardwise.runtime.norms import total_norm
 from shardwise.runtime.registry import Held, held_parameters, remember
 
@@ -98,7 +99,7 @@ def _norm_knowing_shards(local: Norm) -> Norm:
         if not any(held is not None and held.is_shard for _, held in placed):
             return local(given, norm_type, error_if_nonfinite, foreach)
         return total_norm(
-            placed, norm_type, device=given[0].device, across_ranks=True, error_if_nonfinite=error_if_nonfinite
+            placed, norm_type, device=device_of(given), across_ranks=True, error_if_nonfinite=error_if_nonfinite
         )
 
     return get_total_norm
@@ -175,12 +176,11 @@ def _agree(optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> None:
     """Make the flags (one per device of this rank) those of all ranks, if the optimizer updates shards. What counts is
     what it is given, not what has a gradient: every rank takes part."""
     own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    device = next((own[id(p)].device for p, held in held_parameters() if held.is_shard and id(p) in own), None)
-    if device is None:
+    if not any(held.is_shard and id(p) in own for p, held in held_parameters()):
         return
-    flag = torch.zeros((), dtype=torch.float32, device=device)
+    flag = torch.zeros((), dtype=torch.float32, device=device_of(own.values()))
     for one in found:
-        flag = torch.maximum(flag, one.to(device))
+        flag = torch.maximum(flag, one.to(flag.device))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     for one in found:
         one.copy_(flag)

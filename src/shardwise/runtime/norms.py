@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.hosted import device_of
 from shardwise.runtime.registry import Held, held_parameters
 
 
@@ -46,7 +47,7 @@ def clip_grad_norm(
     total = total_norm(
         gradients,
         norm_type,
-        device=given[0].device if given else torch.device("cpu"),
+        device=device_of(given),
         across_ranks=any(place is not None and place.is_shard for place in places),
         error_if_nonfinite=error_if_nonfinite,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit
 from shardwise.runtime.guards import protect
+from shardwise.runtime.hosted import HOST, hosted, matching
 from shardwise.runtime.materialize import full_tensors
 from shardwise.runtime.replicas import ReplicaCheck, checked_interval
 from shardwise.runtime.shards import shard
@@ -62,6 +63,7 @@ def parallelize(
     compile: bool | None = None,
     check_replicas: int | None = None,
     randomness: Randomness = "same_as_one_device",
+    host: Sequence[str] = (),
 ) -> Parallel:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
@@ -75,7 +77,10 @@ def parallelize(
     (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
     not compiled. Rank 0's setting counts. ``randomness``: dropout and other random numbers are by default those of one
     device, whatever the plan; with ``"per_shard"`` every shard draws from a generator of its own, which is faster:
-    replicas still agree, shards differ and a seed gives the same again, but under this plan only.
+    replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``: names of
+    tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their gradients and
+    optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``). Prices and
+    ``memory_bytes`` of the plan still count them on the device.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks.
@@ -108,7 +113,8 @@ def parallelize(
     compile = device.type == "cuda" if compile is None else compile
     every = from_rank_zero(lambda: checked_interval(check_replicas))
     streams = from_rank_zero(lambda: randomness == "per_shard")
-    return Parallel(module, agreed, loss, inputs, seed, init, device, compile, every, streams)
+    on_host = from_rank_zero(lambda: matching(module, host))
+    return Parallel(module, agreed, loss, inputs, seed, init, device, compile, every, streams, on_host)
 
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
@@ -166,11 +172,15 @@ class Parallel(torch.nn.Module):
         compile: bool,
         check_replicas: int = 0,
         streams: bool = False,
+        host: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.plan, self.device, self.inputs = plan, device, inputs
         self._loss, self._compile_programs, self._streams = loss, compile, streams
-        self._ranks = Communicator(plan.mesh, type(module).__name__)
+        self._ranks = self._host_ranks = Communicator(plan.mesh, type(module).__name__)
+        self._host = host
+        if host and device.type != "cpu":
+            self._host_ranks = Communicator(plan.mesh, type(module).__name__, backend="gloo")
         self._replicas = ReplicaCheck(check_replicas, self._ranks, device) if check_replicas else None
         self._compiled: dict[Any, Compiled] = {}
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
@@ -187,7 +197,8 @@ class Parallel(torch.nn.Module):
         held: dict[str, torch.Tensor] = {}
         for name, full in full_tensors(module, seed, init):
             layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(full.shape))
-            held[name] = shard(full, layout, self._ranks.coordinates).detach().to(self.device).clone()
+            device = HOST if name in self._host else self.device
+            held[name] = shard(full, layout, self._ranks.coordinates).detach().to(device).clone()
         shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
         for name, parameter in module.named_parameters(remove_duplicate=False):
             owner, _, leaf = name.rpartition(".")
@@ -315,7 +326,19 @@ class Parallel(torch.nn.Module):
         own = localize(spmd, self._ranks.rank)
         if self._streams:
             own = _with_streams(own)
-        program = emit(own, self._ranks, loss_only=loss_only, device=self.device, traceable=self._compile_programs)
+        placed = hosted(own, self._host)
+        if self._host_ranks is not self._ranks:
+            on_host = (c for c in spmd.conversions if c.value in placed.values)
+            self._host_ranks.create_groups(move.axes for c in on_host for move in c.moves)
+        program = emit(
+            placed.program,
+            self._ranks,
+            loss_only=loss_only,
+            device=self.device,
+            traceable=self._compile_programs,
+            host=placed.values,
+            host_ranks=self._host_ranks,
+        )
         run = torch.compile(program, dynamic=False) if self._compile_programs else program
         tensors: list[torch.Tensor | None] = []
         layouts: list[Layout] = []

@@ -53,7 +53,7 @@ _FIXES: dict[Kind, str] = {
 
 
 class Fingerprint(torch.nn.Module):
-    """A tensor -> 64 bits of its content, as a scalar on its device.
+    """A tensor -> 64 bits of its content, as a scalar on ``device``.
 
     Equal bits have equal fingerprints; one bit that differs always shows, and other differences with odds of at least
     2^32 to 1. The memory of the tensor is read as integers of 4 bytes, each multiplied by an odd random number that
@@ -72,7 +72,7 @@ class Fingerprint(torch.nn.Module):
         with torch.no_grad():
             if tensor.numel() == 0:
                 return self.factors.new_zeros(())
-            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            flat = tensor.detach().to(self.factors.device).resolve_conj().resolve_neg().contiguous().view(-1)
             if flat.storage_offset() * flat.itemsize % 4:
                 flat = flat.clone()
             memory = flat.view(torch.uint8)

@@ -1,0 +1,236 @@
+"""Tables on the host: where every tensor of the emitted program is, what may read a table there, and unchanged numbers.
+
+There is no GPU here: the rest of the program is put on the meta device, and devices are followed through the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+import shardwise as sw
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.shards import shard
+from shardwise.runtime.transit import Convert, ConvertTogether, Depart
+
+RunRanks = Callable[..., list[Any]]
+HOST = ("users.weight", "item*.weight")
+
+
+class Clicks(nn.Module):
+    """Tables of users, of items (a bag) and of days, and a small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.users = nn.Embedding(40, 8)
+        self.items = nn.EmbeddingBag(30, 8, mode="sum")
+        self.days = nn.Embedding(7, 8)
+        self.hidden = nn.Linear(24, 16)
+        self.out = nn.Linear(16, 1)
+        self.double()
+
+    def forward(self, users: Tensor, items: Tensor, days: Tensor, clicks: Tensor) -> Tensor:
+        x = torch.cat([self.users(users), self.items(items), self.days(days)], -1)
+        return nn.functional.mse_loss(self.out(torch.tanh(self.hidden(x))).squeeze(-1), clicks)
+
+
+def batch(step: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(step)
+    users, days = (torch.randint(0, n, (8,), generator=generator) for n in (40, 7))
+    items = torch.randint(0, 30, (8, 5), generator=generator)
+    return users, items, days, torch.randn(8, generator=generator, dtype=torch.float64)
+
+
+PLANS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+    "replicas": ({"dp": 4}, {}),
+    "rows by hand": ({"dp": 2, "tp": 2}, {"users": "v@tp{30,10}", "items": "v@tp"}),
+    "columns": ({"tp": 4}, {"users": "e@tp", "items": "e@tp"}),
+}
+
+
+def plan_for(name: str) -> sw.Plan:
+    axes, strategies = PLANS[name]
+    return sw.plan(Clicks(), batch(), 4, mesh=sw.Mesh(**axes), strategies=strategies, search="sharding_propagation")
+
+
+# -------------------------------------------------------------------------------------------------------- the program
+
+
+def devices(par: Any) -> tuple[dict[fx.Node, str], list[str]]:
+    """The device of every node of the program compiled last, and what meets a tensor of another device than its own."""
+    compiled = next(reversed(par._compiled.values()))
+    found: dict[fx.Node, str] = {}
+    mixed: list[str] = []
+    placeholders = iter(compiled.tensors)
+    for node in compiled.program.graph.nodes:
+        if node.op == "placeholder":
+            tensor = next(placeholders)
+            found[node] = str(par.device) if tensor is None else tensor.device.type
+        elif node.op == "call_method":
+            assert node.target == "to"
+            found[node] = node.args[1].type
+        elif node.op != "output":
+            own = {found[other] for other in node.all_input_nodes}
+            if len(own) > 1:
+                mixed.append(f"{node}: {own}")
+            found[node] = min(own, default=str(par.device))
+    return found, mixed
+
+
+def look(name: str, host: tuple[str, ...]) -> dict[str, Any]:
+    """On a rank: what is where, when all but the tables is on the meta device."""
+    par = sw.parallelize(Clicks(), plan_for(name), device="meta", host=host, compile=False)
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # the indices can not leave it
+        par(*batch())
+    program = par.program()
+    where, mixed = devices(par)
+    transfers = [
+        (where[node.args[0]], where[node], {str(user.target) for user in node.users} if where[node] == "cpu" else set())
+        for node in where
+        if node.op == "call_method"
+    ]
+    over: set[tuple[str, bool]] = set()
+    for node, device in where.items():
+        if node.op == "call_module":
+            module = program.get_submodule(str(node.target))
+            if isinstance(module, Convert | ConvertTogether):
+                over.add((device, module.both.forward.purpose.ranks is par._host_ranks))
+            elif isinstance(module, Depart):
+                over.add((device, module.route.backward.message.ranks is par._host_ranks))
+    lookups = [where[node] for node in where if node.op == "call_function" and "embedding" in str(node.target)]
+    groups = {dist.get_backend(group) for group in par._host_ranks._groups.values()}
+    shared = [g for axes, g in par._host_ranks._groups.items() if g is par._ranks._groups.get(axes)]
+    return {
+        "parameters": {n: p.device.type for n, p in par.named_parameters()}, "mixed": mixed, "transfers": transfers,
+        "over": over, "lookups": lookups, "groups": groups, "shared": len(shared),
+    }  # fmt: skip
+
+
+def look_at_all() -> dict[str, dict[str, Any]]:
+    return {name: look(name, HOST) for name in PLANS}
+
+
+def test_indices_go_to_the_host_and_rows_come_back_around_the_lookups_only(run_ranks: RunRanks) -> None:
+    for plans in run_ranks(look_at_all, 4, time_limit_seconds=200):
+        for name, result in plans.items():
+            on_host = {n for n, device in result["parameters"].items() if device == "cpu"}
+            assert on_host == {"users.weight", "items.weight"}
+            assert not result["mixed"]
+            assert sorted(result["lookups"]) == ["cpu", "cpu", "meta"]
+            there = [users for before, after, users in result["transfers"] if (before, after) == ("meta", "cpu")]
+            back = [before for before, after, _ in result["transfers"] if (before, after) == ("cpu", "meta")]
+            assert len(there) == len(back) == 2
+            assert len(result["transfers"]) == 4
+            assert all(len(users) == 1 and "embedding" in min(users) for users in there)
+            # What is on the host travels over groups of its own, and nothing else does.
+            assert all((device == "cpu") == over_host for device, over_host in result["over"])
+            assert result["groups"] <= {"gloo"}
+            assert not result["shared"]
+            if name == "replicas":
+                assert result["over"] == {("cpu", True), ("meta", False)}
+
+
+# -------------------------------------------------------------------------------------------------------- the numbers
+
+
+def train(name: str, host: tuple[str, ...], check: int | None = None) -> dict[str, Any]:
+    """On a rank: three steps of AdamW with clipping."""
+    plan = plan_for(name)
+    par = sw.parallelize(Clicks(), plan, host=host, check_replicas=check)
+    if host:  # as on a GPU: groups of their own
+        par._host_ranks = Communicator(plan.mesh, "Clicks", backend="gloo")
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
+    losses, norms = [], []
+    for step in range(3):
+        losses.append(par.step(*batch(step)).item())
+        norms.append(sw.clip_grad_norm(par, 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "state": {n: p.detach() for n, p in par.named_parameters()}}
+
+
+def train_all() -> dict[str, dict[str, Any]]:
+    return {name: train(name, HOST, check=1) for name in PLANS}
+
+
+def test_numbers_are_those_of_one_process(run_ranks: RunRanks) -> None:
+    ranks = run_ranks(train_all, 4, time_limit_seconds=300)
+    model = Clicks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses, norms = [], []
+    for step in range(3):
+        loss = model(*batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for name in PLANS:
+        plan = plan_for(name)
+        for rank, own in enumerate(result[name] for result in ranks):
+            assert own["losses"] == pytest.approx(losses, rel=1e-10)
+            assert own["norms"] == pytest.approx(norms, rel=1e-10)
+            for parameter, whole in model.named_parameters():
+                want = shard(whole.detach(), plan.layouts[parameter], plan.mesh.coordinates(rank))
+                torch.testing.assert_close(own["state"][parameter], want, rtol=1e-9, atol=1e-12, msg=parameter)
+
+
+# -------------------------------------------------------------------------------------------------------- what is wrong
+
+
+def refusals() -> list[str]:
+    """On a rank: the messages for what is refused, at once or at the first call."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids)).square().mean()
+
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(6, 4)
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            return self.embed(ids).mean(), self.embed.weight
+
+    ids, found = torch.tensor([0, 3]), []
+    for module, inputs, host in (
+        (Clicks(), batch(), ("user.weight",)),
+        (Clicks(), batch(), "users.weight"),
+        (Clicks(), batch(), ("hidden.*",)),
+        (Tied(), (ids,), ("embed.weight",)),
+        (Tied(), (ids,), ("head.weight",)),
+        (Returned(), (ids,), ("*",)),
+    ):
+        plan = sw.plan(module, inputs, 1, mesh=sw.Mesh(dp=1), search="sharding_propagation")
+        try:
+            sw.parallelize(module, plan, host=host)(*inputs)
+        except sw.ShardwiseError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_a_table_on_the_host_is_no_good_for(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(refusals, 1, time_limit_seconds=100)
+    words = [
+        ("no parameter is called user.weight", "did you mean users.weight?"),
+        ("a sequence of parameter names", "host=('users.weight',)"),
+        ("hidden.", "on the host", "aten.linear", "op:     hidden/linear", "test_hosted.py"),
+        ("embed.weight is kept on the host", "aten.linear", "op:     head/linear", "untie it"),
+        ("embed.weight is kept on the host", "aten.linear", "op:     head/linear", "untie it"),
+        ("embed.weight is kept on the host, and the module returns it",),
+    ]
+    assert len(found) == len(words)
+    for message, own in zip(found, words, strict=True):
+        assert all(word in message for word in own), message
