@@ -15,9 +15,15 @@ from torch.nn import functional as F
 import shardwise as sw
 from models.tiny_models import TinyModel, bert, gpt2, llama, resnet, vit
 from shardwise.api import step_memory
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
 from shardwise.costs.footprints import Footprints, Form, LiveBytes, numbered
+from shardwise.costs.prices import Precision, Prices
+from shardwise.graph.capture import capture
 from shardwise.graph.ir import Ref
-from shardwise.partition.memory import CATEGORIES, Memory
+from shardwise.partition.memory import CATEGORIES, Memory, memory_of
+from shardwise.partition.spmd import build_spmd
+from shardwise.plans.decide import bind
 
 aten = torch.ops.aten
 TOLERANCE = 0.05  # of the measured peak
@@ -226,15 +232,37 @@ def test_kept_values_of_a_layer_are_the_published_ones(run: Any) -> None:
     """With sequence parallelism Megatron keeps 34 s b h / t bytes of a layer whose scores are not kept (their section
     4.2.2): inputs of the norms 4, of the products after them 4, masks of dropout 2, all else 24. This plan gathers the
     inputs of those products and keeps them gathered, and the model has no dropout."""
-    arch, batch, length = run["arch"], run["micro_batch"], run["seq"]
-    with torch.device("meta"):
-        one, two = (Layers(n, arch["hidden"], arch["heads"]).to(torch.float16) for n in (1, 2))
-        x = torch.empty(batch, length, arch["hidden"], dtype=torch.float16)
-    strategies = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
-    kept = [
-        step_memory(model, (x,), sw.plan(model, (x,), 8, mesh=sw.Mesh(tp=8), strategies=strategies)).kept_bytes
-        for model in (one, two)
-    ]
-    unit = batch * length * arch["hidden"]
-    per_layer = (kept[1] - kept[0]) / unit
+    one, two = (memory_of_layers(run, count) for count in (1, 2))
+    unit = run["micro_batch"] * run["seq"] * run["arch"]["hidden"]
+    per_layer = (two.kept_bytes - one.kept_bytes) / unit
     assert per_layer == pytest.approx((34 - 2 - 4) / 8 + 4, rel=0.01)
+
+
+@pytest.mark.parametrize("run", published_activations(), ids=lambda run: run["id"])
+def test_bytes_of_parameters_and_optimizer_are_the_published_ones(run: Any) -> None:
+    """Half precision with float32 weights, gradients and Adam: 18 bytes a parameter. The figure leaves the embedding
+    out."""
+
+    def state_bytes(memory: Memory) -> int:
+        parts = memory.peak_of["update"].parts
+        return parts["parameters"] + parts["gradients"] + parts["optimizer states"]
+
+    one, two = (memory_of_layers(run, count) for count in (1, 2))
+    published = float(run["notes"].partition("params+optimizer ")[2].partition(" GiB")[0])
+    layers = run["arch"]["layers"]
+    assert (state_bytes(two) - state_bytes(one)) * layers / 2**30 == pytest.approx(published, rel=0.005)
+
+
+def memory_of_layers(run: Any, count: int) -> Memory:
+    """Of some layers, by Megatron's plan, in mixed precision."""
+    arch = run["arch"]
+    with torch.device("meta"):
+        model = Layers(count, arch["hidden"], arch["heads"]).to(torch.float16)
+        x = torch.empty(run["micro_batch"], run["seq"], arch["hidden"], dtype=torch.float16)
+    strategies = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
+    plan = sw.plan(model, (x,), 8, mesh=sw.Mesh(tp=8), strategies=strategies)
+    graph = capture(model, (x,), {}).graph
+    factored, choice = bind(plan, graph, training=True)
+    spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh)
+    links = Links(Cluster.local(8), plan.mesh)
+    return memory_of(spmd, Prices(links, "adamw", Precision(torch.float16, torch.float32)))
