@@ -75,11 +75,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.before(x)
-        q, k, v = (own(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for own in (self.q, self.k, self.v))
+        normed = self.before(x)
+        q, k, v = (own(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for own in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.between(x))))
+        y: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
+        return y
 
 
 class Transformer(nn.Module):
