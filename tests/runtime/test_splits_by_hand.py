@@ -290,14 +290,24 @@ def train(axes: dict[str, int], strategy: str, tied: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("axes", "strategy", "tied"),
-    [({"tp": 4}, "v@tp{10,20,30,4}", False),
-     ({"dp": 2, "tp": 2}, "v@tp{50,14}", True), ({"tp": 4}, "v@tp{0,60,0,4}", True)],
-    ids=str,
-)  # fmt: skip
-def test_ranks_train_as_one_process(axes: dict[str, int], strategy: str, tied: bool, run_ranks: RunRanks) -> None:
-    ranks = run_ranks(train, 4, axes, strategy, tied, time_limit_seconds=300)
+TRAINED: list[tuple[dict[str, int], str, bool]] = [
+    ({"tp": 4}, "v@tp{10,20,30,4}", False),
+    ({"dp": 2, "tp": 2}, "v@tp{50,14}", True),
+    ({"tp": 4}, "v@tp{0,60,0,4}", True),
+]
+
+
+def train_all() -> list[dict[str, Any]]:
+    return [train(*case) for case in TRAINED]
+
+
+def test_ranks_train_as_one_process(run_ranks: RunRanks) -> None:
+    found = run_ranks(train_all, 4, time_limit_seconds=300)
+    for number, (_, strategy, tied) in enumerate(TRAINED):
+        check_training([rank[number] for rank in found], strategy, tied)
+
+
+def check_training(ranks: list[dict[str, Any]], strategy: str, tied: bool) -> None:
     model = Words(tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     losses, norms = [], []

@@ -98,8 +98,9 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
 
     ``target``: a callable, then the result is a callable to use inside ``forward``; or an ``nn.Module``, which is
     annotated and returned. The strategy is that of the one operator inside that does the work: casts, views and a bias
-    follow it. ``in_strategy``: axes per factor, ``"m@dp n@tp"``; or split counts, one tuple per tensor operand with one
-    count per dim: ``((2, 4), (4, 1))``. ``out_strategy``: split counts per result, or a layout text as in ``constrain``
+    follow it. ``in_strategy``: axes per factor, ``"m@dp n@tp"``, with how many indices each device has where these are
+    not equally many, ``"v@tp{10,20,30,4}"``; or split counts, one tuple per tensor operand with one count per dim:
+    ``((2, 4), (4, 1))``. ``out_strategy``: split counts per result, or a layout text as in ``constrain``
     if there is one result. Raises ShardwiseError at once for a strategy that is nested wrongly or has a count that is
     not a whole number from 1.
     """

@@ -3,7 +3,7 @@
 ``"m@dp n@tp"`` splits factor m over axis dp and n over tp. An axis that is assigned to no factor makes every device
 along it repeat the work (``I``, the default), or repeat it for consumers that do different work (``R@tp``), or passes a
 partial sum through an operator that is linear in it (``P@tp``; ``P1@tp`` for the second group of operands it is linear
-in).
+in). ``"v@tp{10,20,30,4}"`` gives the devices along tp so many indices of v each, instead of equally many.
 """
 
 from __future__ import annotations
