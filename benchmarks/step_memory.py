@@ -57,7 +57,9 @@ def cases(num_ranks: int) -> list[Case]:
     mixed = sw.Mesh(dp=num_ranks // 2, tp=2) if num_ranks > 2 else sw.Mesh(tp=2)
     return [
         Case("data parallel", {"mode": "data_parallel"}),
-        Case("data and tensor parallel", {"mesh": mixed, "strategies": TENSOR_PARALLEL}),
+        Case(
+            "data and tensor parallel", {"mesh": mixed, "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}
+        ),
         Case("auto", {"search": "dynamic_programming"}),
         Case("auto, little memory", {"search": "dynamic_programming", "memory_bytes": 20e6}),
     ]

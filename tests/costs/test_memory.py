@@ -112,9 +112,10 @@ def _largest_before_update(memory: Memory) -> int:
 
 
 # More of them in benchmarks/step_memory.py.
+TENSOR_PARALLEL = {"blocks.*.up": "n@tp", "blocks.*.down": "k@tp"}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
-    ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": {"blocks.*.up": "n@tp", "blocks.*.down": "k@tp"}}),
+    ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
     ("gpt2", 2, {"mode": "data_parallel"}),
     ("resnet", 2, {"mode": "data_parallel"}),
 ]
@@ -184,7 +185,7 @@ def test_a_larger_batch_moves_the_peak_and_names_the_operator() -> None:
 
 def test_sharded_storage_holds_its_part() -> None:
     strategies = {"up": "n@tp", "down": "k@tp"}
-    parts = memory_of_mlp(mesh=sw.Mesh(tp=4), strategies=strategies).peak.parts
+    parts = memory_of_mlp(mesh=sw.Mesh(tp=4), strategies=strategies, search="sharding_propagation").peak.parts
     assert parts["parameters"] == 2 * 64 * 256 * 4 // 4
 
 
@@ -260,7 +261,7 @@ def memory_of_layers(run: Any, count: int) -> Memory:
         model = Layers(count, arch["hidden"], arch["heads"]).to(torch.float16)
         x = torch.empty(run["micro_batch"], run["seq"], arch["hidden"], dtype=torch.float16)
     strategies = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
-    plan = sw.plan(model, (x,), 8, mesh=sw.Mesh(tp=8), strategies=strategies)
+    plan = sw.plan(model, (x,), 8, mesh=sw.Mesh(tp=8), strategies=strategies, search="sharding_propagation")
     graph = capture(model, (x,), {}).graph
     factored, choice = bind(plan, graph, training=True)
     spmd = build_spmd(graph, factored.rules, choice.strategies, choice.sources, plan.mesh)

@@ -84,7 +84,10 @@ def test_one_bucket_of_everything_hides_nothing() -> None:
 
 
 def test_a_step_is_no_faster_than_its_operators_or_the_busiest_link() -> None:
-    for options in ({"mode": "data_parallel"}, {"mesh": sw.Mesh(tp=4), "strategies": {"layers.*": "k@tp"}}):
+    for options in (
+        {"mode": "data_parallel"},
+        {"mesh": sw.Mesh(tp=4), "strategies": {"layers.*": "k@tp"}, "search": "sharding_propagation"},
+    ):
         spmd, prices = program(**options)
         step = simulate(spmd, prices)
         assert step.seconds >= step.compute
