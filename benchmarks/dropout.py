@@ -51,7 +51,7 @@ def main() -> None:
     plain, dropped = Blocks(0.0), Blocks(0.1)
 
     def split(model: nn.Module, randomness: str) -> Callable[[], Tensor]:
-        par = sw.parallelize(model, sw.plan(model, x, 1), randomness=randomness)
+        par = sw.parallelize(model, sw.plan(model, x, 1, search="sharding_propagation"), randomness=randomness)
         return lambda: par.step(x)
 
     runs: dict[str, Callable[[], object]] = {

@@ -23,7 +23,7 @@ def build(tiny: TinyModel, batch: int) -> tuple[nn.Module, dict[str, Any]]:
 def verified_share(tiny: TinyModel, mesh: sw.Mesh, *, batch: int = 8, **choices: Any) -> SplitShare:
     """Plan and verify; what the plan splits."""
     model, inputs = build(tiny, batch)
-    plan = sw.plan(model, (), mesh.num_devices, kwargs=inputs, mesh=mesh, **choices)
+    plan = sw.plan(model, (), mesh.num_devices, kwargs=inputs, mesh=mesh, search="sharding_propagation", **choices)
     report = sw.verify(model, (), plan, kwargs=inputs)
     assert report.ok, str(report)
     kinds = {difference.kind for difference in report.differences}
@@ -32,7 +32,7 @@ def verified_share(tiny: TinyModel, mesh: sw.Mesh, *, batch: int = 8, **choices:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_automatic_plan_on_eight_devices_equals_one_device_and_splits_all_of_the_arithmetic(name):
+def test_the_propagated_plan_on_eight_devices_equals_one_device_and_splits_all_of_the_arithmetic(name):
     share = verified_share(MODELS[name], sw.Mesh(dp=8))
     assert share.without_rule == ()
     assert share.flops == pytest.approx(1.0)
@@ -73,7 +73,7 @@ def test_llama_runs_with_more_tensor_ranks_than_key_heads(mesh):
 
 def test_batch_norm_takes_the_statistics_of_the_whole_batch():
     model, inputs = build(resnet(), 16)
-    report = sw.verify(model, (), sw.plan(model, (), 8, kwargs=inputs), kwargs=inputs)
+    report = sw.verify(model, (), sw.plan(model, (), 8, kwargs=inputs, search="sharding_propagation"), kwargs=inputs)
     assert report.ok, str(report)
     compared = {difference.name for difference in report.differences if difference.kind == "buffer"}
     assert compared == {name for name, _ in model.named_buffers()}
@@ -84,7 +84,7 @@ def test_a_model_on_the_meta_device_keeps_its_tied_weights_in_a_verification():
     with torch.device("meta"):
         model = gpt2().build().train()
     inputs = token_inputs(8)
-    plan = sw.plan(model, (), 8, kwargs=inputs)
+    plan = sw.plan(model, (), 8, kwargs=inputs, search="sharding_propagation")
     report = sw.verify(model, (), plan, kwargs=inputs)
     assert report.ok, str(report)
 

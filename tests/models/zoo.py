@@ -1,4 +1,5 @@
-"""The zoo: real models go through capture, data parallelism, a tensor-parallel plan and random legal plans.
+"""The zoo: real models go through capture, data parallelism, a tensor-parallel plan, the cheapest plan of a described
+cluster, and random legal plans.
 
 ``make zoo``, or ``python -m models.zoo --plans 10 gpt2 swin`` in tests/. Every plan is verified on the virtual cluster
 against one device, in float64: loss, outputs, every gradient, buffers, and parameters after a step of SGD (Adam would
@@ -34,6 +35,7 @@ from models.tiny_models import TinyModel
 from models.zoo_own import OWN
 from models.zoo_transformers import TRANSFORMERS
 from programs.running import random_strategy
+from shardwise.costs.units import Figures
 from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.text import format_layout
 from shardwise.plans.decide import rules_of
@@ -47,6 +49,20 @@ DATA = sw.Mesh(dp=8)
 DATA_BY_TENSOR = sw.Mesh(dp=2, tp=4)
 # Devices in several shapes, one of them not a power of two: no dim of most models divides by 3.
 RANDOM_MESHES = (DATA_BY_TENSOR, sw.Mesh(a=2, b=2, c=2), sw.Mesh(a=2, b=3), sw.Mesh(x=4), sw.Mesh(x=5))
+
+# Two nodes of four, without latencies and slow at computing beside their links: dividing the work of a tiny model pays.
+_H100 = sw.Cluster.load("h100-2x4")
+DESCRIBED = replace(
+    _H100,
+    device=replace(
+        _H100.device,
+        kernel_latency=0.0,
+        matmul_half_flops=0.0,
+        flops=Figures({dtype: flops * 1e-6 for dtype, flops in _H100.device.flops.items()}),
+        memory_bandwidth=_H100.device.memory_bandwidth * 1e-4,
+    ),
+    levels=tuple(replace(level, latency=0.0, launch=0.0, bandwidth=level.bandwidth * 1e-3) for level in _H100.levels),
+)
 
 # Model -> why it fails today. A model that is listed and passes is reported too.
 KNOWN: dict[str, str] = {}
@@ -107,13 +123,16 @@ def _plans(
     outcome: Outcome,
     debug: bool,
 ) -> Iterator[tuple[str, Plan]]:
-    """Label and plan: data parallel, tensor parallel, random ones."""
-    outcome.plans = 2 + num_plans
+    """Label and plan: data parallel, tensor parallel, the cheapest, random ones."""
+    outcome.plans = 3 + num_plans
     graph = captured.graph
     outcome.without_rule.update(str(op.target) for op in graph.ops if rule_of(op, graph) is None)
     factored = factor_graph(graph, rules_of(graph))
     try:
-        yield "data parallel", sw.plan(model, (), 8, kwargs=inputs, mesh=DATA, optimizer="sgd")
+        yield (
+            "data parallel",
+            sw.plan(model, (), 8, kwargs=inputs, mesh=DATA, optimizer="sgd", search="sharding_propagation"),
+        )
     except Exception as error:
         _note(outcome, "data parallel", error, debug)
     try:
@@ -125,6 +144,13 @@ def _plans(
         yield "tensor parallel", plan
     except Exception as error:
         _note(outcome, "tensor parallel", error, debug)
+    try:
+        yield (
+            "cheapest",
+            sw.plan(model, (), DESCRIBED, kwargs=inputs, search="dynamic_programming", optimizer="sgd"),
+        )
+    except Exception as error:
+        _note(outcome, "cheapest", error, debug)
     for number in range(num_plans):
         label = f"random plan {number}"
         try:

@@ -37,19 +37,19 @@ def gradient_messages(plan: sw.Plan) -> list[int]:
 
 
 def test_gradients_over_the_same_axes_are_one_message():
-    plan = sw.plan(Deep(), X, 4)
+    plan = sw.plan(Deep(), X, 4, search="sharding_propagation")
     assert gradient_messages(plan) == [8 * LAYER_BYTES]
     assert {entry.bucket for entry in plan.conversions if entry.value.startswith("layers.")} == {1}
 
 
 def test_without_buckets_every_gradient_is_a_message():
-    plan = sw.plan(Deep(), X, 4, bucket_bytes=0)
+    plan = sw.plan(Deep(), X, 4, bucket_bytes=0, search="sharding_propagation")
     assert len(gradient_messages(plan)) == 16
     assert not any(entry.bucket for entry in plan.conversions)
 
 
 def test_buckets_are_filled_from_the_end_and_hold_no_more_than_they_may():
-    plan = sw.plan(Deep(), X, 4, bucket_bytes=3 * LAYER_BYTES)
+    plan = sw.plan(Deep(), X, 4, bucket_bytes=3 * LAYER_BYTES, search="sharding_propagation")
     assert gradient_messages(plan) == [3 * LAYER_BYTES, 3 * LAYER_BYTES, 2 * LAYER_BYTES]  # in the order of sending
     first = [entry.value for entry in plan.conversions if entry.bucket == 3]
     assert sorted(first) == sorted(f"layers.{i}.{name}" for i in (5, 6, 7) for name in ("weight", "bias"))
@@ -66,7 +66,7 @@ def test_the_first_message_to_leave_is_a_small_one():
                 x = torch.tanh(layer(x))
             return x.square().mean()
 
-    plan = sw.plan(Wide(), torch.randn(8, 512), 4)
+    plan = sw.plan(Wide(), torch.randn(8, 512), 4, search="sharding_propagation")
     assert gradient_messages(plan) == [FIRST_BUCKET_BYTES, 3 * 2**20]
 
 
@@ -103,7 +103,7 @@ def test_keys_and_values_of_split_queries_travel_together():
             return mixed.square().mean()
 
     x = torch.randn(2, 8, 16)
-    plan = sw.plan(Attention(), x, 2, mesh=sw.Mesh(cp=2))
+    plan = sw.plan(Attention(), x, 2, mesh=sw.Mesh(cp=2), search="sharding_propagation")
     shared = {entry.bucket for entry in plan.conversions if entry.value in ("/transpose_1", "/transpose_2")}
     assert len(shared) == 1
     assert shared != {0}
@@ -129,13 +129,19 @@ def test_a_plan_with_buckets_is_that_of_one_device_and_its_record_is_its_list():
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "25MB"])
 def test_a_wrong_bucket_size_is_refused(wrong):
     with pytest.raises(sw.ShardwiseError, match="bucket_bytes is"):
-        sw.plan(Deep(), X, 4, bucket_bytes=wrong)
+        sw.plan(Deep(), X, 4, bucket_bytes=wrong, search="sharding_propagation")
 
 
 def test_a_conversion_by_itself_is_no_bucket():
     filled = fill_buckets([], frozenset(), lambda _: torch.float32, lambda _: True)
     assert filled == ()
-    plan = sw.plan(nn.Sequential(nn.Linear(4, 4, bias=False)), torch.randn(8, 4), 2, loss=lambda y: y.sum())
+    plan = sw.plan(
+        nn.Sequential(nn.Linear(4, 4, bias=False)),
+        torch.randn(8, 4),
+        2,
+        loss=lambda y: y.sum(),
+        search="sharding_propagation",
+    )
     assert not any(entry.bucket for entry in plan.conversions)
 
 
@@ -167,6 +173,6 @@ def test_without_a_loss_what_is_frozen_does_not_share_a_message_with_what_is_not
             weight, target = sw.constrain(weight, "[6, 8]"), sw.constrain(target, "[6, 8]")
             return F.soft_margin_loss(weight, target, reduction="none")
 
-    plan = sw.plan(Moved(), (), 2, mesh=sw.Mesh(tp=2))
+    plan = sw.plan(Moved(), (), 2, mesh=sw.Mesh(tp=2), search="sharding_propagation")
     assert [entry.kind for entry in plan.collectives()] == ["all_gather", "all_gather"]
     assert sw.verify(Moved(), (), plan).ok

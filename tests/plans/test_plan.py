@@ -86,7 +86,7 @@ def test_a_saved_plan_comes_back_equal_with_the_same_digest(plan, tmp_path):
 def test_the_same_model_gives_the_same_plan_and_any_difference_another_digest(plan):
     again = sw.plan(Mlp(), X, 8, mesh=MESH, strategies={"up": "n@tp"})
     others = [
-        sw.plan(Mlp(), X, 8, mesh=MESH),
+        sw.plan(Mlp(), X, 8, mesh=MESH, search="sharding_propagation"),
         sw.plan(Mlp(), X, 8, mesh=sw.Mesh(tp=4, dp=2), strategies={"up": "n@tp"}),
         sw.plan(Mlp(), X, 8, mesh=MESH, strategies={"up": "n@tp"}, optimizer="sgd"),
         sw.plan(Mlp().eval(), X, 8, mesh=MESH, strategies={"up": "n@tp"}),
@@ -109,8 +109,8 @@ def test_the_order_of_mesh_axes_is_part_of_the_digest(plan):
 def test_the_fingerprint_is_that_of_the_model_and_not_of_the_split(plan):
     whole = sw.plan(Mlp(), X, 4, mode="stand_alone")
     assert whole.model == plan.model
-    assert sw.plan(Mlp(act=torch.sigmoid), X, 8).model != plan.model
-    assert sw.plan(Mlp(hidden=32), X, 8).model != plan.model
+    assert sw.plan(Mlp(act=torch.sigmoid), X, 8, search="sharding_propagation").model != plan.model
+    assert sw.plan(Mlp(hidden=32), X, 8, search="sharding_propagation").model != plan.model
 
 
 def test_the_file_can_be_read_by_a_person(plan, tmp_path):
@@ -350,7 +350,7 @@ class Scaled(Mlp):
 
 def test_a_plan_for_other_devices_does_not_plan_and_verifies_on_its_own_mesh(plan):
     with pytest.raises(sw.PlanError, match="needs 2 x 4 = 8 devices, the cluster has 16"):
-        sw.plan(Mlp(), X, 16, mesh=plan.mesh)
+        sw.plan(Mlp(), X, 16, mesh=plan.mesh, search="sharding_propagation")
     assert sw.verify(Mlp(), X, plan).ok
 
 

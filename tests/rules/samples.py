@@ -761,6 +761,7 @@ RECURRENT = [
 
 # -- point-wise operators ----------------------------------------------------------------------------------------------
 
+
 def _complex(*shape: int) -> torch.Tensor:
     return torch.complex(x(*shape), x(*shape)).detach().requires_grad_()
 

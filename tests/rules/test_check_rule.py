@@ -227,7 +227,7 @@ def test_a_rule_is_given_once_and_removed_once() -> None:
 def test_a_rule_that_does_not_fit_a_call_names_the_line() -> None:
     words = r"(?s)the rule has 3.*test_check_rule\.py"
     with sw.rule(scale, "b m n, b m -> b m n"), pytest.raises(sw.LayoutError, match=words):
-        sw.plan(Model(), torch.randn(8, 6), 2)
+        sw.plan(Model(), torch.randn(8, 6), 2, search="sharding_propagation")
 
 
 # --------------------------------------------------------------------------------------------------------- our tables

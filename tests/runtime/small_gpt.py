@@ -45,6 +45,6 @@ def make_plan(name: str, devices: int = 4) -> sw.Plan:
     with sw.deferred(seed=0):
         model = make_gpt()
     if name == "auto":
-        return sw.plan(model, batch(8, 0), sw.Cluster.local(devices))
+        return sw.plan(model, batch(8, 0), sw.Cluster.local(devices), search="sharding_propagation")
     mesh = sw.Mesh(dp=2, tp=devices // 2)
     return sw.plan(model, batch(8, 0), sw.Cluster.local(devices), mesh=mesh, strategies=TENSOR_PARALLEL)

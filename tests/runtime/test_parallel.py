@@ -156,7 +156,7 @@ def try_bad_input() -> list[str]:
     model, plan = make_gpt(), make_plan("tp", 2 * 2)
     rank = dist.get_rank()
     attempt(lambda: sw.parallelize(model, plan))  # four devices, two ranks
-    pair = sw.plan(model, batch(8, 0), sw.Cluster.local(2))
+    pair = sw.plan(model, batch(8, 0), sw.Cluster.local(2), search="sharding_propagation")
     other = sw.plan(model, batch(8, 0), sw.Cluster.local(2), mode="stand_alone")
     attempt(lambda: sw.parallelize(model, pair if rank == 0 else other))
     attempt(lambda: sw.parallelize(model, None))

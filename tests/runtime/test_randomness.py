@@ -307,7 +307,7 @@ def test_every_kind_of_random_number_is_that_of_one_device(kind: str) -> None:
 def test_a_distribution_that_checks_its_parameters_names_the_mend() -> None:
     module = Noise(lambda h: D.Normal(h, 1.0).rsample())
     with pytest.raises(sw.CaptureError, match="validate_args=False"):
-        sw.plan(module, X.float(), 2)
+        sw.plan(module, X.float(), 2, search="sharding_propagation")
 
 
 class Unused(nn.Module):
@@ -325,7 +325,7 @@ class Unused(nn.Module):
 
 def test_random_numbers_that_nobody_reads_are_drawn_on_one_device_too() -> None:
     module = Unused()
-    plan = sw.plan(module, (torch.randn(8, 6),), 2, mesh=sw.Mesh(dp=2))
+    plan = sw.plan(module, (torch.randn(8, 6),), 2, mesh=sw.Mesh(dp=2), search="sharding_propagation")
     assert sw.verify(module, (torch.randn(8, 6),), plan).ok
     graph = capture(module, (torch.randn(8, 6),)).graph
     assert sum("dropout" in str(op.target) for op in graph.ops) == 2

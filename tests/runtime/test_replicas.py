@@ -236,7 +236,11 @@ def train_noisily() -> dict[str, Any]:
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     torch.manual_seed(0)
     model, x, labels = Noisy(), torch.randn(8, 6), torch.arange(8) % 4
-    plan = sw.plan(model, (x, labels), sw.Cluster.local(2)) if dist.get_rank() == 0 else None
+    plan = (
+        sw.plan(model, (x, labels), sw.Cluster.local(2), search="sharding_propagation")
+        if dist.get_rank() == 0
+        else None
+    )
     found: dict[str, Any] = {}
     for name, compile, every in (("plain", False, None), ("checked", False, 1), ("compiled", True, 2)):
         par = sw.parallelize(model, plan, seed=7, compile=compile, check_replicas=every)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from layouts.placing import scatter, worst_difference
+from shardwise.api import step_memory
 from shardwise.layouts.layout import Atom, Layout, Windows
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, parse_choices, parse_cuts
@@ -148,6 +149,14 @@ def test_a_plan_keeps_the_split_when_it_is_saved_printed_and_used_for_other_inpu
     shorter = tuple(tensor[:3, :5] for tensor in words())
     report = sw.verify(Words(), shorter, loaded)
     assert report.ok, report
+
+
+def test_memory_is_that_of_the_device_with_most_rows() -> None:
+    def parameters(strategy: str) -> int:
+        plan = sw.plan(Words(), words(), 4, mesh=sw.Mesh(tp=4), strategies={"embed": strategy, "head": "k@tp"})
+        return step_memory(Words(), words(), plan).peak.parts["parameters"]
+
+    assert parameters("v@tp{10,20,30,4}") - parameters("v@tp") == (30 - 16) * 8 * 8
 
 
 def edited(plan: sw.Plan, name: str, layout: str) -> sw.Plan:

@@ -106,7 +106,7 @@ X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_se
 def stored_in_shards() -> sw.Plan:
     """Data parallelism with parameters kept in shards, which are gathered when they are needed: edited by hand. Buckets
     hold two layers."""
-    plan = sw.plan(make_mlp(), X, 2, bucket_bytes=2 * 72 * 8)
+    plan = sw.plan(make_mlp(), X, 2, bucket_bytes=2 * 72 * 8, search="sharding_propagation")
     entries = tuple(
         replace(e, layout=e.layout.replace("[8, 8]", "[8@dp, 8]").replace("[8]", "[8@dp]")) for e in plan.parameters
     )
@@ -181,7 +181,9 @@ def frozen_and_unused() -> list[str]:
             return self.frozen(self.used(x)).square().mean(), self.unused(x)
 
     torch.manual_seed(0)
-    par = sw.parallelize(Partly().double(), sw.plan(Partly().double(), X, dist.get_world_size()))
+    par = sw.parallelize(
+        Partly().double(), sw.plan(Partly().double(), X, dist.get_world_size(), search="sharding_propagation")
+    )
     par.step(X)
     return [name for name, p in par.named_parameters() if p.grad is not None]
 

@@ -108,7 +108,7 @@ def thawed_and_frozen() -> tuple[str, list[str]]:
     """A parameter that is frozen when the module is split and not later; then the other way round."""
     model = Net(3)
     model.first.weight.requires_grad_(False)
-    par = sw.parallelize(model, sw.plan(model, X, dist.get_world_size()))
+    par = sw.parallelize(model, sw.plan(model, X, dist.get_world_size(), search="sharding_propagation"))
     par.get_parameter("first.weight").requires_grad_(True)
     found = refusal(lambda: par(X))
     par = split("dp")

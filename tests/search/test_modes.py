@@ -37,8 +37,9 @@ def test_data_parallel_splits_the_batch_over_all_axes_and_reduces_every_gradient
     assert {entry.layout for entry in plan.parameters} == {"f32[16, 8]", "f32[16]", "f32[8, 16]", "f32[8]"}
 
 
-def test_auto_is_data_parallel_where_nothing_is_fixed(x):
-    assert planned(Mlp(), (x,)).operators == planned(Mlp(), (x,), mode="data_parallel").operators
+def test_propagation_is_data_parallel_where_nothing_is_fixed(x):
+    propagated = planned(Mlp(), (x,), search="sharding_propagation")
+    assert propagated.operators == planned(Mlp(), (x,), mode="data_parallel").operators
 
 
 def test_auto_follows_a_column_split_into_a_row_split(x):

@@ -64,7 +64,7 @@ KINDS: list[dict[str, Any]] = [
 def test_a_ring_equals_one_device(kind: dict[str, Any], mesh: sw.Mesh) -> None:
     length = 12
     model = Attention(length, **kind)
-    plan = sw.plan(model, given(length), mesh.num_devices, mesh=mesh)
+    plan = sw.plan(model, given(length), mesh.num_devices, mesh=mesh, search="sharding_propagation")
     report = sw.verify(model, given(length), plan)
     assert report.ok, report
     own = mesh.size_of(mesh.expand("cp"))
@@ -79,7 +79,7 @@ def test_a_ring_equals_one_device(kind: dict[str, Any], mesh: sw.Mesh) -> None:
 
 def test_plans_with_a_ring_are_read_back() -> None:
     model = Attention(8, causal=True)
-    plan = sw.plan(model, given(8), 4, mesh=sw.Mesh(dp=2, cp=2))
+    plan = sw.plan(model, given(8), 4, mesh=sw.Mesh(dp=2, cp=2), search="sharding_propagation")
     again = sw.Plan.from_json(plan.to_json())
     assert again.strategies["/scaled_dot_product_attention"] == "b@dp ring@cp"
     assert sw.verify(model, given(8), again).ok
@@ -87,7 +87,7 @@ def test_plans_with_a_ring_are_read_back() -> None:
 
 def test_lengths_that_do_not_divide_gather_keys_and_are_right() -> None:
     model = Attention(10, causal=True)
-    plan = sw.plan(model, given(10), 4, mesh=sw.Mesh(cp=4))
+    plan = sw.plan(model, given(10), 4, mesh=sw.Mesh(cp=4), search="sharding_propagation")
     assert "halo_exchange" not in {c.kind for c in plan.collectives()}
     assert sw.verify(model, given(10), plan).ok
 
@@ -98,7 +98,13 @@ def test_other_numbers_of_keys_than_of_queries_have_no_ring() -> None:
             return sw.shard(F.scaled_dot_product_attention, "ring@cp")(q, k, k).mean()
 
     with pytest.raises(sw.LayoutError, match="no factor 'ring'"):
-        sw.plan(Cross(), (torch.randn(2, 2, 8, 4), torch.randn(2, 2, 6, 4)), 2, mesh=sw.Mesh(cp=2))
+        sw.plan(
+            Cross(),
+            (torch.randn(2, 2, 8, 4), torch.randn(2, 2, 6, 4)),
+            2,
+            mesh=sw.Mesh(cp=2),
+            search="sharding_propagation",
+        )
 
 
 @pytest.mark.parametrize("run", [1, 2, 4, 8])

@@ -231,7 +231,7 @@ def test_split_rows_of_an_embedding_and_split_classes_need_no_gathered_logits():
 
 @pytest.mark.parametrize("mode", ["auto", "data_parallel", "semi_auto"])
 def test_a_batch_of_6_is_shared_out_over_4_devices(mode):
-    plan = planned(Mlp(), (torch.randn(6, 8),), 4, mode=mode)
+    plan = planned(Mlp(), (torch.randn(6, 8),), 4, mode=mode, search="sharding_propagation")
     assert strategies(plan, "up/linear") == ["m@dp"]
 
 

@@ -247,7 +247,7 @@ def test_a_configured_operator_reaches_its_neighbours(case: dict[str, Any]) -> N
         ]  # fmt: skip
         split = tuple(case["configured"]["first"][0])
         model = Chain((4, 8, 4, 8), [(steps[0], (split,)), *((step, None) for step in steps[1:])])
-        plan = sw.plan(model, torch.rand(4, 8, 4, 8), 8, mesh=sw.Mesh(x=8))
+        plan = sw.plan(model, torch.rand(4, 8, 4, 8), 8, mesh=sw.Mesh(x=8), search="sharding_propagation")
         names = ("cumprod", "cummax", "cummin", "flip", "lgamma", "trunc", "log_softmax", "softmax", "elu")
         assert [split_of(plan, f"/{name}") for name in names] == [split] * 9
         assert sw.verify(model, torch.rand(4, 8, 4, 8), plan, steps=1).ok
@@ -342,7 +342,7 @@ def test_what_is_wrong_is_refused_and_what_is_right_is_exact(case: dict[str, Any
         words = "more than once" if name == "layout-err-1" else "unknown mesh axis"
         module = Chain((8,) * len(case["call"]), [(lambda y: sw.constrain(y, text), None)])
         with pytest.raises(sw.ShardwiseError, match=words):
-            sw.plan(module, torch.rand((8,) * len(case["call"])), 8, mesh=mesh)
+            sw.plan(module, torch.rand((8,) * len(case["call"])), 8, mesh=mesh, search="sharding_propagation")
     elif name == "layout-split-err":  # at the sharded dim: gathered first; out of range: as torch says
         mesh = sw.Mesh(x=2)
         for dim in (0, 1):
@@ -351,7 +351,13 @@ def test_what_is_wrong_is_refused_and_what_is_right_is_exact(case: dict[str, Any
             module = Chain((4, 6), [rows, parts])
             checked(module, (torch.rand(4, 6),), 2, mesh=mesh)
         with pytest.raises(sw.CaptureError, match="out of range"):
-            sw.plan(Chain((4, 6), [(lambda y: y.split(1, 2)[0], None)]), torch.rand(4, 6), 2, mesh=mesh)
+            sw.plan(
+                Chain((4, 6), [(lambda y: y.split(1, 2)[0], None)]),
+                torch.rand(4, 6),
+                2,
+                mesh=mesh,
+                search="sharding_propagation",
+            )
     elif name == "layout-reshape-err-2":
         mesh = sw.Mesh(zip(case["axes"], case["mesh"], strict=True))
         names = [f"{n}@{axis}" if axis else str(n) for n, axis in zip(case["src"], case["x"], strict=True)]
@@ -364,11 +370,11 @@ def test_what_is_wrong_is_refused_and_what_is_right_is_exact(case: dict[str, Any
     elif name == "gather-manual-10":  # an uneven split without the axes that split
         module = Called(*call_of(case), "v{4,4}")
         with pytest.raises(sw.ShardwiseError, match="a strategy reads"):
-            sw.plan(module, (), case["device_num"])
+            sw.plan(module, (), case["device_num"], search="sharding_propagation")
     elif "manual_split" in case:  # two lengths for four devices
         module, mesh = by_hand(case)
         with pytest.raises(sw.ShardwiseError, match=r"2 lengths \{4,4\} for factor v, which is split over 4 devices"):
-            sw.plan(module, (), case["device_num"], mesh=mesh)
+            sw.plan(module, (), case["device_num"], mesh=mesh, search="sharding_propagation")
     elif name in ACCEPTED:
         devices, split = ACCEPTED[name]
         function, tensors = call_of(case)

@@ -89,7 +89,7 @@ class Reshaped(nn.Module):
 def reshaped_correctly(source: Layout, target: Layout) -> sw.Plan:
     """The plan of a reshape between two layouts, verified: loss, output and gradient."""
     module = Reshaped(source, target)
-    plan = sw.plan(module, (), source.mesh.num_devices, mesh=source.mesh)
+    plan = sw.plan(module, (), source.mesh.num_devices, mesh=source.mesh, search="sharding_propagation")
     report = sw.verify(module, (), plan, steps=1)
     assert report.ok, f"{source} -> {target}\n{report}"
     return plan

@@ -209,12 +209,12 @@ def _run(call: Call, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _attention(target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Attention as its kernels keep it (operands, result and one number per row), which on meta tensors PyTorch does
-    not choose by itself. Dropout is left to the form that keeps the scores, as it is on CPU."""
+    not choose by itself. Dropout and masks that are learned are left to the form that keeps the scores, as on CPU."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("dropout_p") or given["query"].dim() != 4:
-        return target(*args, **kwargs)
     mask = given.get("attn_mask")
+    if given.get("dropout_p") or given["query"].dim() != 4 or (mask is not None and mask.requires_grad):
+        return target(*args, **kwargs)
     return aten._scaled_dot_product_flash_attention_for_cpu.default(
         given["query"],
         given["key"],

@@ -230,8 +230,8 @@ class Domains:
         states = ["I"]
         activations = {i for i, name in enumerate(op.operands) if name in self.active - self.parameters}
         groups = [f"P{group}" for group, members in enumerate(rule.linear) if activations <= set(members)]
-        if groups and activations and op.target not in FLOPS:
-            states += [*(["R"] if gradient else []), *groups]
+        if groups and op.target not in FLOPS:  # nothing makes a parameter partial
+            states += [*(["R"] if gradient else []), *(groups if activations else [])]
         named = [
             f
             for f in rule.factors
