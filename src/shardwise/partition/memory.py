@@ -21,7 +21,7 @@ from shardwise.layouts.conversions import COLLECTIVES, Move
 from shardwise.layouts.layout import Layout
 from shardwise.partition.buckets import Bucket
 from shardwise.partition.linears import LinearStep, join_linears
-from shardwise.partition.program import LocalOp, Program, localize, overwritable
+from shardwise.partition.program import LocalOp, Program, busiest_rank, localize, overwritable
 from shardwise.partition.spmd import Spmd, conversions_of
 from shardwise.partition.steps import Conversion
 
@@ -66,9 +66,9 @@ class Memory:
 def memory_of(
     spmd: Spmd, prices: Prices, *, program: Program | None = None, footprints: Footprints | None = None
 ) -> Memory:
-    """The memory of a training step. ``program``: of the rank that is looked at, by default the last, whose pieces are
-    the largest; ``footprints``: those known already, which many programs of a model share."""
-    program = program or localize(spmd, spmd.mesh.num_devices - 1)
+    """The memory of a training step. ``program``: of the rank that is looked at, by default the one that holds
+    most; ``footprints``: those known already, which many programs of a model share."""
+    program = program or localize(spmd, busiest_rank(spmd))
     return _Walk(program, prices, footprints or Footprints()).run()
 
 

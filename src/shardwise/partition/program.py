@@ -107,6 +107,16 @@ def local_numel(layout: Layout, rank: int) -> int:
     return prod(layout.local_shape(layout.mesh.coordinates(rank)))
 
 
+def busiest_rank(spmd: Spmd) -> int:
+    """The rank that holds most: the last, whose pieces of uneven sizes are the largest, unless parameters are split by
+    hand; then the one with most elements of all sources."""
+    num_devices = spmd.mesh.num_devices
+    layouts = [spmd.layouts[source.value] for source in spmd.graph.sources]
+    if not any(layout.windows for layout in layouts):
+        return num_devices - 1
+    return max(range(num_devices), key=lambda rank: (sum(local_numel(layout, rank) for layout in layouts), rank))
+
+
 # Operators whose gradients, of their first two operands, are new memory (that of a bias may be the cotangent itself).
 _NEW_GRADIENTS = frozenset(
     {
