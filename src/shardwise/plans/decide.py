@@ -25,11 +25,11 @@ from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, named_
 from shardwise.layouts.text import format_dtype, parse_dtype, parse_layout
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.printing import format_bytes
-from shardwise.plans.ranking import Ranked, Simulate, fitted
+from shardwise.plans.ranking import REFERENCE_OPERATORS, Ranked, Simulate, fitted
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
-from shardwise.search.auto import Prediction, Search, cost_graph, searched, separate_axes
+from shardwise.search.auto import Prediction, Search, assignment_of, cost_graph, searched, separate_axes
 from shardwise.search.cost_graph import CostGraph, held_by
 from shardwise.search.cuts import stored_as_cut, with_cuts
 from shardwise.search.domains import PriceFragment
@@ -137,7 +137,10 @@ def decide_by_price(
         axes = Axes.of(mesh, separate_axes(fixed, mesh))
         cost = cost_graph(graph, factored, fixed, axes, Prices(Links(cluster, mesh), optimizer, precision), fragments)
         try:
-            searches.append(searched(cost, search, limit))
+            found = searched(cost, search, limit)
+            searches.append(found)
+            if simulate is not None and not fixed and len(graph.ops) <= REFERENCE_OPERATORS:
+                found.reference = assignment_of(cost, choose(graph, factored, mesh, "data_parallel", {}))
         except DoesNotFit as error:
             if least is None or error.num_bytes < least[0]:
                 least = error.num_bytes, cost, error.assignment

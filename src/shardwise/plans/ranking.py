@@ -1,9 +1,9 @@
 """The last word on a searched plan: its program is built and a step of it simulated, with overlap, buckets and peak
 memory, which do not add up over choices.
 
-The best few assignments that a search has seen are compared so, if the search prices them nearly alike; the fastest
-whose peak fits is taken. Bytes of the search leave out temporaries. Where these break the limit, the search goes on
-under a limit that is lower by as much.
+The best few assignments that a search has seen are compared so, if the search prices them nearly alike, and data
+parallelism; the fastest whose peak fits is taken. Bytes of the search leave out temporaries. Where these break the
+limit, the search goes on under a limit that is lower by as much.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ MAX_CANDIDATES = 4
 # Operators in all the programs that are built for one plan: about ten seconds. A model of more than this many operators
 # gets no simulation, and its peak is not checked.
 MAX_OPERATORS = 12_000
+# Data parallelism is compared in models of at most this many operators: in larger ones the start of a message, which
+# buckets save, is little beside the rest.
+REFERENCE_OPERATORS = 1_000
 # Assignments that the search prices higher than this times the best are not looked at.
 NEAR = 1.05
 # A simulated step must be faster than that of the search's best by this factor to be preferred.
@@ -61,6 +64,8 @@ def ranked(search: Search, limit: float, simulate: Simulate | None) -> Ranked:
         return Ranked(search, search.prediction(), 0.0)
     near = [own for own in outcome.candidates if step_seconds(search.cost.components(own)) <= NEAR * outcome.seconds]
     considered = [outcome.assignment, *near[: count - 1]]
+    if search.reference is not None and search.reference not in considered:
+        considered.append(search.reference)
     found = [(own, simulate(search, own)) for own in considered]
     fitting = [item for item in found if item[1].peak_bytes <= limit]
     if not fitting:
@@ -73,7 +78,7 @@ def ranked(search: Search, limit: float, simulate: Simulate | None) -> Ranked:
     assignment, simulated = best
     rest = [own for own in [outcome.assignment, *outcome.candidates] if own != assignment]
     chosen = replace(outcome, assignment=assignment, components=search.cost.components(assignment), candidates=rest)
-    search = Search(search.cost, chosen)
+    search = replace(search, outcome=chosen)
     prediction = replace(
         search.prediction(),
         simulated_seconds=simulated.seconds,
@@ -91,6 +96,6 @@ def fitted(search: Search, name: str, limit: float, simulate: Simulate | None) -
         if not found.excess:
             break
         allowed = min(allowed, found.prediction.num_bytes) - found.excess
-        again = ranked(searched(search.cost, name, allowed), limit, simulate)
+        again = ranked(replace(searched(search.cost, name, allowed), reference=search.reference), limit, simulate)
         found = min(found, again, key=lambda own: own.excess)
     return found

@@ -72,10 +72,12 @@ class Prediction:
 
 @dataclass
 class Search:
-    """One finished search on one mesh."""
+    """One finished search on one mesh. ``reference``: an assignment to compare with whatever its price (data
+    parallelism, whose many small messages travel together), if there is one."""
 
     cost: CostGraph
     outcome: Outcome
+    reference: list[int] | None = None
 
     @property
     def mesh(self) -> Mesh:
