@@ -22,6 +22,7 @@ def gpt_plan(mesh: sw.Mesh, bucket_bytes: int) -> sw.Plan:
     strategies = TENSOR_PARALLEL if "tp" in dict(mesh.axes) else None
     return sw.plan(
         make_gpt(), batch(8, 0), mesh.num_devices, mesh=mesh, strategies=strategies, bucket_bytes=bucket_bytes
+        search="sharding_propagation",
     )
 
 
@@ -145,7 +146,8 @@ def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_nee
 
 
 def compiled_and_not(mesh: sw.Mesh) -> list[Any]:
-    plan = sw.plan(make_mlp(), X, 2, mesh=mesh, strategies={"layers.0": "n@tp"} if "tp" in dict(mesh.axes) else None)
+    strategies = {"layers.0": "n@tp"} if "tp" in dict(mesh.axes) else None
+    plan = sw.plan(make_mlp(), X, 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
     found = []
     for choice in (False, True):
         par = sw.parallelize(make_mlp(), plan, compile=choice)
