@@ -21,7 +21,12 @@ Record = list[tuple[str, str, int]]
 def gpt_plan(mesh: sw.Mesh, bucket_bytes: int) -> sw.Plan:
     strategies = TENSOR_PARALLEL if "tp" in dict(mesh.axes) else None
     return sw.plan(
-        make_gpt(), batch(8, 0), mesh.num_devices, mesh=mesh, strategies=strategies, bucket_bytes=bucket_bytes
+        make_gpt(),
+        batch(8, 0),
+        mesh.num_devices,
+        mesh=mesh,
+        strategies=strategies,
+        bucket_bytes=bucket_bytes,
         search="sharding_propagation",
     )
 
