@@ -108,7 +108,14 @@ def trained_on_ranks() -> dict[tuple[str, str], list[str]]:
     for model, make in MODELS.items():
         for name, (axes, strategies) in PLANS.items():
             mesh = sw.Mesh(axes)
-            plan = sw.plan(make().double(), batches()[0, 0], mesh.num_devices, mesh=mesh, strategies=strategies)
+            plan = sw.plan(
+                make().double(),
+                batches()[0, 0],
+                mesh.num_devices,
+                mesh=mesh,
+                strategies=strategies,
+                search="sharding_propagation",
+            )
             losses, held = trained(sw.parallelize(make().double(), plan))
             want_losses, wanted = trained(make().double())
             wrong = [f"loss {i}" for i, (a, b) in enumerate(zip(losses, want_losses, strict=True)) if not near(a, b)]
@@ -137,6 +144,13 @@ def test_one_batch_is_that_of_one_device(name: str) -> None:
     x = batches()[0, 0].float()
     for mesh in (sw.Mesh(dp=3), sw.Mesh(dp=2, tp=3), sw.Mesh(tp=2)):
         model = MODELS[name]()
-        plan = sw.plan(model, x, mesh.num_devices, mesh=mesh, strategies={"up": "n@tp"} if len(mesh.axes) > 1 else None)
+        plan = sw.plan(
+            model,
+            x,
+            mesh.num_devices,
+            mesh=mesh,
+            strategies={"up": "n@tp"} if len(mesh.axes) > 1 else None,
+            search="sharding_propagation",
+        )
         report = sw.verify(model, x, plan)
         assert report.ok, str(report)

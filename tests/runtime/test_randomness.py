@@ -140,7 +140,7 @@ def test_a_stream_keeps_its_share_and_backward_drops_what_forward_drops() -> Non
 def recomputed() -> list[list[torch.Tensor]]:
     """On a rank, for no checkpoint and both kinds of it: gradients of three accumulated calls, whose forwards all come
     first, so that the seed has moved on when backward recomputes."""
-    plan = sw.plan(Dropped(), X, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp"})
+    plan = sw.plan(Dropped(), X, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp"}, search="sharding_propagation")
     found = []
     for reentrant in (None, False, True):
         par = sw.parallelize(Dropped(), plan, seed=5)
@@ -299,7 +299,9 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_every_kind_of_random_number_is_that_of_one_device(kind: str) -> None:
     module = Noise(KINDS[kind])
     for mesh, strategies in ((sw.Mesh(dp=3), {}), (sw.Mesh(dp=2, tp=2), {"up": "n@tp"})):
-        plan = sw.plan(module, X.float(), mesh.num_devices, mesh=mesh, strategies=strategies)
+        plan = sw.plan(
+            module, X.float(), mesh.num_devices, mesh=mesh, strategies=strategies, search="sharding_propagation"
+        )
         report = sw.verify(module, X.float(), plan)
         assert report.ok, str(report)
 

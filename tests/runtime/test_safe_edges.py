@@ -66,7 +66,14 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def split(kind: str, dtype: torch.dtype = torch.float64) -> sw.Parallel:
     sizes, strategies = FIELDS[kind]
     model = make(dtype)
-    plan = sw.plan(model, batch(), math.prod(sizes.values()), mesh=sw.Mesh(sizes), strategies=strategies)
+    plan = sw.plan(
+        model,
+        batch(),
+        math.prod(sizes.values()),
+        mesh=sw.Mesh(sizes),
+        strategies=strategies,
+        search="sharding_propagation",
+    )
     return sw.parallelize(model, plan)
 
 

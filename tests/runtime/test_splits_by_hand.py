@@ -83,7 +83,9 @@ def layout_of(plan: sw.Plan, name: str) -> str:
 )
 def test_a_table_is_stored_as_it_is_split_and_never_exchanged(axes: dict[str, int], strategy: str, stored: str) -> None:
     mesh = sw.Mesh(**axes)
-    plan = sw.plan(Words(), words(), mesh.num_devices, mesh=mesh, strategies={"embed": strategy})
+    plan = sw.plan(
+        Words(), words(), mesh.num_devices, mesh=mesh, strategies={"embed": strategy}, search="sharding_propagation"
+    )
     assert layout_of(plan, "embed.weight") == stored
     report = sw.verify(Words(), words(), plan)
     assert report.ok, report
@@ -98,7 +100,9 @@ def test_a_table_is_stored_as_it_is_split_and_never_exchanged(axes: dict[str, in
 def test_a_consumer_that_wants_the_table_otherwise_exchanges_rows(axes: dict[str, int]) -> None:
     mesh = sw.Mesh(**axes)
     chosen = {"embed": "v@tp{10,20,30,4}", "head": "n@tp"}
-    plan = sw.plan(Words(tied=True), words(), mesh.num_devices, mesh=mesh, strategies=chosen)
+    plan = sw.plan(
+        Words(tied=True), words(), mesh.num_devices, mesh=mesh, strategies=chosen, search="sharding_propagation"
+    )
     report = sw.verify(Words(tied=True), words(), plan)
     assert report.ok, report
     assert report.max_error < 1e-12
@@ -111,7 +115,9 @@ def test_a_consumer_that_wants_the_table_otherwise_exchanges_rows(axes: dict[str
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags(mode: str) -> None:
     mesh = sw.Mesh(dp=2, tp=2)
-    plan = sw.plan(Bags(mode), words()[0], 4, mesh=mesh, strategies={"bag": "v@tp{50,14}"})
+    plan = sw.plan(
+        Bags(mode), words()[0], 4, mesh=mesh, strategies={"bag": "v@tp{50,14}"}, search="sharding_propagation"
+    )
     assert layout_of(plan, "bag.weight") == "f64[64@tp{0:50|50:64}, 8]"
     report = sw.verify(Bags(mode), words()[0], plan)
     assert report.ok, report
@@ -131,7 +137,7 @@ def test_bags(mode: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_products_are_split_by_hand_too(chosen: dict[str, str], stored: dict[str, str]) -> None:
-    plan = sw.plan(Bags(), words()[0], 4, mesh=sw.Mesh(dp=2, tp=2), strategies=chosen)
+    plan = sw.plan(Bags(), words()[0], 4, mesh=sw.Mesh(dp=2, tp=2), strategies=chosen, search="sharding_propagation")
     assert {name: layout_of(plan, name) for name in stored} == stored
     report = sw.verify(Bags(), words()[0], plan)
     assert report.ok, report
@@ -139,7 +145,9 @@ def test_products_are_split_by_hand_too(chosen: dict[str, str], stored: dict[str
 
 
 def test_a_plan_keeps_the_split_when_it_is_saved_printed_and_used_for_other_inputs(tmp_path: Path) -> None:
-    plan = sw.plan(Words(), words(), 4, mesh=sw.Mesh(tp=4), strategies={"embed": "v@tp{10,20,30,4}"})
+    plan = sw.plan(
+        Words(), words(), 4, mesh=sw.Mesh(tp=4), strategies={"embed": "v@tp{10,20,30,4}"}, search="sharding_propagation"
+    )
     plan.save(tmp_path / "plan.json")
     loaded = sw.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -153,7 +161,14 @@ def test_a_plan_keeps_the_split_when_it_is_saved_printed_and_used_for_other_inpu
 
 def test_memory_is_that_of_the_device_with_most_rows() -> None:
     def parameters(strategy: str) -> int:
-        plan = sw.plan(Words(), words(), 4, mesh=sw.Mesh(tp=4), strategies={"embed": strategy, "head": "k@tp"})
+        plan = sw.plan(
+            Words(),
+            words(),
+            4,
+            mesh=sw.Mesh(tp=4),
+            strategies={"embed": strategy, "head": "k@tp"},
+            search="sharding_propagation",
+        )
         return step_memory(Words(), words(), plan).peak.parts["parameters"]
 
     assert parameters("v@tp{10,20,30,4}") - parameters("v@tp") == (30 - 16) * 8 * 8
@@ -169,7 +184,14 @@ def edited(plan: sw.Plan, name: str, layout: str) -> sw.Plan:
     "layout", ["f64[64@tp{0:50|50:64}, 8@dp]", "f64[64@tp{0:3|3:64}, 8]", "f64[64@(dp,tp), 8]", "f64[64, 8@tp]"]
 )
 def test_an_edited_plan_may_store_the_table_otherwise(layout: str) -> None:
-    plan = sw.plan(Words(), words(), 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"embed": "v@tp{50,14}"})
+    plan = sw.plan(
+        Words(),
+        words(),
+        4,
+        mesh=sw.Mesh(dp=2, tp=2),
+        strategies={"embed": "v@tp{50,14}"},
+        search="sharding_propagation",
+    )
     report = sw.verify(Words(), words(), edited(plan, "embed.weight", layout))
     assert report.ok, report
     assert report.max_error < 1e-12
@@ -181,7 +203,14 @@ def test_an_edited_plan_may_store_the_table_otherwise(layout: str) -> None:
      "f64[64@tp{0:50|50:64}, 8@dp{0:3|4:8}]"],
 )  # fmt: skip
 def test_a_plan_that_stores_a_row_twice_or_nowhere_is_refused(layout: str) -> None:
-    plan = sw.plan(Words(), words(), 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"embed": "v@tp{50,14}"})
+    plan = sw.plan(
+        Words(),
+        words(),
+        4,
+        mesh=sw.Mesh(dp=2, tp=2),
+        strategies={"embed": "v@tp{50,14}"},
+        search="sharding_propagation",
+    )
     with pytest.raises(sw.PlanError, match="every row is on one device"):
         edited(plan, "embed.weight", layout)
     with pytest.raises(sw.PlanError, match=r"3 windows for 64@tp .*: split over 2 devices"):
@@ -204,7 +233,7 @@ def test_a_plan_that_stores_a_row_twice_or_nowhere_is_refused(layout: str) -> No
 )
 def test_what_does_not_add_up_is_refused(strategy: str, words_of_message: str) -> None:
     with pytest.raises(sw.ShardwiseError, match=words_of_message):
-        sw.plan(Words(), words(), 4, mesh=sw.Mesh(tp=4), strategies={"embed": strategy})
+        sw.plan(Words(), words(), 4, mesh=sw.Mesh(tp=4), strategies={"embed": strategy}, search="sharding_propagation")
 
 
 def test_factors_that_can_only_be_split_evenly() -> None:
@@ -218,7 +247,9 @@ def test_factors_that_can_only_be_split_evenly() -> None:
 
     for chosen, name in (({"conv": "y0@tp{3,5}"}, "y0"), ({"conv": "n@tp{1,3}"}, "n")):
         with pytest.raises(sw.LayoutError, match=f"factor {name} of .* can only be split evenly"):
-            sw.plan(Net(), torch.randn(4, 2, 8, 8), 2, mesh=sw.Mesh(tp=2), strategies=chosen)
+            sw.plan(
+                Net(), torch.randn(4, 2, 8, 8), 2, mesh=sw.Mesh(tp=2), strategies=chosen, search="sharding_propagation"
+            )
 
 
 @pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming", "ilp"])
@@ -276,7 +307,9 @@ def test_windows_that_are_the_slices_are_no_windows_and_overlaps_are_not_left() 
 
 def train(axes: dict[str, int], strategy: str, tied: bool) -> dict[str, Any]:
     """On a rank: three steps of AdamW with clipping, and the collectives of the last forward."""
-    plan = sw.plan(Words(tied), words(), 4, mesh=sw.Mesh(**axes), strategies={"embed": strategy})
+    plan = sw.plan(
+        Words(tied), words(), 4, mesh=sw.Mesh(**axes), strategies={"embed": strategy}, search="sharding_propagation"
+    )
     par = sw.parallelize(Words(tied), plan)
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
     losses, norms, gradient = [], [], torch.empty(0)

@@ -38,7 +38,15 @@ class Net(nn.Module):
 def split(axis: str, width: int = 3, bucket_bytes: int = 2**25) -> sw.Parallel:
     size = dist.get_world_size()
     mesh = sw.Mesh({axis: size})
-    plan = sw.plan(Net(width), X, size, mesh=mesh, strategies=FIELDS[axis], bucket_bytes=bucket_bytes)
+    plan = sw.plan(
+        Net(width),
+        X,
+        size,
+        mesh=mesh,
+        strategies=FIELDS[axis],
+        bucket_bytes=bucket_bytes,
+        search="sharding_propagation",
+    )
     return sw.parallelize(Net(width), plan)
 
 
