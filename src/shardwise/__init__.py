@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.api import compare, plan
     from shardwise.costs.cluster import Cluster
+    from shardwise.costs.prices import Precision
     from shardwise.errors import (
         CaptureError,
         CollectiveError,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "shardwise.api": ("compare", "plan"),
     "shardwise.costs.cluster": ("Cluster",),
+    "shardwise.costs.prices": ("Precision",),
     "shardwise.errors": (
         "CaptureError",
         "CollectiveError",
@@ -93,6 +95,7 @@ __all__ = [
     "Parallel",
     "Plan",
     "PlanError",
+    "Precision",
     "ReplicaError",
     "Report",
     "RuleReport",

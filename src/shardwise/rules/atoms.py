@@ -133,4 +133,3 @@ def _divide(rule: OpRule, cuts: Mapping[str, _Cuts]) -> OpRule:
         operands=tuple(map(divide, rule.operands)),
         results=tuple(map(divide, rule.results)),
     )
-

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from shardwise.errors import LaunchError, problem
-from shardwise.runtime import bootstrap
 from shardwise.hosts import Host
+from shardwise.runtime import bootstrap
 from shardwise.runtime.job import Job
 from shardwise.runtime.places import DEFAULT_PORT
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.layouts.routes import Floats
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
-from shardwise.search.elimination import Problem, Solution, solve
+from shardwise.search.elimination import Problem, Solution, restricted, solve
 
 # Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a nanosecond.
 TIE = 1e-20
@@ -26,6 +26,9 @@ HIDDEN = 1e-9
 MAX_SOLVES = 24
 # The bound over multipliers is settled when it can rise by no more than this share.
 NEAR = 5e-4
+# Variables that are held at a value, one at a time, to come closer to the bound; only where a solve is cheap.
+BRANCHES = 3
+CHEAP_JOINT = 2_000_000
 # Gaps below this are rounding.
 EXACT = 1e-9
 
@@ -113,7 +116,7 @@ class _Run:
         self.seen: dict[tuple[int, ...], _Seen] = {}
         self.best: _Seen | None = None
         self.solves = self.largest_joint = 0
-        self.slack = 0.0
+        self.slack, self.multiplier = 0.0, 0.5
 
     def fits(self, item: _Seen) -> bool:
         return self.memory_bytes is None or item.components[BYTES] <= self.memory_bytes
@@ -158,7 +161,7 @@ class _Run:
             slopes = [item.components[TRAFFIC] - item.components[COMPUTE] for item in (low, high)]
             starts = [item.at(weights(0.0)) for item in (low, high)]
             multiplier = float((starts[0] - starts[1]) / (slopes[1] - slopes[0]))
-            meet = low.at(weights(multiplier))
+            self.multiplier, meet = multiplier, low.at(weights(multiplier))
             found = self.solved(weights(multiplier))
             value = found.at(weights(multiplier))
             bound = max(bound, value - self.slack)
@@ -210,13 +213,34 @@ class _Run:
         return bound
 
     def improve(self, bound: float) -> None:
-        """Close the gap: mixtures of the two assignments around the bound, then single variables."""
+        """Close the gap: mixtures of the two assignments around the bound, the variables that decide most traffic held
+        as either has them, then single variables."""
         if self.best is None or self.best.seconds <= bound * (1 + EXACT):
             return
         low, high = self.bracket
         self.mix(low, high)
         self.mix(high, low)
+        if self.best.seconds > bound * (1 + NEAR) and self.largest_joint <= CHEAP_JOINT:
+            for variable in self.deciding(low, high):
+                for value in (low.assignment[variable], high.assignment[variable]):
+                    for multiplier in (HIDDEN, self.multiplier, 1.0 - HIDDEN):
+                        weights = Weights(1.0, 1.0 - multiplier, multiplier, TIE)
+                        found = self.solver(restricted(self.cost.weighted(weights), {variable: value}))
+                        self.solves += 1
+                        self.add(found.assignment)
         self.descend()
+
+    def deciding(self, low: _Seen, high: _Seen) -> list[int]:
+        """The few variables whose values in two assignments differ most in traffic."""
+        moved: dict[int, float] = {}
+        for scope, kind in self.cost.factors:
+            table = self.cost.kinds[kind][TRAFFIC]
+            if table is not None:
+                ends = [float(table[tuple(item.assignment[v] for v in scope)]) for item in (low, high)]
+                for variable in scope:
+                    if low.assignment[variable] != high.assignment[variable]:
+                        moved[variable] = moved.get(variable, 0.0) + abs(ends[0] - ends[1])
+        return sorted(moved, key=lambda variable: -moved[variable])[:BRANCHES]
 
     def mix(self, first: _Seen, second: _Seen) -> None:
         """All assignments that agree with one up to some variable and with the other from there; the best that fits."""
