@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.graph.capture import capture
 from shardwise.costs.flops import FLOPS, flops_of
+from shardwise.graph.capture import capture
 from shardwise.report.share import SplitShare, share_of_plan, share_table
 from shardwise.rules.attention import ATTENTION
 from shardwise.rules.convolution import CONVOLUTION
