@@ -32,7 +32,7 @@ from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import PRICED_SEARCHES, Search, candidate_meshes
-from shardwise.search.modes import MODES, Choice
+from shardwise.search.modes import MODES, Choice, batch_size
 
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
 
@@ -50,6 +50,7 @@ def plan(
     search: str | None = None,
     mesh: Mesh | None = None,
     max_mesh_axes: int = 2,
+    global_batch: int | None = None,
     memory_bytes: float | None = None,
     strategies: Mapping[str, Any] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -64,10 +65,11 @@ def plan(
     or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"`` decides (``search.auto``); by default
     ``"dynamic_programming"``, and where strategies are given ``"sharding_propagation"``, which completes them.
     ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
-    cluster's levels, the others use one axis ``dp`` over all devices. ``memory_bytes``: what a device may hold of
-    parameters, gradients, optimizer states and saved values; by default what the cluster's devices have (a number of
-    devices is no description: they have what it takes). ``strategies``: module path patterns to strategies, the same as
-    ``sw.shard`` on these submodules. ``bucket_bytes``: the largest message in which
+    cluster's levels, the others use one axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
+    step that accumulates the gradients of several such batches. ``memory_bytes``: what a device may hold of parameters,
+    gradients, optimizer states and saved values; by default what the cluster's devices have (a number of devices is no
+    description: they have what it takes). ``strategies``: module path patterns to strategies, the same as ``sw.shard``
+    on these submodules. ``bucket_bytes``: the largest message in which
     gradients (or gathered parameters) travel together; 0: each by itself.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
@@ -120,6 +122,7 @@ def plan(
         search,
         optimizer,
         precision,
+        _passes(captured.graph, global_batch),
         memory_bytes,
         Fragments,
         simulated,
@@ -195,6 +198,24 @@ def step_memory(
     else:
         prices = Prices(Links(Cluster.local(plan.mesh.num_devices), plan.mesh), plan.optimizer)
     return memory_of(_spmd(captured.graph, factored, choice, plan.mesh, plan.bucket_bytes), prices)
+
+
+def _passes(graph: Graph, global_batch: int | None) -> int:
+    """How many batches of the example's size a step accumulates."""
+    batch = batch_size(graph)
+    if global_batch is None:
+        return 1
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1 or not batch:
+        raise ShardwiseError(problem(f"global_batch is {global_batch!r}", fix="a whole number of samples from 1"))
+    if global_batch % batch:
+        raise ShardwiseError(
+            problem(
+                f"global_batch is {global_batch}, the example inputs have {batch} samples: {global_batch} / {batch} is "
+                "not whole",
+                fix="give example inputs whose number of samples divides it",
+            )
+        )
+    return global_batch // batch
 
 
 def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:

@@ -50,11 +50,13 @@ class Precision:
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds and bytes on the devices of ``links``."""
+    """Seconds and bytes on the devices of ``links``, of one pass: forward and backward of one batch. ``passes``: how
+    many of them, with their gradients added up, there are to a step of the optimizer."""
 
     links: Links
     optimizer: str = "adamw"
     precision: Precision = field(default_factory=Precision)
+    passes: int = 1
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_STATES:
@@ -141,15 +143,15 @@ class Prices:
         return backward_seconds(self.device, op, shapes[0], shapes[1], dtypes, needed)
 
     def update(self, value: Value, numel: float) -> float:
-        """Seconds in which the optimizer updates ``numel`` elements of a parameter: it reads parameter, gradient and
-        states and writes parameter and states."""
+        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter: it reads
+        parameter, gradient and states and writes parameter and states."""
         own = self.stored_itemsize(value)
         moved = own * (3 + 2 * OPTIMIZER_STATES[self.optimizer])
-        return numel * moved / self.device.bytes_per_second()
+        return numel * moved / self.device.bytes_per_second() / self.passes
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.links, self.optimizer, self.precision))
+        return hash((self.links, self.optimizer, self.precision, self.passes))
 
     def __hash__(self) -> int:
         return self._hash

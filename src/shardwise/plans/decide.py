@@ -120,6 +120,7 @@ def decide_by_price(
     search: str,
     optimizer: str,
     precision: Precision,
+    passes: int,
     memory_bytes: float | None,
     fragments: Callable[[Graph, Router], PriceFragment],
     simulate: Simulate | None = None,
@@ -135,7 +136,9 @@ def decide_by_price(
     for mesh in meshes:
         fixed = _fixed(graph, rules, factored, annotations, mesh)
         axes = Axes.of(mesh, separate_axes(fixed, mesh))
-        cost = cost_graph(graph, factored, fixed, axes, Prices(Links(cluster, mesh), optimizer, precision), fragments)
+        cost = cost_graph(
+            graph, factored, fixed, axes, Prices(Links(cluster, mesh), optimizer, precision, passes), fragments
+        )
         try:
             found = searched(cost, search, limit)
             searches.append(found)

@@ -49,8 +49,9 @@ def format_plan(plan: Plan) -> str:
 
 def _predicted(own: Prediction) -> list[str]:
     """What the plan was chosen for."""
+    passes = f" ({own.passes} passes of {format_seconds(own.pass_seconds)})" if own.passes > 1 else ""
     lines = [
-        f"  predicted step {format_seconds(own.step_seconds)}: compute {format_seconds(own.compute)}, exposed "
+        f"  predicted step {format_seconds(own.step_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
         f"communication {format_seconds(own.exposed)}, parameter traffic {format_seconds(own.traffic)} "
         "(overlaps with compute)"
     ]

@@ -38,13 +38,14 @@ PRICED_SEARCHES = ("dynamic_programming", "ilp", "recursive_programming")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan is expected to take, per step: seconds of collectives that nothing hides (``exposed``), of operators
-    (``compute``), of gathers of parameters and reductions of gradients (``traffic``, hidden behind operators as far as
-    these last); ``num_bytes`` per device of parameters, gradients, optimizer states and values kept for backward.
+    """What a plan is expected to take, per pass (forward and backward of one batch).
 
-    ``bound``: no plan of the searched space is faster (0: not known); ``log10_plans``: how many plans that are, as a
-    power of ten. ``simulated_seconds``: of a simulated step with overlap and buckets; ``peak_bytes``: the most memory
-    of a device, ``peak_at`` which operator's forward or backward (0 and empty where nothing was simulated).
+    Seconds of collectives that nothing hides (``exposed``), of operators (``compute``), of gathers of parameters and
+    reductions of gradients (``traffic``, hidden behind operators as far as these last); ``num_bytes`` per device of
+    parameters, gradients, optimizer states and values kept for backward. ``bound``: no plan of the searched space is
+    faster (0: not known); ``log10_plans``: how many plans that are, as a power of ten. ``simulated_seconds``: of a
+    simulated pass with overlap and buckets; ``peak_bytes``: the most memory of a device, ``peak_at`` which operator's
+    forward or backward (0 and empty where nothing was simulated). ``passes``: to a step of the optimizer.
     """
 
     exposed: float
@@ -56,17 +57,22 @@ class Prediction:
     simulated_seconds: float = 0.0
     peak_bytes: float = 0.0
     peak_at: str = ""
+    passes: int = 1
+
+    @property
+    def pass_seconds(self) -> float:
+        return self.exposed + max(self.compute, self.traffic)
 
     @property
     def step_seconds(self) -> float:
-        return self.exposed + max(self.compute, self.traffic)
+        return self.passes * self.pass_seconds
 
     @property
     def optimality_gap(self) -> float | None:
         """How much slower than the bound, as a share of the bound; 0: proven optimal; None: not known."""
         if not self.bound:
             return None
-        gap = self.step_seconds / self.bound - 1
+        gap = self.pass_seconds / self.bound - 1
         return gap if gap > 1e-9 else 0.0
 
 
@@ -101,6 +107,7 @@ class Search:
             float(components[BYTES]),
             float(self.outcome.bound),
             self.log10_plans,
+            passes=self.cost.domains.prices.passes,
         )
 
 
