@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random as python_random
 import re
+from threading import Event, Thread
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,6 +135,17 @@ def random(self, x):
     return x + torch.poisson(x.exp())
 
 
+def masked_in_numpy(self, x):
+    kept = np.random.rand(4) > 0.5
+    return x * torch.tensor(kept)
+
+
+def left_out_by_python(self, x):
+    if python_random.choice([True, False]):
+        x = x * 2
+    return x
+
+
 def write_unfolded(self, x):
     y = x * 1
     y.unfold(0, 2, 2).mul_(2)
@@ -162,6 +176,8 @@ CASES = [
     (write_under_no_grad, 2, "no_grad", "new tensor"),
     (reshape_in_place, 2, r"t_\(\)", r"x\.t\("),
     (random, 1, "poisson", "nn.Dropout"),
+    (masked_in_numpy, 1, "numpy", "torch.rand"),
+    (left_out_by_python, 1, "in Python or numpy", "torch.rand"),
     (write_unfolded, 2, "unfold", "torch.where"),
 ]
 
@@ -175,6 +191,42 @@ def test_the_error_names_the_line_and_the_mend(function, below, what, mend):
     assert f"test_capture_errors.py:{code.co_firstlineno + below}" in message, message
     assert re.search(what, message), message
     assert re.search(mend, message.partition("fix:")[2]), message
+
+
+@pytest.mark.parametrize("seed", [0, 1])  # one for each branch
+def test_the_line_that_draws_is_found_whatever_is_drawn_and_the_generators_stand_as_after_one_call(seed):
+    def draws(self, x):
+        x = x + np.random.rand()
+        return x * 2 if python_random.random() < 0.5 else x
+
+    python_random.seed(seed)
+    np.random.seed(seed)
+    draws(None, torch.ones(4))
+    expected = python_random.random(), np.random.rand()
+    python_random.seed(seed)
+    np.random.seed(seed)
+    with pytest.raises(CaptureError, match=f"test_capture_errors.py:{draws.__code__.co_firstlineno + 1}"):
+        capture(Calls(draws), (torch.ones(4),))
+    assert (python_random.random(), np.random.rand()) == expected
+
+
+def test_random_numbers_that_another_thread_draws_are_no_fault_of_the_model():
+    ready, done = Event(), Event()
+
+    def draw():
+        ready.wait(60)
+        np.random.rand()
+        done.set()
+
+    def call(self, x):
+        ready.set()
+        done.wait(60)
+        return x * 2
+
+    other = Thread(target=draw)
+    other.start()
+    assert capture(Calls(call), (torch.ones(4),)).graph.ops
+    other.join()
 
 
 def test_an_input_that_is_changed_in_place_is_named():

@@ -177,6 +177,27 @@ CASES = {
         [rand(2, 4)],
         ["mul.Tensor", "leaky_relu.default"],
     ),
+    "expand as": (lambda w, x: w.expand_as(x * w) * x, [(4,)], [rand(2, 4)], ["expand.default", "mul.Tensor"]),
+    "expand as itself": (lambda w, x: w.expand_as(x) * x, [(4,)], [rand(4)], ["mul.Tensor"]),
+    "meshgrid": (
+        lambda v, w, x: [grid * x for grid in torch.meshgrid(v, w, w.sum(), indexing="ij")],
+        [(2,), (3,)],
+        [rand(2, 3, 1)],
+        None,
+    ),
+    "meshgrid xy": (
+        lambda v, w, x: torch.stack(torch.meshgrid(v, w, w.sum(), indexing="xy")) * x,
+        [(2,), (3,)],
+        [rand(3, 2, 1)],
+        None,
+    ),
+    "one of a meshgrid": (
+        lambda v, w: torch.meshgrid(v, w, indexing="ij")[1],
+        [(2,), (3,)],
+        [],
+        ["reshape.default", "expand.default"],
+    ),
+    "meshgrid of one": (lambda w, x: torch.meshgrid(w, indexing="ij")[0] * x, [(4,)], [rand(4)], ["mul.Tensor"]),
     "attention": (lambda w, x: F.scaled_dot_product_attention(x * w, x, x), [(4,)], [rand(2, 3, 5, 4)], None),
     "batch norm without statistics": (
         lambda w, b, x: F.batch_norm(x, None, None, w, b, training=True),

@@ -70,7 +70,7 @@ SMALL: dict[str, Any] = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
     "classifier_proj_size": 16,
-    "apply_spec_augment": False,  # draws masks in numpy
+    "apply_spec_augment": False,  # draws masks in numpy, which capture refuses
     "layerdrop": 0.0,  # draws in numpy which layers to leave out
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
@@ -284,7 +284,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         **{"hidden_sizes": [16, 32, 32], "num_attention_heads": [2, 4, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8]},
         **{"mlp_ratio": [2, 2, 2], "attention_ratio": [2, 2, 2], "patch_size": 16, "image_size": 64},
     },
-    **dict.fromkeys(("hubert", "wavlm", "data2vec-audio", "unispeech", "unispeech-sat", "wav2vec2-conformer"), SPEECH),
+    **dict.fromkeys(("hubert", "wavlm", "unispeech", "unispeech-sat", "wav2vec2-conformer"), SPEECH),
+    "data2vec-audio": {**SPEECH, "mask_time_prob": 0.0},  # it knows no apply_spec_augment
     **{key: {**SPEECH, "squeeze_factor": 2} for key in ("sew", "sew-d")},
 }
 
@@ -304,9 +305,6 @@ KNOWN: dict[str, str] = {
     "longformer": _CONTROL_FLOW + "is any token global?",
     "dbrx": _CONTROL_FLOW + "a loop over the experts that were chosen",
     "switch_transformers": "the router converts itself inside forward (Module.to), and fake weights are not swapped",
-    "data2vec-audio": "not equal under any plan: not understood yet",
-    "swinv2": "equal, but four backward collectives that are listed do not happen (random plan 0): not understood yet",
-    "swiftformer": "as swinv2",
     "mobilevitv2": "not well conditioned: gradients that are 1e-8 of the largest differ as much on one device when the "
     "batch is permuted",
 }

@@ -1,6 +1,10 @@
 """Forms that say nothing are dropped: casts to the same dtype, copies (a graph is functional), views of the whole.
 
 ``view`` becomes ``reshape``: on a rank the operand may be a slice, of which a view can not be taken.
+
+Where only the shape or the dtype of an operand is used (``expand_as``), or every result is made of one operand only
+(``meshgrid``), what is left says so: autograd sends the other operands no gradient, and a program must neither convert
+them nor list what their backward would do.
 """
 
 from __future__ import annotations
@@ -55,10 +59,31 @@ def _expand(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return (_operand(op),) if emitter.value(_operand(op)).shape == op.args[1] else None
 
 
+def _expand_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    return (emitter.emit(aten.expand.default, _operand(op), emitter.value(op.args[1]).shape),)
+
+
 def _broadcast(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """broadcast_tensors: every operand expanded to the common shape, if it has another."""
     shape = tuple(torch.broadcast_shapes(*(emitter.value(ref).shape for ref in op.args[0])))
     return tuple(emitter.emit(aten.expand.default, ref, shape) for ref in op.args[0])
+
+
+def _meshgrid(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    """Every operand along a dim of its own (the first two exchanged under "xy"), expanded to the common shape."""
+    operands = op.args[0]
+    dims = list(range(len(operands)))
+    if arguments(op).get("indexing") == "xy" and len(dims) > 1:
+        dims[:2] = 1, 0
+    shape = [1] * len(dims)
+    for ref, dim in zip(operands, dims, strict=True):
+        shape[dim] = emitter.value(ref).numel
+    found = []
+    for ref, dim in zip(operands, dims, strict=True):
+        along = tuple(size if own == dim else 1 for own, size in enumerate(shape))
+        reshaped = emitter.emit(aten.reshape.default, ref, along)
+        found.append(emitter.emit(aten.expand.default, reshaped, tuple(shape)))
+    return tuple(found)
 
 
 def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
@@ -107,7 +132,10 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
     aten.view_as.default: _reshape_like,
     aten.reshape_as.default: _reshape_like,
     aten.expand.default: _expand,
+    aten.expand_as.default: _expand_like,
     aten.broadcast_tensors.default: _broadcast,
+    aten.meshgrid.default: _meshgrid,
+    aten.meshgrid.indexing: _meshgrid,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
     aten.view_as_complex.default: _complex_view,

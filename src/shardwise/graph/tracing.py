@@ -17,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
+from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import LINE, NOT_USER_CODE
 from shardwise.graph.stand_ins import STAND_INS
 
@@ -236,22 +237,37 @@ def trace(
 ) -> Traced:
     """Exports ``call(copy of module, examples)``, which returns (output, loss). ``annotated``: module path -> region.
 
-    Raises CaptureError with the user's line for whatever export rejects.
+    Raises CaptureError with the user's line for whatever export rejects, and for random numbers drawn outside torch.
     """
-    mode = FakeTensorMode()
-    outcomes: list[Outcome] = []
-    traced = TracedCall(fake_copy(module, mode), call, outcomes.append)
-    inputs = tuple(fake_like(example, mode) for example in examples)
+    before = host_random_state()
     try:
-        with _quiet(), recording() as recorder, torch.device("cpu"):
-            for path, region in annotated.items():
-                recorder.cover(traced.module.get_submodule(path), region)
-            with torch.fx.traceback.preserve_node_meta(), UserLines(), torch.enable_grad():
-                program = torch.export.export(traced, inputs, strict=False)
+        traced = _export(module, examples, call, annotated)
+        reject_host_random(before, lambda watching: _export(module, examples, _inside(watching, call), annotated))
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
         raise _explained(error) from error
+    return traced
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], call: Call) -> Call:
+    def run(module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
+        with context():
+            return call(module, tensors)
+
+    return run
+
+
+def _export(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, annotated: dict[str, Region]) -> Traced:
+    mode = FakeTensorMode()
+    outcomes: list[Outcome] = []
+    traced = TracedCall(fake_copy(module, mode), call, outcomes.append)
+    inputs = tuple(fake_like(example, mode) for example in examples)
+    with _quiet(), recording() as recorder, torch.device("cpu"):
+        for path, region in annotated.items():
+            recorder.cover(traced.module.get_submodule(path), region)
+        with torch.fx.traceback.preserve_node_meta(), UserLines(), torch.enable_grad():
+            program = torch.export.export(traced, inputs, strict=False)
     return Traced(program, outcomes[-1], tuple(recorder.regions))
 
 

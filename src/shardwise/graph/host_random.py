@@ -1,0 +1,95 @@
+"""Random numbers that a model draws in Python's ``random`` or in numpy while it runs.
+
+Capture runs the model's Python once, so that such numbers (which time steps SpecAugment masks, which layers LayerDrop
+leaves out) would be the same in every step ever after. They are noticed by the generators' states before and after;
+only then the model runs once more, line by line, to name the line that draws. Generators that the model makes or holds
+itself (``numpy.random.default_rng()``) are not seen.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.origins import NOT_USER_CODE
+
+State = tuple[Any, bytes]
+Watching = Callable[[], AbstractContextManager[None]]
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
+_NOT_DRAWING = (*NOT_USER_CODE, str(Path(np.__file__).parent))
+
+
+def host_random_state() -> State:
+    """The states of the generators that ``random`` and ``numpy.random`` draw from; two of them can be compared."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
+
+
+def reject_host_random(before: State, run: Callable[[Watching], object]) -> None:
+    """Raises CaptureError naming the first line of the model that draws.
+
+    ``before``: the state when the model was captured; ``run``: captures it again, inside the context manager that it is
+    given. Raises nothing if no line of the model draws: then another thread did.
+    """
+    drew = host_random_state()
+    if drew == before:
+        return
+    lines: list[str] = []
+    _restore(before)
+    try:
+        run(lambda: _watching(lines))
+    finally:
+        _restore(drew)
+    if lines:
+        raise CaptureError(
+            problem(
+                "the model draws random numbers in Python or numpy, which capture would repeat in every step",
+                source=lines[0],
+                fix="draw with torch (torch.rand, torch.bernoulli), pass what was drawn as an input, or switch it off "
+                "(Hugging Face: mask_time_prob=0, layerdrop=0)",
+            )
+        )
+
+
+def _restore(state: State) -> None:
+    random.setstate(state[0])
+    np.random.set_state(pickle.loads(state[1]))
+
+
+@contextmanager
+def _watching(lines: list[str]) -> Iterator[None]:
+    """Appends the ``"model.py:41"`` after which the generators differ from before it."""
+    last, here = host_random_state(), ""
+
+    def watch(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last, here
+        if not _is_users(frame.f_code.co_filename):
+            return None
+        now = host_random_state()
+        if now != last and here:
+            lines.append(here)
+        last, here = now, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _is_users(filename: str) -> bool:
+    standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
+    return not standard and not filename.startswith(_NOT_DRAWING)
