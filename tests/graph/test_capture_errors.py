@@ -210,6 +210,14 @@ def test_the_line_that_draws_is_found_whatever_is_drawn_and_the_generators_stand
     assert (python_random.random(), np.random.rand()) == expected
 
 
+def test_random_numbers_after_a_seed_that_every_call_sets_are_constants():
+    def call(self, x):
+        np.random.seed(3)
+        return x * torch.tensor(np.random.rand(4))
+
+    assert capture(Calls(call), (torch.ones(4),)).constants
+
+
 def test_random_numbers_that_another_thread_draws_are_no_fault_of_the_model():
     ready, done = Event(), Event()
 

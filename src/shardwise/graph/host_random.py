@@ -40,18 +40,17 @@ def reject_host_random(before: State, run: Callable[[Watching], object]) -> None
     """Raises CaptureError naming the first line of the model that draws.
 
     ``before``: the state when the model was captured; ``run``: captures it again, inside the context manager that it is
-    given. Raises nothing if no line of the model draws: then another thread did.
+    given. What that leaves as it was came from another thread, or from a seed that the model sets in every call
+    (BigBird's blocks): then every step draws the same.
     """
     drew = host_random_state()
     if drew == before:
         return
     lines: list[str] = []
-    _restore(before)
-    try:
-        run(lambda: _watching(lines))
-    finally:
-        _restore(drew)
-    if lines:
+    run(lambda: _watching(lines))
+    again = host_random_state()
+    _restore(drew)
+    if lines and again != drew:
         raise CaptureError(
             problem(
                 "the model draws random numbers in Python or numpy, which capture would repeat in every step",
