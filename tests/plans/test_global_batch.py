@@ -57,3 +57,11 @@ def test_batches_that_do_not_divide_are_refused(global_batch, said):
     with pytest.raises(sw.ShardwiseError) as caught:
         planned(global_batch)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", [None, sw.Mesh(dp=1), sw.Mesh()])
+def test_one_device_has_one_plan(mesh):
+    plan = sw.plan(Mlp(), X, sw.Cluster.load("h100-1x1"), mesh=mesh)
+    assert plan.optimality_gap == 0
+    assert not any("@" in entry.strategy for entry in plan.operators)
+    assert sw.verify(Mlp(), X, plan).ok

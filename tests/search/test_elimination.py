@@ -119,3 +119,14 @@ def test_tables_with_equal_rows_become_one_column_each():
     assert [len(own) for own in program.values] == [3, 2]
     assert [joint.table.shape for joint in program.joints] == [(3, 2)]
     assert ilp.solve_ilp(program.problem).value == solve(program.problem).value
+
+
+def test_variables_of_one_value_in_a_long_chain_are_all_eliminated() -> None:
+    """Whatever is eliminated leaves the table it came from: a class comes to life again while it is emptied."""
+    interner = Interner()
+    link, own = interner.add(np.zeros((1, 1))), interner.add(np.zeros(1))
+    for length in range(2, 40):
+        factors = [((i, i + 1), link) for i in range(length - 1)] + [((i,), own) for i in range(length)]
+        factors += [((i, i + 2), link) for i in range(0, length - 2, 3)]
+        solution = solve(Problem([1] * length, factors, interner))
+        assert solution.assignment == [0] * length

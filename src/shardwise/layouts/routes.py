@@ -84,7 +84,8 @@ class Routes:
         self.place = {position: SHARDED + i for i, position in enumerate(self.positions)}
         self.base = SHARDED + len(self.positions)
         allowed = [[code for code in range(self.base) if self._allows(code, axis)] for axis in range(len(axes.groups))]
-        codes = np.array(list(product(*allowed)), dtype=np.int64).reshape(-1, len(axes.groups))
+        every = list(product(*allowed))
+        codes = np.array(every, dtype=np.int64).reshape(len(every), len(axes.groups))
         split = self._split(codes)
         fits = (split <= np.array(self.sizes, dtype=np.int64)).all(axis=1)
         self.codes: Ints = codes[fits]

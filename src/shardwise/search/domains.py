@@ -191,8 +191,8 @@ class Domains:
         rule = self.rules[op.name]
         per_axis = self._choices(op, rule)
         # [strategies, axes]: the number of each axis's choice in its list.
-        grid = np.array(list(product(*(range(len(own)) for own in per_axis))), dtype=np.int64)
-        grid = grid.reshape(-1, len(per_axis))
+        every = list(product(*(range(len(own)) for own in per_axis)))
+        grid = np.array(every, dtype=np.int64).reshape(len(every), len(per_axis))
         fitting = np.ones(len(grid), dtype=np.bool_)
         ways: dict[str, Ints] = {}
         for factor in rule.factors:

@@ -203,8 +203,8 @@ def solve(problem: Problem, *, last: int | None = None, max_joint: int = MAX_JOI
             if not own.members:
                 del classes[own.signature]
             sign(variable)
-        if not best.members:
-            classes.pop(best.signature, None)
+        if not best.members and classes.get(best.signature) is best:
+            del classes[best.signature]
     marginal: Table | None = None
     if last is not None:
         factors = tuple(state.at[last].items())
