@@ -305,8 +305,8 @@ KNOWN: dict[str, str] = {
     "longformer": _CONTROL_FLOW + "is any token global?",
     "dbrx": _CONTROL_FLOW + "a loop over the experts that were chosen",
     "switch_transformers": "the router converts itself inside forward (Module.to), and fake weights are not swapped",
-    "bigbird_pegasus": "builds linear layers inside forward, whose initialising draws shift the numbers of the dropouts behind "
-    "them; equal without dropout",
+    "bigbird_pegasus": "builds linear layers inside forward, whose initialising draws shift the numbers of "
+    "the dropouts behind them; equal without dropout",
     "mobilevitv2": "not well conditioned: gradients that are 1e-8 of the largest differ as much on one device when the "
     "batch is permuted",
 }

@@ -107,7 +107,7 @@ class Pair(nn.Module):
 
 def share_of_pair(mesh: sw.Mesh, **strategies: str) -> SplitShare:
     model, inputs = Pair(), (torch.randn(8, 12), torch.randn(8, 12))
-    plan = sw.plan(model, inputs, mesh.num_devices, mesh=mesh, strategies=strategies)
+    plan = sw.plan(model, inputs, mesh.num_devices, mesh=mesh, strategies=strategies, search="sharding_propagation")
     return share_of_plan(plan, capture(model, inputs).graph)
 
 
