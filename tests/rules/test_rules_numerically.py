@@ -131,7 +131,8 @@ def test_the_suite_notices_a_wrong_reduction(sample: Sample) -> None:
         assert any(problem(case, mutant, chosen, sample) for mutant, chosen in mutants), f"{sample}: {factor} survives"
 
 
-# Rules that share their localize with operators that need it (size arguments, or no empty tensors), and do not themselves.
+# Rules that share their localize with operators that need it (for size arguments, or empty tensors), and do not
+# themselves.
 _SIZELESS = {
     "aten.flatten.using_ints",
     "aten.ravel.default",
