@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -335,12 +335,12 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
     numbers, and lists of texts), which the reader leaves alone."""
     device = cluster.device
     lines = [f"name = {_quoted(cluster.name)}", "", "[device]", f"name = {_quoted(device.name)}"]
-    lines += _figures(_DEVICE_KEYS, lambda name: getattr(device, name))
+    lines += _figures(_DEVICE_KEYS, device)
     lines += _named("device.flops", device.flops, "FLOP/s")
     lines += _named("device.matmul_efficiency", device.matmul_efficiency, "")
     for level in cluster.levels:
         lines += ["", "[[levels]]", f"name = {_quoted(level.name)}", f"size = {level.size}"]
-        lines += _figures(_LEVEL_KEYS, lambda name, level=level: getattr(level, name))  # type: ignore[misc]
+        lines += _figures(_LEVEL_KEYS, level)
         lines += [f"shared_by = {level.shared_by}"]
         lines += ["hierarchical = true"] if level.hierarchical else []
         by_size = {str(size): bandwidth for size, bandwidth in level.group_bandwidths}
@@ -359,9 +359,9 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
     return "\n".join(lines) + "\n"
 
 
-def _figures(keys: Mapping[str, tuple[str, str, bool, bool]], value_of: Callable[[str], float]) -> Iterator[str]:
+def _figures(keys: Mapping[str, tuple[str, str, bool, bool]], described: Device | Level) -> Iterator[str]:
     for key, (name, unit, *_) in keys.items():
-        yield f"{key} = {_figure(value_of(name), unit)}"
+        yield f"{key} = {_figure(getattr(described, name), unit)}"
 
 
 def _named(title: str, figures: Mapping[str, float], unit: str) -> list[str]:

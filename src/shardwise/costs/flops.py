@@ -15,6 +15,7 @@ import torch
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Op
 from shardwise.graph.schema import arguments
+from shardwise.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
 
@@ -101,21 +102,7 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     aten.addbmm.default: _addbmm,
     aten.einsum.default: _einsum,
     aten.scaled_dot_product_attention.default: _attention,
-    **dict.fromkeys(
-        (
-            aten.convolution.default,
-            aten.conv1d.default,
-            aten.conv1d.padding,
-            aten.conv2d.default,
-            aten.conv2d.padding,
-            aten.conv3d.default,
-            aten.conv3d.padding,
-            aten.conv_transpose1d.default,
-            aten.conv_transpose2d.input,
-            aten.conv_transpose3d.input,
-        ),
-        _convolution,
-    ),
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     grouped_mm._opoverload: _grouped_mm,
 }

@@ -38,6 +38,10 @@ OPTIMIZER_STATES: Mapping[str, int] = {
 }
 
 
+# Of the operands and of the results of a call on one device.
+LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Dtypes of a step, where they are not those of the model: ``compute`` for values and gathered parameters,
@@ -106,41 +110,24 @@ class Prices:
         assert best is not None, f"{kind} over {axes} has no algorithm"
         return best
 
-    def operator(
-        self,
-        op: Op,
-        operands: Sequence[Value],
-        results: Sequence[Value],
-        shapes: tuple[Sequence[Shape], Sequence[Shape]],
-    ) -> float:
-        """Seconds of an operator on local ``shapes`` (operands, results), forward and backward. ``operands`` and
-        ``results`` are the whole values."""
+    def operator(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
+        """Seconds of an operator on local ``shapes``, forward and backward. ``operands`` and ``results`` are the whole
+        values."""
         return self.forward(op, operands, results, shapes) + self.backward(op, operands, results, shapes)
 
-    def forward(
-        self,
-        op: Op,
-        operands: Sequence[Value],
-        results: Sequence[Value],
-        shapes: tuple[Sequence[Shape], Sequence[Shape]],
-    ) -> float:
+    def forward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
         """Seconds of the forward call alone."""
-        dtypes = [self.dtype(value) for value in (*operands, *results)]
-        return forward_seconds(self.device, op, shapes[0], shapes[1], dtypes)
+        return forward_seconds(self.device, op, *shapes, self._dtypes(operands, results))
 
-    def backward(
-        self,
-        op: Op,
-        operands: Sequence[Value],
-        results: Sequence[Value],
-        shapes: tuple[Sequence[Shape], Sequence[Shape]],
-    ) -> float:
+    def backward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
         """Seconds of the backward of that call alone."""
         if not any(value.requires_grad for value in results):
             return 0.0
-        dtypes = [self.dtype(value) for value in (*operands, *results)]
         needed = [value.requires_grad for value in operands]
-        return backward_seconds(self.device, op, shapes[0], shapes[1], dtypes, needed)
+        return backward_seconds(self.device, op, *shapes, self._dtypes(operands, results), needed)
+
+    def _dtypes(self, operands: Sequence[Value], results: Sequence[Value]) -> list[torch.dtype]:
+        return [self.dtype(value) for value in (*operands, *results)]
 
     def update(self, value: Value, numel: float) -> float:
         """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter: it reads

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from shardwise.costs.prices import Prices
+from shardwise.costs.prices import LocalShapes, Prices
 from shardwise.costs.saved import Saved, saved_by
 from shardwise.graph.ir import Graph, Op, Value
 from shardwise.layouts.conversions import Collective
@@ -31,12 +31,12 @@ def largest_shape(layout: Layout) -> tuple[int, ...]:
     return tuple(prod(-(-atom.size // layout.mesh.size_of(atom.axes)) for atom in dim) for dim in layout.dims)
 
 
-def operator_seconds(step: Step, graph: Graph, prices: Prices) -> float:
-    """Seconds of an operator of a program, forward and backward, on the busiest device."""
+def priced_call(step: Step, graph: Graph) -> tuple[Op, list[Value], list[Value], LocalShapes]:
+    """An operator of a program as ``Prices`` takes it, on the device that holds most."""
     op = step.placed.op
+    operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
     shapes = tuple(map(largest_shape, step.operand_layouts)), tuple(map(largest_shape, step.result_layouts))
-    values = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
-    return prices.operator(op, *values, shapes)
+    return op, operands, results, shapes
 
 
 def collective_seconds(collectives: Sequence[Collective], prices: Prices) -> float:
@@ -78,7 +78,7 @@ class Fragments:
         compute = exposed = kept = 0.0
         for step in builder.steps:
             if isinstance(step, Step):
-                compute += operator_seconds(step, small, prices)
+                compute += prices.operator(*priced_call(step, small))
                 kept += self._kept_bytes(step, small) + self._kept_operands(op, step, small, outside)
             else:
                 exposed += conversion_seconds(step, small.by_name[step.origin], prices)
@@ -138,7 +138,7 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
     for step in spmd.steps:
         if isinstance(step, Step):
             if step.placed.op.name not in free:
-                compute += operator_seconds(step, graph, prices)
+                compute += prices.operator(*priced_call(step, graph))
             continue
         for conversion in conversions_of(step):
             origin = conversion.origin

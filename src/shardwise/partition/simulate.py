@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.costs.footprints import Footprints
-from shardwise.costs.prices import Prices
+from shardwise.costs.prices import LocalShapes, Prices
+from shardwise.graph.ir import Op, Value
 from shardwise.layouts.conversions import Collective
 from shardwise.partition.buckets import Bucket
 from shardwise.partition.linears import LinearStep
 from shardwise.partition.memory import Instruction, Peak, memory_of, needed_instructions
-from shardwise.partition.pricing import collective_seconds, largest_shape
+from shardwise.partition.pricing import collective_seconds, priced_call
 from shardwise.partition.program import LocalOp, Program, localize
 from shardwise.partition.spmd import Spmd
 from shardwise.partition.steps import Conversion, Step
@@ -78,7 +79,9 @@ class _Timeline:
 
         def depart(index: int | None) -> None:
             if index is not None:
-                done[index] = self.message(self.collectives(self.instructions[index], backward=False), self.now)
+                bucket = self.instructions[index]
+                assert isinstance(bucket, Bucket), "what departs"
+                done[index] = self.message(self.collectives(bucket, backward=False), self.now)
 
         depart(sends[0] if sends else None)
         for index, instruction in enumerate(self.instructions):
@@ -88,7 +91,7 @@ class _Timeline:
             elif isinstance(instruction, (Conversion, Bucket)):
                 self.now = self.message(self.collectives(instruction, backward=False), self.now)
             else:
-                self.work(sum(self.forward(step) for step in self.members(instruction)))
+                self.work(self.prices.forward(*self.call(instruction)))
         if self.spmd.loss is not None:
             self.backward(after)
         for name, source in self.parameters.items():
@@ -111,13 +114,13 @@ class _Timeline:
                 if later is not None:
                     self.now = max(self.now, arrivals.pop(later, 0.0))
             elif isinstance(instruction, LinearStep) and instruction.conversion is not None:
-                seconds = sum(self.backward_of(step) for step in self.members(instruction))
+                seconds = self.prices.backward(*self.call(instruction))
                 self.work(seconds / 2)
                 done = self.message(self.collectives(instruction.conversion, backward=True), self.now)
                 self.work(seconds / 2)
                 self.now = max(self.now, done)
             else:
-                self.work(sum(self.backward_of(step) for step in self.members(instruction)))
+                self.work(self.prices.backward(*self.call(instruction)))
         self.now = max([self.now, *arrivals.values()])
 
     # -- what takes how long -------------------------------------------------------------------------------------------
@@ -135,9 +138,8 @@ class _Timeline:
             self.communication += seconds
         return ready
 
-    def collectives(self, instruction: object, *, backward: bool) -> tuple[Collective, ...]:
+    def collectives(self, instruction: Conversion | Bucket, *, backward: bool) -> tuple[Collective, ...]:
         """The messages of a conversion or a bucket, in the dtypes that are priced."""
-        assert isinstance(instruction, (Conversion, Bucket)), "what communicates"
         members = instruction.conversions if isinstance(instruction, Bucket) else (instruction,)
         if backward and not any(map(self.spmd.receives_gradient, members)):
             return ()
@@ -151,25 +153,11 @@ class _Timeline:
             for item in instruction.collectives(backward=backward)
         )
 
-    def members(self, instruction: Instruction) -> list[Step]:
-        """The steps that an instruction executes; the sum with a bias is part of its product and takes no time."""
-        op = instruction.op if isinstance(instruction, LocalOp) else instruction.product.op  # type: ignore[union-attr]
-        return [self.steps[op]]
-
-    def forward(self, step: Step) -> float:
-        op, graph = step.placed.op, self.spmd.graph
-        values = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
-        return self.prices.forward(op, *values, _shapes(step))
-
-    def backward_of(self, step: Step) -> float:
-        op, graph = step.placed.op, self.spmd.graph
-        values = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
-        return self.prices.backward(op, *values, _shapes(step))
+    def call(self, instruction: LocalOp | LinearStep) -> tuple[Op, list[Value], list[Value], LocalShapes]:
+        """The operator that an instruction executes; the sum with a bias is part of its product and takes no time."""
+        op = instruction.op if isinstance(instruction, LocalOp) else instruction.product.op
+        return priced_call(self.steps[op], self.spmd.graph)
 
 
 def _departs(instruction: Instruction) -> bool:
     return isinstance(instruction, Bucket) and instruction.of_parameters and bool(instruction.collectives())
-
-
-def _shapes(step: Step) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    return tuple(map(largest_shape, step.operand_layouts)), tuple(map(largest_shape, step.result_layouts))

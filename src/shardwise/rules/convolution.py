@@ -170,21 +170,19 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
     )
 
 
+CONVOLUTIONS = (
+    aten.convolution.default,
+    aten.conv1d.default,
+    aten.conv1d.padding,
+    aten.conv2d.default,
+    aten.conv2d.padding,
+    aten.conv3d.default,
+    aten.conv3d.padding,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
 CONVOLUTION: RuleTable = {
-    **dict.fromkeys(
-        (
-            aten.convolution.default,
-            aten.conv1d.default,
-            aten.conv1d.padding,
-            aten.conv2d.default,
-            aten.conv2d.padding,
-            aten.conv3d.default,
-            aten.conv3d.padding,
-            aten.conv_transpose1d.default,
-            aten.conv_transpose2d.input,
-            aten.conv_transpose3d.input,
-        ),
-        zeros_if_empty(convolution_rule),
-    ),
+    **dict.fromkeys(CONVOLUTIONS, zeros_if_empty(convolution_rule)),
     aten.im2col.default: zeros_if_empty(_im2col),
 }
