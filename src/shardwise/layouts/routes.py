@@ -92,9 +92,9 @@ class Routes:
         self.numel: Ints = self._numel(split[fits])
         weights = self.base ** np.arange(len(axes.groups), dtype=np.int64)
         self._weights = weights
-        self.keys: Ints = self.codes @ weights
+        keys: Ints = self.codes @ weights
         self._node_of = np.full(self.base ** len(axes.groups), -1, dtype=np.int64)
-        self._node_of[self.keys] = np.arange(len(self.keys))
+        self._node_of[keys] = np.arange(len(keys))
         self._prices: dict[int, Floats] = {}
         self._moves: dict[tuple[int, int], tuple[Move, ...]] = {}
 

@@ -22,13 +22,13 @@ from shardwise.costs.prices import Prices
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.routes import Axes, Floats
+from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import Factored
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, build
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights, build
 from shardwise.search.domains import Domains, PriceFragment
 from shardwise.search.dynamic_programming import Outcome, Solver, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
-from shardwise.search.elimination import MAX_JOINT, Problem, Solution, TooWide, solve
+from shardwise.search.elimination import MAX_JOINT, Problem, Solution, TooWide, restricted, solve
 from shardwise.search.free import settle
 from shardwise.search.modes import Choice, Choices, layout_of
 from shardwise.search.routing import Router
@@ -252,14 +252,5 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
 
 def best_completion(cost: CostGraph, fixed: Mapping[int, int]) -> list[int]:
     """The assignment of least step in which some variables have given values."""
-    from shardwise.search.cost_graph import Weights
-    from shardwise.search.elimination import restricted
-
     found = [solve(restricted(cost.weighted(Weights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
     return min((item.assignment for item in found), key=lambda own: step_seconds(cost.components(own)))
-
-
-def components_of(cost: CostGraph, choice: Choice) -> Floats | None:
-    """The components of a choice, or None if it is not in the cost graph's space."""
-    assignment = assignment_of(cost, choice)
-    return None if assignment is None else cost.components(assignment)

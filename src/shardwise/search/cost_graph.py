@@ -8,7 +8,7 @@ seconds of *traffic* that overlaps with compute (gathers of parameters, reductio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 from shardwise.costs.compute import is_view
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.routes import STATES, Floats, Ints, Routes
+from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Interner, Problem, Scope
 
 COMPONENTS = ("exposed", "compute", "traffic", "bytes")
 EXPOSED, COMPUTE, TRAFFIC, BYTES = range(4)
+
+# The tables of the four components; None: zero everywhere.
+Components = tuple[Floats | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class CostGraph:
     nodes: dict[int, Ints] = field(default_factory=dict)  # storage and shared variables: value -> node of its routes
     domain_of: dict[int, Domain] = field(default_factory=dict)
     factors: list[tuple[Scope, int]] = field(default_factory=list)
-    kinds: list[tuple[Floats | None, ...]] = field(default_factory=list)
+    kinds: list[Components] = field(default_factory=list)
     number: dict[tuple[str, str], int] = field(default_factory=dict)
     folded: list[Folded] = field(default_factory=list)
     # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
@@ -129,17 +132,13 @@ class _Builder:
         self.fixed, self.storage = fixed, storage
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
-        self._home: dict[str, int] = {}  # value -> the variable whose layout its consumers convert from
-        self._made: dict[str, Ints] = {}  # value -> per value of that variable the node it is in
-        self._ids: dict[int, int] = {}
-        self._kept_alive: list[object] = []
         self.consumers = _consumers(self.graph, domains.operators, domains.active)
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
 
     def run(self) -> CostGraph:
         for op in self.domains.operators:
             for name in dict.fromkeys(op.operands):
-                if name in self.parameter and name not in self._home:
+                if name in self.parameter and name not in self.cost.home:
                     self._store(name)
             self._operator(op)
         self._deliver()
@@ -157,7 +156,7 @@ class _Builder:
         """The storage of a parameter: every layout that is sharded or whole."""
         domains, routes = self.domains, self.domains.routes(name)
         source, value = self.parameter[name], self.graph.by_name[name]
-        nodes = np.flatnonzero(((routes.codes == 0) | (routes.codes >= 3)).all(axis=1))
+        nodes = np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
         if name in self.storage:
             node = routes.node_of(self.storage[name])
             assert node is not None, f"{name} is stored as {self.storage[name]}, which is none of its layouts"
@@ -165,7 +164,7 @@ class _Builder:
         variable = self._variable("storage", name, len(nodes))
         self.cost.nodes[variable] = nodes
 
-        def table() -> tuple[Floats | None, ...]:
+        def table() -> Components:
             numel = routes.numel[nodes].astype(np.float64)
             update = domains.prices.update(value, 1.0) if source.trainable else 0.0
             per_element = domains.prices.state_bytes(value, source.trainable)
@@ -176,7 +175,6 @@ class _Builder:
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
         """A value is made, in a layout that ``variable`` decides."""
-        self._home[name], self._made[name] = variable, nodes
         self.cost.made[name] = self.cost.home[name] = variable, nodes
         if len(self.consumers.get(name, ())) > 1:
             self._share(name, variable, nodes, traffic=traffic)
@@ -192,7 +190,7 @@ class _Builder:
         renamed = domains.renamed_codes(op)
         if renamed is None:
             return False
-        home, nodes = self._home[name], self._made[name]
+        home, nodes = self.cost.home[name]
         self.cost.folded.append(Folded(op.name, home, nodes))
         codes = renamed[domains.routes(name).codes[nodes]]
         self._arrive(op.results[0], home, domains.routes(op.results[0]).node(codes), traffic=False)
@@ -204,10 +202,8 @@ class _Builder:
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._variable("operator", op.name, len(domain))
         self.cost.domain_of[variable] = domain
-        self._factor(
-            (variable,), ("operator", self._id(domain)), lambda: (domain.exposed, domain.compute, None, domain.kept)
-        )
-        for name in dict.fromkeys(name for name in op.operands if name in self._home):
+        self._factor((variable,), ("operator", id(domain)), lambda: (domain.exposed, domain.compute, None, domain.kept))
+        for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
         for i, name in enumerate(op.results):
             nodes = domain.results[i]
@@ -230,7 +226,7 @@ class _Builder:
         self.cost.nodes[variable] = nodes
         kept = self._is_kept(name)
 
-        def table() -> tuple[Floats | None, ...]:
+        def table() -> Components:
             seconds = routes.prices(nodes)[made]
             held = np.zeros_like(seconds)
             if kept:
@@ -241,7 +237,6 @@ class _Builder:
 
         key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic)
         self._factor((maker, variable), key, table)
-        self._home[name], self._made[name] = variable, nodes
         self.cost.home[name] = variable, nodes
 
     def _is_kept(self, name: str) -> bool:
@@ -256,14 +251,13 @@ class _Builder:
 
     def _edge(self, name: str, op: Op, variable: int, domain: Domain) -> None:
         """What a consumer's layouts of a value cost, from where the value is."""
-        home = self._home[name]
+        home, made = self.cost.home[name]
         routes = self.domains.routes(name)
-        made = self._made[name]
         positions = tuple(i for i, own in enumerate(op.operands) if own == name)
         traffic = name in self.parameter
         stored = traffic and home == self.cost.number.get(("storage", name))
 
-        def table() -> tuple[Floats | None, ...]:
+        def table() -> Components:
             seconds = np.zeros((len(made), len(domain)))
             held = np.zeros_like(seconds)
             done: list[Ints] = []
@@ -282,7 +276,7 @@ class _Builder:
                 done.append(nodes)
             return self._placed(seconds, held, traffic)
 
-        key = ("edge", id(routes), made.tobytes(), self._id(domain), positions, traffic, stored)
+        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, stored)
         self._factor((home, variable), key, table)
 
     @staticmethod
@@ -298,17 +292,16 @@ class _Builder:
         wanted = [self.graph.loss] if self.graph.loss is not None else []
         wanted += [value for _, value in self.graph.mutations]
         for name in dict.fromkeys(wanted):
-            if name not in self._home:
+            if name not in self.cost.home:
                 continue
-            home, routes = self._home[name], self.domains.routes(name)
-            made = self._made[name]
+            (home, made), routes = self.cost.home[name], self.domains.routes(name)
 
-            def table(routes: Routes = routes, made: Ints = made) -> tuple[Floats | None, ...]:
+            def table(routes: Routes = routes, made: Ints = made) -> Components:
                 return routes.prices(np.array([routes.whole]))[made, 0], None, None, None
 
             self._factor((home,), ("deliver", id(routes), made.tobytes()), table)
 
-    def _placed(self, seconds: Floats, held: Floats, traffic: bool) -> tuple[Floats | None, ...]:
+    def _placed(self, seconds: Floats, held: Floats, traffic: bool) -> Components:
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
         once, that of values does not."""
         some = held if held.any() else None
@@ -320,21 +313,14 @@ class _Builder:
             some,
         )
 
-    def _factor(self, scope: Scope, key: object, table: object) -> None:
+    def _factor(self, scope: Scope, key: object, table: Callable[[], Components]) -> None:
+        """A table over ``scope``; equal keys mean equal tables, which are made once."""
+        assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._kinds.get(key)
         if number is None:
             number = self._kinds[key] = len(self.cost.kinds)
-            self.cost.kinds.append(table())  # type: ignore[operator]
-        if len(scope) == 2 and scope[0] > scope[1]:
-            raise AssertionError("scopes ascend: makers come before consumers")
+            self.cost.kinds.append(table())
         self.cost.factors.append((scope, number))
-
-    def _id(self, thing: Domain) -> int:
-        """A number that no other domain has while this one lives."""
-        if id(thing) not in self._ids:
-            self._ids[id(thing)] = len(self._ids)
-            self._kept_alive.append(thing)
-        return self._ids[id(thing)]
 
 
 def _copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:

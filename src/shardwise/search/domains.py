@@ -89,6 +89,7 @@ class Domains:
         self.router, self.axes, self.prices, self.fragments = router, router.axes, router.prices, fragments
         self.parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
         self._domains: dict[object, Domain] = {}
+        self._kinds: dict[str, object] = {}
 
     @cached_property
     def active(self) -> frozenset[str]:
@@ -109,7 +110,9 @@ class Domains:
 
     def domain(self, op: Op, fixed: Mapping[str, str] | None = None) -> Domain:
         """The strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
-        key = self.kind_of(op)
+        key = self._kinds.get(op.name)
+        if key is None:
+            key = self._kinds[op.name] = self._kind_of(op)
         found = self._domains.get(key)
         if found is None:
             found = self._domains[key] = self._build(op)
@@ -162,7 +165,7 @@ class Domains:
         names = [states[STATES[code]] if code < len(STATES) else factors[code] for code in routes.codes[node].tolist()]
         return self.by_sub_axis(names)
 
-    def kind_of(self, op: Op) -> object:
+    def _kind_of(self, op: Op) -> object:
         """What the domain of an operator depends on."""
         rule = self.rules[op.name]
 
@@ -185,6 +188,7 @@ class Domains:
             tuple(map(tensor, op.operands)),
             tuple(map(tensor, op.results)),
             (rule.factors, rule.operands, rule.results, rule.linear),
+            tuple(self._is_burdened(op, factor.name) for factor in rule.factors),
         )
 
     def _build(self, op: Op) -> Domain:
@@ -202,8 +206,14 @@ class Domains:
                     own *= np.where(grid[:, axis] == per_axis[axis].index(factor.name), size, 1)
             fitting &= own <= max(factor.size, 1)
         fitting &= ~self._mixes_lowered(rule, per_axis, grid)
-        operands = [self._nodes(name, rule, dims, i, per_axis, grid) for i, (name, dims) in enumerate(_pairs(op, rule))]
-        results = [self._nodes(name, rule, dims, None, per_axis, grid) for name, dims in _results(op, rule)]
+        operands = [
+            self._nodes(name, rule, dims, i, per_axis, grid)
+            for i, (name, dims) in enumerate(zip(op.operands, rule.operands, strict=True))
+        ]
+        results = [
+            self._nodes(name, rule, dims, None, per_axis, grid)
+            for name, dims in zip(op.results, rule.results, strict=True)
+        ]
         for nodes in (*operands, *results):
             if nodes is not None:
                 fitting &= nodes >= 0
@@ -233,16 +243,16 @@ class Domains:
         if groups and op.target not in FLOPS:  # nothing makes a parameter partial
             states += [*(["R"] if gradient else []), *(groups if activations else [])]
         named = [
-            f
-            for f in rule.factors
-            if f.kind in ("parallel", "sum", "lowered")
-            and (base_name(f.name) == f.name or not self.burden[op.name, f.name])
+            f for f in rule.factors if f.kind in ("parallel", "sum", "lowered") and not self._is_burdened(op, f.name)
         ]
         return [[f.name for f in named if f.size >= size] + states for size in self.axes.sizes]
 
+    def _is_burdened(self, op: Op, factor: str) -> bool:
+        """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
+        return base_name(factor) != factor and self._burden[op.name, factor] > 0
+
     @cached_property
-    def burden(self) -> Mapping[tuple[str, str], int]:
-        """(operator, factor) -> in how many operators the same atom must be whole or lowered."""
+    def _burden(self) -> Mapping[tuple[str, str], int]:
         return burdens(self.graph, self.rules, ("whole", "lowered"))
 
     @staticmethod
@@ -293,14 +303,17 @@ class Domains:
                 return choice
             passes = position is None or position in rule.linear[int(choice[1:])]
             return "P" if passes else "R"
-        for base, window in rule.windows if position is not None else ():
-            if choice == rule.parts_of(window.factor)[0].name:
-                choice = (
-                    rule.parts_of(base)[0].name if any(rule.parts_of(base)[0].name in dim for dim in dims) else choice
-                )
-        for d, dim in enumerate(dims):
-            if choice in dim:
-                return d, dim.index(choice)
+        split = [choice]
+        if position is not None:  # who splits a result splits what it reads through windows in the same place
+            split += [
+                rule.parts_of(base)[0].name
+                for base, window in rule.windows
+                if choice == rule.parts_of(window.factor)[0].name
+            ]
+        for factor in split:
+            at = _place_of(factor, dims)
+            if at is not None:
+                return at
         if position is not None:
             return "R"
         return "P" if rule.factor(choice).kind == "sum" else "I"
@@ -337,7 +350,7 @@ class Domains:
             prices[1, i] = self._kept(op, saved.results, saved.other_bytes, values, outputs, shapes)
         compute[plain], kept[plain] = prices[:, back.reshape(-1)]
         for i in np.flatnonzero(~plain).tolist():
-            fragment = self.fragments(op, rule, self.strategy(choices[i]))
+            fragment = self.fragments(op, rule, self.strategy_of(self.by_sub_axis(choices[i])))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
             for nodes, name, layout in zip(results, op.results, fragment.results, strict=True):
                 if nodes is not None:
@@ -372,24 +385,13 @@ class Domains:
             own += other_bytes * max(prod(shape) for side in shapes for shape in side) / max(whole, 1)
         return own
 
-    def strategy(self, choices: Sequence[str]) -> Strategy:
-        """The strategy of a combination: every sub-axis does what its axis does."""
-        return Strategy.of(self.by_sub_axis(choices))
-
     def strategy_of(self, choices: Mapping[str, str]) -> Strategy:
         """The strategy of choices per sub-axis; those that split a factor together in device order."""
         return Strategy.of({axis: choices[axis] for axis in self.axes.mesh.sub_axes if axis in choices})
 
     def by_sub_axis(self, choices: Sequence[str]) -> dict[str, str]:
+        """The choices of all axes, for each of their sub-axes."""
         return {part: choice for group, choice in zip(self.axes.groups, choices, strict=True) for part in group}
-
-
-def _pairs(op: Op, rule: OpRule) -> list[tuple[str, Dims]]:
-    return list(zip(op.operands, rule.operands, strict=True))
-
-
-def _results(op: Op, rule: OpRule) -> list[tuple[str, Dims]]:
-    return list(zip(op.results, rule.results, strict=True))
 
 
 def _place_of(factor: str, dims: Dims) -> tuple[int, int] | None:

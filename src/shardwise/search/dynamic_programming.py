@@ -19,8 +19,8 @@ from shardwise.layouts.routes import Floats
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
 from shardwise.search.elimination import Problem, Solution, restricted, solve
 
-# Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a nanosecond.
-TIE = 1e-20
+# Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a picosecond.
+TIE = 1e-23
 # The weight of what is hidden (traffic behind compute, or compute behind traffic): it moves no bound beyond EXACT.
 HIDDEN = 1e-9
 MAX_SOLVES = 24

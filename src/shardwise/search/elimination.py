@@ -266,20 +266,6 @@ def _within(inner: Sequence[int], outer: Sequence[int]) -> bool:
     return all(a in (1, b) for a, b in zip(inner, outer, strict=True))
 
 
-def brute_force(problem: Problem) -> tuple[list[int], float]:
-    """The best of all assignments, one by one: for tests."""
-    best: tuple[float, list[int]] = (np.inf, [])
-    assignment = [0] * len(problem.sizes)
-    for flat in range(prod(problem.sizes)):
-        rest = flat
-        for variable, size in enumerate(problem.sizes):
-            rest, assignment[variable] = divmod(rest, size)
-        value = problem.value(assignment)
-        if value < best[0]:
-            best = (value, list(assignment))
-    return best[1], best[0]
-
-
 def restricted(problem: Problem, fixed: Mapping[int, int]) -> Problem:
     """The problem with some variables held at a value (every other value is forbidden)."""
     factors = list(problem.factors)
