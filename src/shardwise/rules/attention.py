@@ -8,9 +8,9 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
-from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleTable, build, leading_names
 from shardwise.rules.calls import operand_positions
+from shardwise.rules.lowerings import attention as lowerings
 from shardwise.rules.ring import ring_attention
 from shardwise.rules.rule import Dims, FactorKind, OpRule
 

@@ -8,7 +8,6 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
 from shardwise.rules.calls import any_split, broadcast_shape, flat_pieces, normal_dim, unchanged
 from shardwise.rules.kernels import (
@@ -19,6 +18,7 @@ from shardwise.rules.kernels import (
     ONE_HOT_CLASSES,
     TAKE_ROWS,
 )
+from shardwise.rules.lowerings import indexing as lowerings
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleTable, build, leading_names, rule, single
-from shardwise.rules.lowerings import addbmm, addmm, addmv, baddbmm, linear
+from shardwise.rules.lowerings.contractions import addbmm, addmm, addmv, baddbmm, linear
 from shardwise.rules.rule import Dims, FactorKind, OpRule
 
 aten = torch.ops.aten

@@ -6,10 +6,10 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
-from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
 from shardwise.rules.calls import local_size, operand_positions, replaced
 from shardwise.rules.empty import zeros_if_empty
+from shardwise.rules.lowerings import normalization as lowerings
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Lowering, OpRule
 
 aten = torch.ops.aten

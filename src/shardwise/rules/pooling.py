@@ -19,9 +19,10 @@ from shardwise.rules.binding import RuleFunction, RuleTable, build, single
 from shardwise.rules.calls import any_split, unchanged
 from shardwise.rules.convolution import each, spatial
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.lowerings import max_dim
+from shardwise.rules.lowerings.reductions import max_dim
 from shardwise.rules.rule import Call, FactorKind, LocalContext, Localize, Lowering, OpRule, Ranges, Window
 from shardwise.rules.window_kernels import (
+    ADAPTIVE_AVG_POOLS,
     ADAPTIVE_AVG_WINDOW,
     ADAPTIVE_MAX_WINDOW,
     AVG_POOL_WINDOW,
@@ -159,12 +160,8 @@ def _means_first(x: torch.Tensor, output_size: Any) -> torch.Tensor:
     x = x.sum(alone, keepdim=True) / prod(x.shape[i] for i in alone)
     if all(size == 1 for size in sizes):
         return x
-    pools = (
-        torch.nn.functional.adaptive_avg_pool1d,
-        torch.nn.functional.adaptive_avg_pool2d,
-        torch.nn.functional.adaptive_avg_pool3d,
-    )
-    return pools[count - 1](x, list(sizes))  # type: ignore[arg-type]
+    pooled: torch.Tensor = ADAPTIVE_AVG_POOLS[count - 1](x, list(sizes))
+    return pooled
 
 
 def _maximum(x: torch.Tensor, output_size: Any) -> tuple[torch.Tensor, torch.Tensor]:

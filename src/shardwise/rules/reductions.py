@@ -10,11 +10,12 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules import lowerings
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.calls import any_split, dims_of, flat_pieces, normal_dim, operand_positions, unchanged
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.kernels import CUMULATED
+from shardwise.rules.lowerings import reductions as lowerings
+from shardwise.rules.lowerings import scans, softmax
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, Lowering, OpRule, Window
 from shardwise.rules.windows import Sliding
 
@@ -263,8 +264,8 @@ REDUCTIONS: RuleTable = {
     aten.all.default: _all,
     aten.all.dim: _all,
     aten.all.dims: _all,
-    aten.prod.default: _lowered(lowerings.prod_all),
-    aten.prod.dim_int: _lowered(lowerings.prod_dim),
+    aten.prod.default: _lowered(scans.prod_all),
+    aten.prod.dim_int: _lowered(scans.prod_dim),
     aten.max.dim: _lowered(lowerings.max_dim),
     aten.min.dim: _lowered(lowerings.min_dim),
     aten.argmax.default: _lowered(lowerings.argmax),
@@ -290,7 +291,7 @@ REDUCTIONS: RuleTable = {
     aten.std_mean.default: _lowered(lowerings.std_mean_unbiased),
     aten.std_mean.dim: _lowered(lowerings.std_mean_dim),
     aten.std_mean.correction: _lowered(lowerings.std_mean),
-    aten.logsumexp.default: _lowered(lowerings.logsumexp),
+    aten.logsumexp.default: _lowered(softmax.logsumexp),
     aten.linalg_vector_norm.default: _lowered(lowerings.vector_norm),
     aten.linalg_norm.default: _vector_norm_only(lowerings.linalg_norm),
     aten.linalg_matrix_norm.str_ord: _vector_norm_only(lowerings.matrix_norm),
@@ -298,16 +299,16 @@ REDUCTIONS: RuleTable = {
     aten.norm.ScalarOpt_dim: _lowered(lowerings.norm),
     aten.frobenius_norm.dim: _lowered(lowerings.frobenius_norm),
     aten.cosine_similarity.default: _cosine,
-    aten.softmax.int: _softmax(lowerings.softmax),
-    aten.log_softmax.int: _softmax(lowerings.log_softmax),
-    aten._softmax.default: _softmax(lowerings.internal_softmax),
-    aten._log_softmax.default: _softmax(lowerings.internal_log_softmax),
-    aten._safe_softmax.default: _softmax(lowerings.safe_softmax),
+    aten.softmax.int: _softmax(softmax.softmax),
+    aten.log_softmax.int: _softmax(softmax.log_softmax),
+    aten._softmax.default: _softmax(softmax.internal_softmax),
+    aten._log_softmax.default: _softmax(softmax.internal_log_softmax),
+    aten._safe_softmax.default: _softmax(softmax.safe_softmax),
     aten.cumsum.default: _cumsum,
-    aten.cumprod.default: _along(lowerings.cumprod),
-    aten.logcumsumexp.default: _along(lowerings.logcumsumexp),
-    aten.cummax.default: _along(lowerings.cummax),
-    aten.cummin.default: _along(lowerings.cummin),
+    aten.cumprod.default: _along(scans.cumprod),
+    aten.logcumsumexp.default: _along(scans.logcumsumexp),
+    aten.cummax.default: _along(scans.cummax),
+    aten.cummin.default: _along(scans.cummin),
     # Sorting over devices moves as much as gathering, in more messages.
     aten.sort.default: _along(),
     aten.sort.stable: _along(),
@@ -316,7 +317,7 @@ REDUCTIONS: RuleTable = {
     aten.msort.default: lambda op, graph: along_rule(op, graph, 0),
     aten.searchsorted.Tensor: _search,
     aten.bucketize.Tensor: _search,
-    aten.topk.default: _along(lowerings.topk),
+    aten.topk.default: _along(scans.topk),
     aten.diff.default: _diff,
     aten.glu.default: _glu,
 }

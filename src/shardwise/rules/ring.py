@@ -18,7 +18,8 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
-from shardwise.rules.lowerings import _cast, _wide, scaled_dot_product_attention
+from shardwise.rules.lowerings.attention import by_group, scaled_dot_product_attention
+from shardwise.rules.lowerings.precision import cast, wide
 
 
 def ring_attention(
@@ -42,14 +43,11 @@ def ring_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     number = length // run
-    q, k, v = (_wide(x).unflatten(-2, (number, run)) for x in (query, key, value))
-    mask = attn_mask
+    q, k, v, mask = wide(query), wide(key), wide(value), attn_mask
     grouped = enable_gqa and query.shape[-3] != key.shape[-3]
     if grouped:
-        shape = (key.shape[-3], query.shape[-3] // key.shape[-3])
-        q, k, v = q.unflatten(-4, shape), k.unsqueeze(-4), v.unsqueeze(-4)
-        if mask is not None and mask.dim() > 2:
-            mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, shape)
+        q, k, v, mask = by_group(q, k, v, mask)
+    q, k, v = (x.unflatten(-2, (number, run)) for x in (q, k, v))
     q = q * (1 / sqrt(query.shape[-1]) if scale is None else scale)
     blocks = torch.arange(number, device=query.device)
     within = torch.arange(run, device=query.device)
@@ -77,7 +75,7 @@ def ring_attention(
         top = higher
     result = result / torch.where(total == 0, 1, total)  # a row that sees nothing is 0, as in PyTorch
     result = result.flatten(-3, -2)
-    return _cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+    return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
 
 
 def _in_blocks(mask: Tensor, number: int, run: int, length: int) -> Tensor:

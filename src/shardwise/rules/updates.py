@@ -14,7 +14,6 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules import lowerings
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.calls import (
     any_split,
@@ -28,6 +27,7 @@ from shardwise.rules.calls import (
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.indexing import aligned_dims, index_layout
 from shardwise.rules.kernels import INDEX_PUT_ROWS, SCATTER_ROWS, SCATTERED_SUM
+from shardwise.rules.lowerings import indexing as lowerings
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
 
 aten = torch.ops.aten

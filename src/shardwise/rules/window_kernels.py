@@ -163,7 +163,7 @@ def _avg_pool_window(
     return _kept(y, fronts, lengths)
 
 
-_ADAPTIVE_AVG: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+ADAPTIVE_AVG_POOLS: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _ADAPTIVE_MAX: tuple[Any, ...] = (
     aten.adaptive_max_pool1d.default,
     aten.adaptive_max_pool2d.default,
@@ -180,7 +180,7 @@ def _adaptive_avg_window(
         x,
         tuple(output),
         _bins(begins, ends, counts),
-        lambda part, sizes, _: (_ADAPTIVE_AVG[len(sizes) - 1](part, sizes),),
+        lambda part, sizes, _: (ADAPTIVE_AVG_POOLS[len(sizes) - 1](part, sizes),),
     )[0]
 
 

@@ -1,0 +1,253 @@
+"""Means, moments, norms, extremes and positions of extremes over split dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, prod
+
+import torch
+from torch import Tensor
+
+from shardwise.rules.calls import dims_of
+from shardwise.rules.lowerings.precision import cast
+
+
+def count_of(x: Tensor, dims: Sequence[int]) -> int:
+    """How many elements ``dims`` have together."""
+    return prod(x.shape[dim] for dim in dims)
+
+
+def mean(
+    self: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dims_of(dim, self.dim())
+    return torch.sum(self, dims, keepdim, dtype=dtype) / count_of(self, dims)
+
+
+def var(
+    self: Tensor,
+    dim: int | Sequence[int] | None = None,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    return _moments(self, dim, correction, keepdim)[0]
+
+
+def _moments(
+    x: Tensor, dim: int | Sequence[int] | None, correction: float | None, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean. ``correction`` None: 1, as in PyTorch."""
+    dims = dims_of(dim, x.dim())
+    count = count_of(x, dims)
+    average = x.sum(dims, keepdim=True) / count
+    squares = _squared(x - average).sum(dims, keepdim)
+    free = max(count - (1 if correction is None else correction), 0)
+    return squares / free, average if keepdim else average.squeeze(dims)
+
+
+def _squared(x: Tensor) -> Tensor:
+    """Squared magnitudes, real for complex numbers."""
+    return torch.view_as_real(torch.resolve_conj(x)).square().sum(-1) if x.is_complex() else x.square()
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root with gradient 0 at 0, as PyTorch's norms and standard deviations have it."""
+    zero = x == 0
+    return x.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
+def var_unbiased(self: Tensor, unbiased: bool = True) -> Tensor:
+    return var(self, None, int(unbiased))
+
+
+def var_dim(self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    return var(self, dim, int(unbiased), keepdim)
+
+
+def std(
+    self: Tensor,
+    dim: int | Sequence[int] | None = None,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    return _root(var(self, dim, correction, keepdim))
+
+
+def std_unbiased(self: Tensor, unbiased: bool = True) -> Tensor:
+    return _root(var_unbiased(self, unbiased))
+
+
+def std_dim(self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    return _root(var_dim(self, dim, unbiased, keepdim))
+
+
+def var_mean(
+    self: Tensor,
+    dim: int | Sequence[int] | None = None,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return _moments(self, dim, correction, keepdim)
+
+
+def var_mean_unbiased(self: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
+    return _moments(self, None, int(unbiased), False)
+
+
+def var_mean_dim(
+    self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _moments(self, dim, int(unbiased), keepdim)
+
+
+def std_mean(
+    self: Tensor,
+    dim: int | Sequence[int] | None = None,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    variance, average = _moments(self, dim, correction, keepdim)
+    return _root(variance), average
+
+
+def std_mean_unbiased(self: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
+    return std_mean(self, None, int(unbiased))
+
+
+def std_mean_dim(
+    self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    return std_mean(self, dim, int(unbiased), keepdim)
+
+
+def nanmean(
+    self: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dims_of(dim, self.dim())
+    return torch.nansum(self, dims, keepdim, dtype=dtype) / self.isnan().logical_not().sum(dims, keepdim)
+
+
+def vector_norm(
+    self: Tensor,
+    ord: float = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    x, dims = cast(self, dtype), dims_of(dim, self.dim())
+    if ord == 0:
+        sizes = x.abs()
+        return torch.where(sizes != 0, 1, sizes * 0).sum(dims, keepdim)  # (has a gradient, which is 0)
+    if ord in (inf, -inf):
+        return (amax if ord > 0 else amin)(x.abs(), dims, keepdim)
+    if ord == 2:
+        return _root(_squared(x).sum(dims, keepdim))
+    if ord == 1:
+        return x.abs().sum(dims, keepdim)
+    total = x.abs().pow(ord).sum(dims, keepdim)
+    zero = total == 0
+    return total.masked_fill(zero, 1).pow(1 / ord).masked_fill(zero, 0)
+
+
+def norm(
+    self: Tensor,
+    p: float | None = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+def linalg_norm(
+    self: Tensor,
+    ord: float | None = None,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Of vectors, or without an order."""
+    return vector_norm(self, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+
+def matrix_norm(
+    self: Tensor,
+    ord: str = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    assert ord == "fro", "other matrix norms are decompositions"
+    return vector_norm(self, 2, dim, keepdim, dtype=dtype)
+
+
+def frobenius_norm(self: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
+    return vector_norm(self, 2, dim, keepdim)
+
+
+def amax(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    return _extreme(self, self.detach().amax(dims_of(dim, self.dim()), keepdim=True), dim, keepdim)
+
+
+def amin(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    return _extreme(self, self.detach().amin(dims_of(dim, self.dim()), keepdim=True), dim, keepdim)
+
+
+def aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = () if dim is None else (dim,)
+    return amin(self, dims, keepdim), amax(self, dims, keepdim)
+
+
+def _extreme(x: Tensor, extreme: Tensor, dim: int | Sequence[int], keepdim: bool) -> Tensor:
+    """An extreme whose gradient is shared evenly by the elements that attain it, as in PyTorch."""
+    dims = dims_of(dim, x.dim())
+    attained = x == extreme
+    shares = attained.sum(dims, keepdim=True)
+    return torch.where(attained, x / shares, 0).sum(dims, keepdim)
+
+
+def max_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _chosen(self, argmax(self, dim, True), dim, keepdim)
+
+
+def min_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _chosen(self, argmin(self, dim, True), dim, keepdim)
+
+
+def argmax(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _first(self.detach(), True, dim, keepdim)
+
+
+def argmin(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _first(self.detach(), False, dim, keepdim)
+
+
+def positions(x: Tensor, dim: int) -> Tensor:
+    """Indices along ``dim``, to be compared with ``x``."""
+    return torch.arange(x.shape[dim], device=x.device).reshape(
+        [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    )
+
+
+def _first(x: Tensor, largest: bool, dim: int | None, keepdim: bool) -> Tensor:
+    """The first index of the extreme; of the first nan if there is one, as in PyTorch."""
+    if dim is None:
+        found = _first(x.flatten(), largest, 0, False)
+        return found.reshape([1] * x.dim()) if keepdim else found
+    extreme = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
+    attained = (x == extreme) | x.isnan() if x.is_floating_point() else x == extreme
+    return torch.where(attained, positions(x, dim), x.shape[dim]).amin(dim, keepdim)
+
+
+def _chosen(x: Tensor, index: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """The values at ``index``, which alone gets their gradient, and the index."""
+    values = torch.where(positions(x, dim) == index, x, 0).sum(dim, keepdim)
+    return cast(values, x.dtype), index if keepdim else index.squeeze(dim)
+
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    product = (x1 * x2).sum(dim)
+    return product / (vector_norm(x1, 2, dim).clamp_min(eps) * vector_norm(x2, 2, dim).clamp_min(eps))
