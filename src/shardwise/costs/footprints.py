@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.graph.ir import Arg, Ref, map_refs
+from shardwise.graph.ir import Arg, Ref, Value, map_refs
 
 aten = torch.ops.aten
 
@@ -37,6 +37,12 @@ class Form:
             stride.append(step)
             step *= max(size, 1)
         return Form(tuple(shape), tuple(reversed(stride)), dtype, requires_grad)
+
+    @staticmethod
+    def of(value: Value) -> Form:
+        """That of a value of a graph, whose memory is contiguous."""
+        takes_grad = value.requires_grad and (value.dtype.is_floating_point or value.dtype.is_complex)
+        return Form.contiguous(value.shape, value.dtype, takes_grad)
 
     @property
     def is_contiguous(self) -> bool:

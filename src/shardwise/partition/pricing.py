@@ -73,7 +73,7 @@ class Fragments:
         for item in items:
             builder.add(item)
         # Operands that an operator inside keeps; those that the whole operator keeps are counted where they come from.
-        whole = saved_by(op, *([self.graph.by_name[name] for name in side] for side in (op.operands, op.results)))
+        whole = saved_by(op, [self.graph.by_name[name] for name in op.operands])
         outside = {op.operands[i] for i in whole.operands}
         compute = exposed = kept = 0.0
         for step in builder.steps:
@@ -89,7 +89,7 @@ class Fragments:
         already; what this counts is added to them."""
         inner = step.placed.op
         values = [graph.by_name[name] for name in inner.operands]
-        saved = saved_by(inner, values, [graph.by_name[name] for name in inner.results])
+        saved = saved_by(inner, values)
         total = 0.0
         for i in saved.operands:
             name = inner.operands[i]
@@ -105,7 +105,7 @@ class Fragments:
         outputs = [graph.by_name[name] for name in op.results]
         saved = self._saved.get(op.name)
         if saved is None:
-            saved = self._saved[op.name] = saved_by(op, values, outputs)
+            saved = self._saved[op.name] = saved_by(op, values)
         total = 0.0
         for i in saved.operands:
             if op.operands[i] not in self.graph.by_name:

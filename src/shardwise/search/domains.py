@@ -333,7 +333,7 @@ class Domains:
         lowered |= {rule.parts_of(window.factor)[0].name for _, window in rule.windows}
         values = [self.graph.by_name[name] for name in op.operands]
         outputs = [self.graph.by_name[name] for name in op.results]
-        saved = saved_by(op, values, outputs)
+        saved = saved_by(op, values)
         local = np.array([-(-f.size // ways[f.name]) for f in rule.factors], dtype=np.int64).reshape(-1, count)
         alive = np.ones(count, dtype=np.bool_)
         # Lowered strategies and those that exchange halos are priced by what is emitted for them.
