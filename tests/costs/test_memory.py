@@ -21,7 +21,8 @@ from shardwise.costs.footprints import Footprints, Form, LiveBytes, numbered
 from shardwise.costs.prices import Precision, Prices
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Ref
-from shardwise.partition.memory import CATEGORIES, Memory, memory_of
+from shardwise.partition.ledger import CATEGORIES
+from shardwise.partition.memory import Memory, memory_of
 from shardwise.partition.spmd import build_spmd
 from shardwise.plans.decide import bind
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+import shardwise as sw
 from graph.against_eager import check_against_eager, operators
 from shardwise.graph.capture import capture, capture_function
 
@@ -313,3 +315,27 @@ def test_a_function_is_captured_with_every_example_as_a_source():
     assert [op.module for op in graph.ops] == [""] * len(graph.ops)
     assert len(graph.outputs) == 2
     assert graph.by_name[graph.outputs[0].name].requires_grad
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_initial_values_of_layers_built_inside_a_call_are_no_random_calls(once: bool) -> None:
+    class Rebuilds(nn.Module):
+        """Like BigBird, which changes its attention at the first short text."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.rebuilt = False
+
+        def forward(self, x):
+            if not (once and self.rebuilt):
+                fresh = nn.Linear(6, 6)
+                fresh.weight, fresh.bias = self.layer.weight, self.layer.bias
+                self.layer, self.rebuilt = fresh, True
+            torch.rand(3)  # counts, whether it is used or not
+            return F.dropout(self.layer(x), 0.4).square().mean()
+
+    x = torch.randn(8, 6)
+    plan = sw.plan(Rebuilds(), x, 2, mesh=sw.Mesh(dp=2))
+    report = sw.verify(Rebuilds(), x, plan)
+    assert report.ok, report

@@ -152,6 +152,10 @@ def write_unfolded(self, x):
     return y
 
 
+def initial_values(self, x):
+    return nn.Linear(4, 4)(x)
+
+
 # function, line below its def, words of the message
 CASES = [
     (branch, 1, "depends on the data", "torch.where"),
@@ -179,6 +183,7 @@ CASES = [
     (masked_in_numpy, 1, "numpy", "torch.rand"),
     (left_out_by_python, 1, "in Python or numpy", "torch.rand"),
     (write_unfolded, 2, "unfold", "torch.where"),
+    (initial_values, 1, "torch.nn.init draws", "__init__"),
 ]
 
 

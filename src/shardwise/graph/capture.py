@@ -12,7 +12,7 @@ The module is neither changed nor copied: a module of 405B parameters on meta is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -34,6 +34,7 @@ from shardwise.graph.ir import Graph, Ref, Source, Value
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
+from shardwise.graph.schema import is_random, operator_name
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.tracing import Traced, trace
 from shardwise.graph.verify import verify_graph
@@ -225,13 +226,16 @@ def _to_graph(
     traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
 ) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...]]:
     """The finished graph, its constants, and the scope of every region ("" if it covers no operator)."""
-    raw, constants, paths = _functional_graph(traced, module, input_names, examples)
-    graph = eliminate_dead_code(raw, keep_random=True)
+    raw, constants, functionalizer = _functional_graph(traced, module, input_names, examples)
+    # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
+    drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
+    graph = eliminate_dead_code(raw, keep=drawing)
+    _reject_initial_draws(graph, functionalizer.initial)
     verify_graph(graph)
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph = normalize(graph)
     graph = assign_names(eliminate_dead_code(graph))
-    scopes = _scope_names(traced.regions, paths)
+    scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
     graph = replace(graph, ops=tuple(replace(op, scope=marks[op.scope]) for op in graph.ops))
     verify_graph(graph)
@@ -239,10 +243,26 @@ def _to_graph(
     return graph, {name: data for name, data in constants.items() if name in used}, scopes
 
 
+def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
+    """Initial values that the model draws while it runs are no random calls: whoever builds a layer once, or copies
+    weights into it, does not use them. Raises CaptureError where they are used."""
+    for op in graph.ops:
+        if op.name in initial and is_random(op.target):
+            raise CaptureError(
+                problem(
+                    f"torch.nn.init draws values ({operator_name(op.target)}) in the model's call, and the call uses "
+                    "them: they would be others in every step, and nobody trains them",
+                    op=op.module,
+                    source=op.source,
+                    fix="build the layer in __init__; noise is drawn by torch.randn or by the tensor's own normal_",
+                )
+            )
+
+
 def _functional_graph(
     traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
-) -> tuple[Graph, dict[str, torch.Tensor], dict[int, str]]:
-    """The graph as traced, the data of all constants, and the module path of every region that covers an operator."""
+) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer]:
+    """The graph as traced, the data of all constants, and who made it."""
     program, outcome = traced.program, traced.outcome
     sources, values, canonical = _module_sources(module)
     constants: dict[str, torch.Tensor] = {}
@@ -269,7 +289,7 @@ def _functional_graph(
     mutations = functionalizer.mutations()
     for name, node in zip(outcome.replaced_buffers, replaced, strict=True):
         mutations[canonical[name]] = functionalizer.gradient_free(functionalizer.ref_of(node))
-    return emitter.graph(outputs, loss, tuple(mutations.items())), constants, functionalizer.region_paths
+    return emitter.graph(outputs, loss, tuple(mutations.items())), constants, functionalizer
 
 
 def _module_sources(module: nn.Module) -> tuple[list[Source], list[Value], dict[str, str]]:

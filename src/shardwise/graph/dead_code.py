@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from shardwise.graph.ir import Graph, Op, refs
-from shardwise.graph.schema import is_random
 
 
-def eliminate_dead_code(graph: Graph, *, keep_random: bool = False) -> Graph:
+def eliminate_dead_code(graph: Graph, *, keep: Collection[str] = ()) -> Graph:
     """Drops ops none of whose results is used, constants that nothing uses, and values that nothing produces.
 
     Parameters, buffers and inputs stay: they belong to the module and to its call whether the graph reads them or not.
-    Unused results of an op that stays are kept as well. ``keep_random``: so are ops that draw random numbers, until
-    ``normalize`` has counted them: the model draws numbers that it does not use, too.
+    Unused results of an op that stays are kept as well. ``keep``: so are the ops of these names.
     """
     live = set(refs(graph.outputs)) | {name for _, name in graph.mutations}
     if graph.loss is not None:
         live.add(graph.loss)
     kept: list[Op] = []
     for op in reversed(graph.ops):
-        if live.intersection(op.results) or (keep_random and is_random(op.target)):
+        if live.intersection(op.results) or op.name in keep:
             live.update(op.operands)
             kept.append(op)
     kept.reverse()

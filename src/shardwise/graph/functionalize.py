@@ -25,7 +25,7 @@ from shardwise.graph.annotate import REGION
 from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
-from shardwise.graph.origins import first_line, line_of, module_path
+from shardwise.graph.origins import first_line, is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
 from shardwise.graph.tracing import AUTOCAST_FIX
@@ -72,12 +72,14 @@ class Tensor:
 class Functionalizer:
     """Walks the nodes of a program and its sub-graphs, emitting functional operators.
 
-    ``region_paths``: number of an annotated region -> path of the module that made its first operator.
+    ``region_paths``: number of an annotated region -> path of the module that made its first operator. ``initial``: the
+    operators that make initial values of parameters, for layers that the model builds while it runs.
     """
 
     def __init__(self, emitter: Emitter, prefix: str) -> None:
         self.emitter = emitter
         self.region_paths: dict[int, str] = {}
+        self.initial: set[str] = set()
         self._prefix = prefix
         self._known: dict[Node, Any] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -121,7 +123,10 @@ class Functionalizer:
                 assert node.graph.owning_module is not None
                 self._known[node] = node.graph.owning_module.get_submodule(node.target)
             elif node.op == "call_function":
+                before = len(self.emitter.ops)
                 self._known[node] = self._call(node)
+                if is_initial(node):
+                    self.initial |= {op.name for op in self.emitter.ops[before:]}
             else:
                 assert node in self._known, f"unexpected node {node.format_node()}"
         return None

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 LINE = "shardwise_line"  # the key under which a node's metadata holds its line
+INITIAL = "shardwise_initial"  # and the key that tells that it makes the initial value of a parameter
 NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
@@ -35,6 +36,11 @@ def line_of(node: Node) -> str:
             break
         here = here.next
     return _line_of_trace(node.meta.get("stack_trace") or "")
+
+
+def is_initial(node: Node) -> bool:
+    """Whether a function of ``torch.nn.init`` made the node."""
+    return INITIAL in (node.meta.get("custom") or {})
 
 
 def _line_of_trace(trace: str) -> str:

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
 from shardwise.graph.host_random import host_random_state, reject_host_random
-from shardwise.graph.origins import LINE, NOT_USER_CODE
+from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
 from shardwise.graph.stand_ins import STAND_INS
 
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
@@ -191,7 +191,8 @@ class UserLines(TorchFunctionMode):
                         fix="register it as an nn.Parameter of the module; closures and hooks must not hold weights",
                     )
                 )
-        with torch.fx.traceback.annotate({LINE: line}):
+        initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}
+        with torch.fx.traceback.annotate({LINE: line, **initial}):
             return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
 

@@ -17,8 +17,10 @@ from shardwise.costs.prices import LocalShapes, Prices
 from shardwise.graph.ir import Op, Value
 from shardwise.layouts.conversions import Collective
 from shardwise.partition.buckets import Bucket
+from shardwise.partition.instructions import departures, needed_instructions
+from shardwise.partition.ledger import Peak
 from shardwise.partition.linears import LinearStep
-from shardwise.partition.memory import Instruction, Peak, memory_of, needed_instructions
+from shardwise.partition.memory import memory_of
 from shardwise.partition.pricing import collective_seconds, priced_call
 from shardwise.partition.program import LocalOp, Program, localize
 from shardwise.partition.spmd import Spmd
@@ -73,8 +75,7 @@ class _Timeline:
         self.parameters = {s.value: s for s in self.spmd.graph.sources if s.kind == "parameter"}
 
     def run(self) -> None:
-        sends = [i for i, own in enumerate(self.instructions) if _departs(own)]
-        after = dict(zip(sends, [*sends[1:], None], strict=True)) if sends else {}
+        after = departures(self.instructions)
         done: dict[int, float] = {}
 
         def depart(index: int | None) -> None:
@@ -83,7 +84,7 @@ class _Timeline:
                 assert isinstance(bucket, Bucket), "what departs"
                 done[index] = self.message(self.collectives(bucket, backward=False), self.now)
 
-        depart(sends[0] if sends else None)
+        depart(next(iter(after), None))
         for index, instruction in enumerate(self.instructions):
             if index in after:
                 depart(after[index])
@@ -157,7 +158,3 @@ class _Timeline:
         """The operator that an instruction executes; the sum with a bias is part of its product and takes no time."""
         op = instruction.op if isinstance(instruction, LocalOp) else instruction.product.op
         return priced_call(self.steps[op], self.spmd.graph)
-
-
-def _departs(instruction: Instruction) -> bool:
-    return isinstance(instruction, Bucket) and instruction.of_parameters and bool(instruction.collectives())

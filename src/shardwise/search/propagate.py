@@ -314,6 +314,9 @@ class Propagation:
         return len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
 
     def _cost(self, op: Op, axis: str, choice: str, known: list[Where | None]) -> float:
+        """Bytes that operands move for a choice. Rows of neighbours (windows) count as nothing: they are fewer than any
+        other conversion of their operand moves, and counted they would only lose to repeating the work on an operand
+        that somebody else has gathered."""
         total = 0.0
         for position, value in enumerate(op.operands):
             where = known[position]
