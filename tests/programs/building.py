@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,10 @@ class Builder:
         return Program(graph, {s.value: self.tensors[s.value] for s in self.sources}, outputs)
 
 
+# Appends operators on a tensor of the pool; returns what they compute, or nothing where they do not fit.
+MakeStep = Callable[[Builder, Tensor, list[Tensor]], list[Tensor]]
+
+
 def program_of_sample(sample: Sample) -> Program:
     """One operator, and a loss that weighs every element of every differentiable result."""
     builder = Builder(0)
@@ -126,16 +131,16 @@ def _weighted_sum(builder: Builder, tensors: list[Tensor]) -> Tensor | None:
     return total
 
 
-def random_program(seed: int) -> Program:
+def random_program(seed: int, steps: Sequence[MakeStep] | None = None) -> Program:
     """Four to nine random operators over small tensors, several consumers per value, and a loss of all that is left
-    over."""
+    over. ``steps``: what there is to choose from (by default ``STEPS``)."""
     b = Builder(seed)
     rng = b.rng
     sizes = (2, 3, 4, 5, 6, 8, 12)
     pool = [b.parameter(*(rng.choice(sizes[:5]) for _ in range(2)), rng.choice(sizes[2:])) for _ in range(2)]
     used: set[int] = set()
     for _ in range(rng.randint(4, 9)):
-        step = rng.choice(STEPS)
+        step = rng.choice(steps or STEPS)
         x = rng.choice(pool[-4:])
         made = step(b, x, pool)
         for tensor in made:
@@ -311,3 +316,62 @@ STEPS = (
     _norm, _merge, _divide, _permute, _split, _half, _join, _expand, _embed, _select_by_mask, _gather, _attend,
     _classify,
 )  # fmt: skip
+
+
+def _convolve(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
+    if x.dim() not in (3, 4):
+        return []
+    spatial = x.dim() - 2
+    width, dilation = b.rng.choice((2, 3)), b.rng.choice((1, 1, 2))
+    padding = b.rng.randint(0, width - 1)
+    if min(x.shape[2:]) + 2 * padding < dilation * (width - 1) + 2:
+        return []
+    weight = b.parameter(b.rng.choice((2, 3, 4)), x.shape[1], *[width] * spatial)
+    target = (aten.conv1d.default, aten.conv2d.default)[spatial - 1]
+    stride = b.rng.choice((1, 1, 2))
+    made = b.call(target, x, weight, None, [stride] * spatial, [padding] * spatial, [dilation] * spatial)
+    return [b.call(aten.tanh.default, made)]
+
+
+def _convolve_back(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
+    if x.dim() != 3 or x.shape[-1] < 3:
+        return []
+    weight = b.parameter(x.shape[1], b.rng.choice((2, 3)), 3)
+    return [b.call(aten.tanh.default, b.call(aten.conv_transpose1d.default, x, weight, None, [2], [1]))]
+
+
+def _pool(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
+    if x.dim() != 3 or x.shape[-1] < 3:
+        return []
+    return [b.call(aten.avg_pool1d.default, x, [3], [b.rng.choice((1, 2))], [b.rng.choice((0, 1))])]
+
+
+def _roll(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
+    if not x.dim():
+        return []
+    d = b.rng.randrange(x.dim())
+    return [b.call(aten.roll.default, x, [b.rng.randint(1, x.shape[d])], [d])]
+
+
+def _pad(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
+    if not x.dim():
+        return []
+    return [b.call(aten.constant_pad_nd.default, x, [b.rng.randint(0, 2), b.rng.randint(1, 3)], 0.5)]
+
+
+def _slice(b: Builder, x: Tensor, pool: list[Tensor]) -> list[Tensor]:
+    """Any rows, some of them left out; and those against their successors."""
+    choices = [d for d, size in enumerate(x.shape) if size > 3]
+    if not choices:
+        return []
+    d = b.rng.choice(choices)
+    if b.rng.random() < 0.5:
+        start, step = b.rng.randrange(x.shape[d] - 2), b.rng.choice((1, 2, 3))
+        return [b.call(aten.slice.Tensor, x, d, start, b.rng.randint(start + 2, x.shape[d]), step)]
+    rest = x.shape[d] - 1
+    ends = [b.call(aten.slice.Tensor, x, d, start, start + rest) for start in (0, 1)]
+    return [b.call(aten.mul.Tensor, *ends)]
+
+
+# Operators that read an operand through windows.
+WINDOWED = (_convolve, _convolve, _convolve, _convolve_back, _pool, _roll, _pad, _slice, _slice)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from layouts.placing import random_layout, scatter, worst_difference
 from programs.building import Program
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.prices import Prices
 from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.layouts.conversions import WINDOW_CELLS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.redistribute import redistribute
+from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
 from shardwise.partition.program import localize
 from shardwise.partition.spmd import Spmd, build_spmd
@@ -23,6 +30,7 @@ from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.runtime.shards import shard
 from shardwise.runtime.verify import run_virtual
 from shardwise.runtime.virtual import VirtualCluster
+from shardwise.search.routing import Router
 
 MESHES = (
     Mesh(a=2, b=2, c=2),
@@ -58,8 +66,11 @@ class Outcome:
             self.error, self.where = error, where
 
 
-def random_strategy(rng: random.Random, rule: OpRule, op: Op, graph: Graph, mesh: Mesh) -> Strategy:
-    """Every sub-axis to some factor that leaves each device a share, or to I, R or P."""
+def random_strategy(
+    rng: random.Random, rule: OpRule, op: Op, graph: Graph, mesh: Mesh, *, by_hand: bool = False
+) -> Strategy:
+    """Every sub-axis to some factor that leaves each device a share, or to I, R or P. ``by_hand``: factors that can be
+    split unevenly are split anywhere."""
     floating = [graph.by_name[name].dtype.is_floating_point for name in op.operands]
     left = {factor.name: factor.size for factor in rule.factors}
     choices: dict[str, str] = {}
@@ -73,30 +84,58 @@ def random_strategy(rng: random.Random, rule: OpRule, op: Op, graph: Graph, mesh
         if choice in left:
             left[choice] //= size
         choices[axis] = choice
-    return Strategy.of(choices)
+    strategy = Strategy.of(choices)
+    return replace(strategy, cuts=_random_cuts(rng, rule, strategy, mesh)) if by_hand else strategy
 
 
-def random_spmd(program: Program, rng: random.Random, mesh: Mesh) -> tuple[Spmd, dict[str, Layout]]:
-    """The program under random strategies and random storage."""
+def _random_cuts(
+    rng: random.Random, rule: OpRule, strategy: Strategy, mesh: Mesh
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Lengths, some of them perhaps 0, for the factors that a strategy may split unevenly."""
+    if rule.windows or any(rule.factor(name).kind == "lowered" for name, _ in strategy.factors):
+        return ()
+    found = []
+    for name, axes in strategy.factors:
+        factor = rule.factor(name)
+        if factor.kind in ("sum", "parallel"):
+            inner = sorted(rng.randint(0, factor.size) for _ in range(mesh.size_of(axes) - 1))
+            found.append((name, tuple(stop - start for start, stop in pairwise((0, *inner, factor.size)))))
+    return tuple(found)
+
+
+def random_spmd(
+    program: Program, rng: random.Random, mesh: Mesh, *, by_hand: bool = False, priced: bool = False
+) -> tuple[Spmd, dict[str, Layout]]:
+    """The program under random strategies and random storage. ``priced``: between layouts it takes the routes that are
+    fastest on a described cluster, instead of those that send the fewest bytes."""
     graph = program.graph
     rules = {op.name: rule_of(op, graph) or whole_rule(op, graph) for op in graph.ops}
     factored = factor_graph(graph, rules)
-    strategies = {op.name: random_strategy(rng, factored.rules[op.name], op, graph, mesh) for op in graph.ops}
+    strategies = {
+        op.name: random_strategy(rng, factored.rules[op.name], op, graph, mesh, by_hand=by_hand) for op in graph.ops
+    }
     storage = {}
     for source in graph.sources:
         value = graph.by_name[source.value]
         storage[source.value] = random_layout(
             rng, mesh, factored.atoms[source.value], "IRP" if value.requires_grad else "I"
         )
-    return build_spmd(graph, factored.rules, strategies, storage, mesh), storage
+    router = None
+    if priced:
+        separate = frozenset(name for name, _ in mesh.axes if rng.random() < 0.5)
+        prices = Prices(Links(Cluster.local(mesh.num_devices), mesh))
+        router = Router(Axes.of(mesh, separate), prices, factored.atoms)
+    return build_spmd(graph, factored.rules, strategies, storage, mesh, route=router), storage
 
 
-def run(program: Program, seed: int, mesh: Mesh | None = None) -> Outcome:
-    """Run a program under the random choices of ``seed``."""
+def run(
+    program: Program, seed: int, mesh: Mesh | None = None, *, by_hand: bool = False, priced: bool = False
+) -> Outcome:
+    """Run a program under the random choices of ``seed`` (``random_spmd``)."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     mesh = mesh or rng.choice(MESHES)
-    spmd, storage = random_spmd(program, rng, mesh)
+    spmd, storage = random_spmd(program, rng, mesh, by_hand=by_hand, priced=priced)
     outcome = Outcome()
     _count_features(spmd, outcome)
     cluster = VirtualCluster(mesh)
@@ -162,7 +201,11 @@ def _count_features(spmd: Spmd, outcome: Outcome) -> None:
     for conversion in spmd.conversions:
         for move in conversion.moves:
             outcome.cells[move.cell] += 1
+            outcome.features["halos"] += move.cut is not None and move.entry is WINDOW_CELLS["halo"]
+            outcome.features["closings"] += move.reverse is not None
         outcome.features["conversions"] += 1
+        shortest = redistribute(conversion.source, conversion.target, differentiable=conversion.differentiable)
+        outcome.features["other routes"] += conversion.moves != shortest
     for layout in spmd.layouts.values():
         sharded = [atom for dim in layout.dims for atom in dim if atom.axes]
         outcome.features["nested"] += any(len(atom.axes) > 1 for atom in sharded)

@@ -37,6 +37,7 @@ SWAPPED = [(cell, column) for cell, column in BROKEN if getattr(CELLS[cell], col
 MESH = Mesh(a=2, b=2)
 CACHED = (
     redistribute._redistribute,
+    redistribute._through_windows,
     redistribute._found,
     shortest_path.solve,
     shortest_path._steps,

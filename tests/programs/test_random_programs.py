@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from programs.building import program_of_sample, random_program
+from programs.building import STEPS, WINDOWED, program_of_sample, random_program
 from programs.running import Outcome, run
 from rules.samples import SAMPLES
 
 BLOCKS, PER_BLOCK = 30, 20
+WINDOWED_BLOCKS, WINDOWED_PER_BLOCK = 3, 20
 TESTED = [i for i, sample in enumerate(SAMPLES) if not sample.unspecified]
 
 
@@ -32,6 +33,23 @@ def test_random_programs_equal_one_device(block: int) -> None:
     assert exercised <= set(cells), f"block {block} does not use {sorted(exercised - set(cells))}"
     for feature in ("nested", "factored", "uneven", "lowered"):
         assert features[feature] > 10, f"block {block}: {feature} {features[feature]}"
+
+
+@pytest.mark.parametrize("priced", [False, True], ids=["", "priced"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["", "by hand"])
+@pytest.mark.parametrize("block", range(WINDOWED_BLOCKS))
+def test_random_programs_with_windows_equal_one_device(block: int, by_hand: bool, priced: bool) -> None:
+    """Convolutions, pooling, rolls, pads and slices among the others, also where factors are split by hand and where
+    routes are chosen by price."""
+    features: Counter[str] = Counter()
+    for seed in range(block * WINDOWED_PER_BLOCK, (block + 1) * WINDOWED_PER_BLOCK):
+        outcome = run(random_program(seed, WINDOWED * 2 + STEPS), seed, by_hand=by_hand, priced=priced)
+        check(outcome, f"random_program({seed}, WINDOWED * 2 + STEPS), run seed {seed}, {by_hand=}, {priced=}")
+        features += outcome.features
+    told = f"block {block}: {features}"
+    assert features["halos"] > (100 if by_hand else 10), told
+    assert not by_hand or features["closings"] > 100, told
+    assert (features["other routes"] > 30) if priced else not features["other routes"], told
 
 
 @pytest.mark.parametrize("part", range(16))

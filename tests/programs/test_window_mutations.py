@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from programs.building import Program, program_of_sample
+from programs.building import STEPS, WINDOWED, Program, program_of_sample, random_program
 from programs.running import run
 from rules.samples import Sample, call, x
 from shardwise.layouts.conversions import Move
@@ -30,29 +30,57 @@ SAMPLES: tuple[Sample, ...] = (
 
 
 @cache
-def programs() -> tuple[Program, ...]:
-    return tuple(map(program_of_sample, SAMPLES))
+def programs(kind: str) -> tuple[Program, ...]:
+    """``samples``: an operator each; else random programs."""
+    if kind == "samples":
+        return tuple(map(program_of_sample, SAMPLES))
+    return tuple(random_program(seed, WINDOWED * 2 + STEPS) for seed in range(12))
 
 
-def is_caught() -> bool:
-    for program in programs():
-        for seed in range(8):
+def is_caught(kind: str) -> bool:
+    """Whether some run of some program differs, or can no longer be executed at all."""
+    # Three devices along one axis: the second has two neighbours.
+    mesh, seeds = (Mesh(a=2, b=2), 8) if kind == "samples" else (Mesh(x=3), 3)
+    for program in programs(kind):
+        for seed in range(seeds):
             try:
-                if run(program, seed, Mesh(a=2, b=2)).error > 1e-10:
+                if run(program, seed, mesh, by_hand=kind == "split by hand").error > 1e-10:
                     return True
             except (AssertionError, RuntimeError):
                 return True
     return False
 
 
-def test_nothing_is_caught_when_nothing_is_broken() -> None:
-    assert not is_caught()
+KINDS = ("samples", "random", "split by hand")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_caught_when_nothing_is_broken(kind: str) -> None:
+    assert not is_caught(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("fault", ["lost", "from the other neighbour", "doubled"])
+def test_a_broken_exchange_of_halos_is_caught(
+    fault: str, backward: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``lost``: what comes from others is not added (or is zero)."""
+    broken_exchange(monkeypatch, fault, lambda move, is_backward: move.cut is not None and is_backward == backward)
+    assert is_caught(kind)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("fault", ["lost", "from the other neighbour", "doubled"])
-def test_a_broken_exchange_of_halos_is_caught(fault: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``lost``: what comes from others is not added (or is zero)."""
+def test_a_broken_way_from_windows_into_slices_is_caught(
+    fault: str, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_exchange(monkeypatch, fault, lambda move, is_backward: bool(move.reverse) and is_backward == backward)
+    assert is_caught("split by hand")
+
+
+def broken_exchange(monkeypatch: pytest.MonkeyPatch, fault: str, hits: Callable[[Move, bool], bool]) -> None:
+    """Exchanges go wrong where ``hits`` (move, whether it is backward) says so."""
     now: list[tuple[Move, bool]] = []
     perform, exchange = VirtualCluster.perform, virtual.exchange_all
 
@@ -62,8 +90,7 @@ def test_a_broken_exchange_of_halos_is_caught(fault: str, backward: bool, monkey
 
     def broken(mesh: Mesh, own: Sequence[LocalMove], packed: Any) -> list[list[Tensor]]:
         answers = exchange(mesh, own, packed)
-        move, is_backward = now[-1]
-        if move.cut is None or is_backward != backward:
+        if not hits(*now[-1]):
             return answers
         if fault != "from the other neighbour":
             factor = 0.0 if fault == "lost" else 2.0
@@ -77,4 +104,3 @@ def test_a_broken_exchange_of_halos_is_caught(fault: str, backward: bool, monkey
 
     monkeypatch.setattr(VirtualCluster, "perform", noting)
     monkeypatch.setattr(virtual, "exchange_all", broken)
-    assert is_caught()
