@@ -54,8 +54,9 @@ from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Axes
 from shardwise.partition.buckets import BUCKET_BYTES
 from shardwise.partition.pricing import Fragments, price_program
-from shardwise.plans.decide import bind, rules_of
+from shardwise.plans.bind import bind
 from shardwise.plans.plan import PricingEntry
+from shardwise.plans.rules import rules_of
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import PRICED_SEARCHES, best_completion, choice_of, cost_graph
 

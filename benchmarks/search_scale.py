@@ -30,7 +30,7 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.routes import Axes
 from shardwise.partition.pricing import Fragments
 from shardwise.partition.spmd import build_spmd
-from shardwise.plans.decide import rules_of
+from shardwise.plans.rules import rules_of
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import Search, candidate_meshes, cost_graph, searched
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardwise.graph.annotate import constrain, shard
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
-    from shardwise.plans.decide import UnsplitWarning
     from shardwise.plans.plan import Plan
+    from shardwise.plans.rules import UnsplitWarning
     from shardwise.rules.custom import rule
     from shardwise.runtime.deferred import deferred
     from shardwise.runtime.elementwise import elementwise_optimizer
@@ -56,8 +56,8 @@ _HOMES = {
     "shardwise.graph.annotate": ("constrain", "shard"),
     "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),
-    "shardwise.plans.decide": ("UnsplitWarning",),
     "shardwise.plans.plan": ("Plan",),
+    "shardwise.plans.rules": ("UnsplitWarning",),
     "shardwise.rules.custom": ("rule",),
     "shardwise.runtime.deferred": ("deferred",),
     "shardwise.runtime.elementwise": ("elementwise_optimizer",),

@@ -17,6 +17,7 @@ from shardwise.costs.prices import Precision, Prices
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
+from shardwise.graph.naming import value_name
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -27,7 +28,8 @@ from shardwise.partition.pricing import Fragments
 from shardwise.partition.simulate import SimulatedStep, simulate
 from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
-from shardwise.plans.decide import bind, decide, decide_by_price, value_name
+from shardwise.plans.bind import bind
+from shardwise.plans.decide import decide, decide_by_price
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.rules.atoms import Factored

@@ -24,7 +24,7 @@ from shardwise.graph.ir import Ref
 from shardwise.partition.ledger import CATEGORIES
 from shardwise.partition.memory import Memory, memory_of
 from shardwise.partition.spmd import build_spmd
-from shardwise.plans.decide import bind
+from shardwise.plans.bind import bind
 
 aten = torch.ops.aten
 TOLERANCE = 0.05  # of the measured peak

@@ -38,8 +38,8 @@ from programs.running import random_strategy
 from shardwise.costs.units import Figures
 from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.text import format_layout
-from shardwise.plans.decide import rules_of
 from shardwise.plans.plan import Plan
+from shardwise.plans.rules import rules_of
 from shardwise.report.share import SplitShare, share_of_plan
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.tables import rule_of

@@ -20,7 +20,7 @@ from shardwise.partition.memory import memory_of
 from shardwise.partition.pricing import price_program
 from shardwise.partition.simulate import simulate
 from shardwise.partition.spmd import Spmd, build_spmd
-from shardwise.plans.decide import bind
+from shardwise.plans.bind import bind
 from shardwise.plans.ranking import CLEARLY, MAX_OPERATORS, ranked
 from shardwise.search.auto import Search
 

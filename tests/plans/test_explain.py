@@ -247,7 +247,7 @@ def test_a_graph_that_is_too_wide_cannot_be_explained(plan: sw.Plan, monkeypatch
     def too_wide(*_: object, **__: object) -> None:
         raise TooWide((0, 1), 10**12)
 
-    monkeypatch.setattr("shardwise.plans.explain.solve", too_wide)
+    monkeypatch.setattr("shardwise.plans.bounds.solve", too_wide)
     with pytest.raises(sw.PlanError, match="too densely connected"):
         plan.explain("up/linear")
 

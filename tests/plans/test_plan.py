@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.graph.capture import capture
-from shardwise.plans.decide import bind
+from shardwise.plans.bind import bind
 from shardwise.plans.plan import VERSION
 
 MESH = sw.Mesh(dp=2, tp=4)

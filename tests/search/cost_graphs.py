@@ -23,7 +23,7 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.routes import Axes, Floats
 from shardwise.partition.pricing import Fragments, ProgramPrice, price_program
 from shardwise.partition.spmd import build_spmd
-from shardwise.plans.decide import rules_of
+from shardwise.plans.rules import rules_of
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import Search, cost_graph
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph

@@ -52,3 +52,12 @@ def assign_names(graph: Graph) -> Graph:
 
 def _numbered(stem: str, count: int) -> str:
     return stem if count == 0 else f"{stem}_{count}"
+
+
+def value_name(value: str, graph: Graph) -> str:
+    """A value as a reader knows it: the parameter or input, or the operator that computes it (which result, if
+    several)."""
+    producer = graph.producer.get(value)
+    if producer is None:
+        return graph.source_of[value].names[0]
+    return producer.name if len(producer.results) == 1 else f"{producer.name}[{producer.results.index(value)}]"

@@ -22,8 +22,10 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import parse_choices, parse_cuts
 from shardwise.layouts.text import parse_layout
+from shardwise.plans.alternatives import Ranking, WhatIf, top, what_if
+from shardwise.plans.cost_graph_file import write_cost_graph
 from shardwise.plans.difference import Difference, difference
-from shardwise.plans.explain import Explanation, Ranking, WhatIf, explain, top, what_if, write_cost_graph
+from shardwise.plans.explain import Explanation, explain
 from shardwise.plans.printing import format_bytes, format_plan
 from shardwise.search.auto import Prediction, Search
 

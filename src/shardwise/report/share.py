@@ -24,7 +24,7 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.partition.spmd import Spmd, build_spmd
 from shardwise.partition.steps import Step
-from shardwise.plans.decide import bind
+from shardwise.plans.bind import bind
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes
 from shardwise.rules.rule import base_name

@@ -19,7 +19,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype
 from shardwise.partition.program import LocalOp, Program, localize
 from shardwise.partition.spmd import Spmd, build_spmd
-from shardwise.plans.decide import bind, input_faults
+from shardwise.plans.bind import bind, input_faults
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator

@@ -25,7 +25,7 @@ from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.layout import Layout
 from shardwise.partition.program import LocalOp, Program, localize
 from shardwise.partition.spmd import Route, Spmd, build_spmd, conversions_of
-from shardwise.plans.decide import bind, same_inputs
+from shardwise.plans.bind import bind, same_inputs
 from shardwise.plans.plan import Plan
 from shardwise.runtime.materialize import full_tensors
 from shardwise.runtime.parallel import SEED

@@ -1,0 +1,228 @@
+"""From a plan back to the choice for a graph of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+
+import torch
+
+from shardwise.costs.cluster_file import parse as parse_cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.prices import Precision, Prices
+from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
+from shardwise.graph.ir import Graph
+from shardwise.graph.naming import value_name
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.routes import Axes
+from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, parse_choices, parse_cuts
+from shardwise.layouts.text import format_dtype, parse_dtype, parse_layout
+from shardwise.plans.plan import Plan
+from shardwise.plans.rules import rules_of, variant
+from shardwise.rules.atoms import Factored, factor_graph
+from shardwise.rules.rule import OpRule
+from shardwise.search.cuts import with_cuts
+from shardwise.search.modes import Choice, Choices, choose, spread_axes
+from shardwise.search.propagate import Where, where_of
+from shardwise.search.routing import Router
+from shardwise.search.wishes import splittable
+
+
+def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: bool = False) -> tuple[Factored, Choice]:
+    """The choice that a plan makes for a graph of its model.
+
+    For the inputs and the mode of the plan (``training``, if the caller knows it) the graph must have the plan's
+    operators, and every strategy must fit. For inputs of other sizes, and for evaluation, the strategies of operators
+    that still exist are kept where they still apply, and the rest follows them. ``widened``: the graph computes in
+    float64, whatever the plan says. Raises PlanError listing what does not fit.
+    """
+    _check_sources(plan, graph, widened)
+    same = same_inputs(plan, graph)
+    if same and training == plan.training:
+        _check_operators(plan, graph)
+    rules = rules_of(graph, known=plan.strategies)
+    rules = {name: variant(rule, plan.strategies.get(name, "")) for name, rule in rules.items()}
+    factored = factor_graph(graph, rules)
+    exact = same and {op.name for op in graph.ops} == set(plan.strategies)
+    fixed: Choices = {}
+    faults: list[str] = []
+    for op in graph.ops:
+        if op.name not in plan.strategies:
+            continue
+        try:
+            fixed[op.name] = _parse(plan.strategies[op.name], factored.rules[op.name], plan.mesh)
+        except ShardwiseError as error:
+            if exact:
+                rule = factored.rules[op.name]
+                text = f"strategy {plan.strategies[op.name]!r}: {error}"
+                faults.append(problem(text, op=op.name, source=op.source, fix=splittable(rule)))
+    if faults:
+        raise PlanError("\n".join(["the plan does not fit its model:", *faults]))
+    storage = {
+        source.value: _storage(plan, source.names, factored.atoms[source.value], graph.by_name[source.value].shape)
+        for source in graph.sources
+        if source.kind != "constant"
+    }
+    choice = choose(graph, factored, plan.mesh, "auto", fixed, storage=storage)
+    cuts = {name: parse_cuts(plan.strategies[name]) for name in fixed if parse_cuts(plan.strategies[name])}
+    choice = _stored_as_planned(with_cuts(choice, cuts, graph, factored.rules, plan.mesh), plan, graph)
+    return factored, replace(choice, shared=_shared(plan, graph), router=_router(plan, graph, factored))
+
+
+def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
+    """The choice with the uneven splits in which the plan keeps parameters and buffers."""
+    sources = dict(choice.sources)
+    for source in graph.sources:
+        planned = plan.layouts.get(source.names[0])
+        if planned is None or not planned.windows:
+            continue
+        own = sources[source.value]
+        if any(own.dims[cut.dim] != planned.dims[cut.dim] for cut in planned.windows):
+            raise PlanError(
+                problem(
+                    f"{source.names[0]} is kept as {planned}, but the model divides it as {own}",
+                    fix="split a dim by hand only where no view divides it",
+                )
+            )
+        sources[source.value] = replace(own, windows=planned.windows)
+    return replace(choice, sources=sources)
+
+
+def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
+    """The shared layouts of a plan, of values that have the plan's shape."""
+    wanted = {entry.name: parse_layout(entry.layout, plan.mesh) for entry in plan.shared}
+    names = {value_name(value.name, graph): value for value in graph.values} if wanted else {}
+    return {
+        names[name].name: layout
+        for name, layout in wanted.items()
+        if name in names and names[name].shape == layout.shape
+    }
+
+
+def _router(plan: Plan, graph: Graph, factored: Factored) -> Router | None:
+    """The moves that the plan was priced with."""
+    entry = plan.pricing
+    if entry is None:
+        return None
+    dtypes = [None if name == "" else parse_dtype(name) for name in (entry.compute, entry.parameter, entry.reduce)]
+    links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
+    prices = Prices(links, plan.optimizer, Precision(*dtypes))
+    axes = Axes.of(plan.mesh, frozenset(entry.separate))
+    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
+    return Router(axes, prices, factored.atoms, parameters)
+
+
+def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, str]:
+    """All axes of a strategy's text: those not named are invariant. Raises unless the rule allows it."""
+    choices = parse_choices(text, mesh)
+    check_strategy(rule, replace(Strategy.of(choices), cuts=tuple(parse_cuts(text).items())), mesh)
+    for axis, choice in choices.items():
+        if not is_rest(choice) and rule.factor(choice).size < 2:
+            raise LayoutError(f"factor {choice} has size {rule.factor(choice).size}: nothing to split over {axis}")
+    return {**choices, **{axis: "I" for axis in mesh.sub_axes if axis not in choices}}
+
+
+def same_inputs(plan: Plan, graph: Graph) -> bool:
+    """Whether the graph is for the inputs that the plan was made for."""
+    have = tuple(
+        (source.names[0], graph.by_name[source.value].shape) for source in graph.sources if source.kind == "input"
+    )
+    return have == tuple((entry.name, entry.shape) for entry in plan.inputs)
+
+
+def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
+    """Parameters and buffers must be those of the plan; inputs must have its dtypes and ranks."""
+    faults: list[str] = []
+    for kind, entries in (("parameter", plan.parameters), ("buffer", plan.buffers)):
+        have = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == kind}
+        want = {entry.name: entry for entry in entries}
+        for name in want.keys() - have.keys() if kind == "parameter" else ():
+            faults.append(f"{kind} {name} of the plan is missing in the model{_near(name, have.keys() - want.keys())}")
+        for name in have.keys() - want.keys() if kind == "parameter" else ():
+            faults.append(f"{kind} {name} of the model is not in the plan")
+        for name in have.keys() & want.keys():
+            own, planned = have[name], want[name]
+            texts = [str(list(shape)) for shape in (own.shape, planned.shape)]
+            if not widened:
+                texts = [format_dtype(own.dtype) + texts[0], planned.dtype + texts[1]]
+            if texts[0] != texts[1]:
+                faults.append(f"{kind} {name} is {texts[0]} in the model and {texts[1]} in the plan")
+    inputs = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == "input"}
+    _raise_faults(faults + input_faults(plan, {n: (v.dtype, v.shape) for n, v in inputs.items()}, widened))
+
+
+def _check_operators(plan: Plan, graph: Graph) -> None:
+    """The operators must be those of the plan."""
+    have = {op.name: op for op in graph.ops}
+    want = {entry.name: entry for entry in plan.operators}
+    faults = [
+        f"operator {name} ({want[name].source}) of the plan is missing in the model{near}"
+        for name in want.keys() - have.keys()
+        for near in (_near(name, have.keys() - want.keys()),)
+    ]
+    for name, op in have.items():
+        if name not in want:
+            faults.append(f"operator {name} ({op.source}) of the model is not in the plan")
+        elif str(op.target) != want[name].target:
+            faults.append(
+                f"operator {name} ({op.source}) is {op.target} in the model and {want[name].target} in the plan"
+            )
+    _raise_faults(faults)
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    found = get_close_matches(name, list(names), 1)
+    return f"; the model has {found[0]}" if found else ""
+
+
+def _raise_faults(faults: list[str]) -> None:
+    if faults:
+        shown = sorted(faults)[:8]
+        more = [f"  and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
+        fix = "  fix:    make a plan for this model and these inputs with sw.plan"
+        raise PlanError(
+            "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more, fix])
+        )
+
+
+def input_faults(
+    plan: Plan, inputs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], widened: bool = False
+) -> list[str]:
+    """What is wrong with the inputs (name -> dtype and shape) of a call under a plan. An input that the plan has and
+    the call has not is no fault: evaluation goes without labels."""
+    faults: list[str] = []
+    for entry in plan.inputs:
+        if entry.name not in inputs:
+            continue
+        dtype, shape = inputs[entry.name]
+        if format_dtype(dtype) != entry.dtype and not (widened and dtype == torch.float64):
+            faults.append(f"input {entry.name} has dtype {format_dtype(dtype)}; the plan was made for {entry.dtype}")
+        elif len(shape) != len(entry.shape):
+            faults.append(
+                f"input {entry.name} has {len(shape)} dims {list(shape)}; the plan was made for {list(entry.shape)}"
+            )
+    return faults
+
+
+def _storage(
+    plan: Plan, names: tuple[str, ...], atoms: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+) -> dict[str, Where]:
+    """Where the plan keeps a source, over the graph's atoms; an input of another size is split over the same axes of
+    the same dims."""
+    layout = plan.layouts.get(names[0])
+    if layout is None:
+        return dict.fromkeys(plan.mesh.sub_axes, "I")
+    if layout.shape == shape:
+        try:
+            return where_of(layout.canonical().refine(atoms))
+        except LayoutError:
+            return where_of(layout)
+    where: dict[str, Where] = dict.fromkeys(plan.mesh.sub_axes, "I")
+    for dim, own in enumerate(layout.dims):
+        axes = [axis for atom in own for axis in atom.axes]
+        if axes and shape[dim] > 1:
+            spread = spread_axes(atoms, dim, axes, plan.mesh)
+            where = spread | {axis: own for axis, own in where.items() if axis not in spread}
+    return where

@@ -1,0 +1,43 @@
+"""The rule of every operator of a graph, as plans use them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.strategy import named_factors
+from shardwise.rules.rule import OpRule, base_name
+from shardwise.rules.tables import rule_of, whole_rule
+
+
+class UnsplitWarning(UserWarning):
+    """An operator has no rule: it runs unsplit on gathered operands, slower but right."""
+
+
+def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -> dict[str, OpRule]:
+    """The rule of every op; operators without one are kept whole, with one warning that names them all, once per kind.
+    ``known``: ops that a plan has decided already; nothing is said about them. ``stacklevel``: of the user's call."""
+    rules: dict[str, OpRule] = {}
+    missing: dict[str, Op] = {}
+    for op in graph.ops:
+        rule = rule_of(op, graph)
+        if rule is None:
+            rule = whole_rule(op, graph)
+            if op.name not in known:
+                missing.setdefault(str(op.target), op)
+        rules[op.name] = rule
+    if missing:
+        named = ", ".join(f"{target} ({op.name}, {op.source})" for target, op in missing.items())
+        warnings.warn(
+            f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
+            UnsplitWarning,
+            stacklevel=stacklevel,
+        )
+    return rules
+
+
+def variant(rule: OpRule, strategy: str) -> OpRule:
+    """The variant of a rule that has the factors of a strategy's text; the rule itself if none is named."""
+    named = set(map(base_name, named_factors(strategy)))
+    return next((variant for name, variant in rule.variants if name in named), rule)
