@@ -30,6 +30,7 @@ from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
 from shardwise.plans.bind import bind
 from shardwise.plans.decide import decide, decide_by_price
+from shardwise.plans.kept import Kept, keep
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.rules.atoms import Factored
@@ -55,6 +56,7 @@ def plan(
     global_batch: int | None = None,
     memory_bytes: float | None = None,
     strategies: Mapping[str, Any] | None = None,
+    layouts: Mapping[str, Kept] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
@@ -71,8 +73,10 @@ def plan(
     step that accumulates the gradients of several such batches. ``memory_bytes``: what a device may hold of parameters,
     gradients, optimizer states and saved values; by default what the cluster's devices have (a number of devices is no
     description: they have what it takes). ``strategies``: module path patterns to strategies, the same as ``sw.shard``
-    on these submodules. ``bucket_bytes``: the largest message in which
-    gradients (or gathered parameters) travel together; 0: each by itself.
+    on these submodules. ``layouts``: inputs, parameters or buffers that are delivered or kept in a given layout,
+    ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are
+    converted (how a data loader splits its batches, say). ``bucket_bytes``: the largest message in which gradients (or
+    gathered parameters) travel together; 0: each by itself.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
     """
@@ -98,6 +102,7 @@ def plan(
     if not priced:
         mesh = mesh or Mesh(dp=cluster.num_devices)
         factored, choice = decide(captured.graph, captured.annotations, mesh, mode)
+        choice = keep(choice, layouts or {}, captured.graph, factored, mesh)
         return _plan_of(
             captured.graph,
             factored.rules,
@@ -111,8 +116,10 @@ def plan(
     programs: dict[tuple[str, tuple[int, ...]], Spmd] = {}  # those that were simulated
 
     def simulated(search: Search, assignment: list[int]) -> SimulatedStep:
-        choice, domains = search.choice(assignment), search.cost.domains
-        spmd = _spmd(captured.graph, Factored(domains.rules, domains.atoms), choice, search.mesh, bucket_bytes)
+        domains = search.cost.domains
+        factored = Factored(domains.rules, domains.atoms)
+        choice = keep(search.choice(assignment), layouts or {}, captured.graph, factored, search.mesh)
+        spmd = _spmd(captured.graph, factored, choice, search.mesh, bucket_bytes)
         programs[str(search.mesh), tuple(assignment)] = spmd
         return simulate(spmd, domains.prices, footprints)
 
@@ -129,10 +136,11 @@ def plan(
         Fragments,
         simulated,
     )
+    choice = keep(found.choice, layouts or {}, captured.graph, found.factored, found.mesh)
     spmd = programs.get((str(found.mesh), tuple(found.search.outcome.assignment)))
     if spmd is None:
-        spmd = _spmd(captured.graph, found.factored, found.choice, found.mesh, bucket_bytes)
-    plan = _plan_of(captured.graph, found.factored.rules, found.choice, spmd, settings)
+        spmd = _spmd(captured.graph, found.factored, choice, found.mesh, bucket_bytes)
+    plan = _plan_of(captured.graph, found.factored.rules, choice, spmd, settings)
     return replace(plan, pricing=found.pricing, prediction=found.prediction, found=found.search)
 
 

@@ -27,6 +27,7 @@ Strategy = str | tuple[tuple[int, ...], ...]
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 REGION = "shardwise_region"
+SUMMED = "summed"  # the layout text of a value whose partial sums are summed at once
 _ATTRIBUTE = "_shardwise_region"
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -126,7 +127,11 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
 
 
 def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
-    """Fixes the layout of a value: ``constrain(x, "[32@dp, 512, 4096@tp]")``. Returns x."""
+    """Fixes the layout of a value: ``constrain(x, "[32@dp, 512, 4096@tp]")``. Returns x.
+
+    ``constrain(x, "summed")``: whatever layout the value gets, partial sums become whole by an all-reduce here, and
+    consumers that want a part slice it (the searches that go by price ignore this).
+    """
     if not isinstance(text, str) or not text.strip():
         raise ShardwiseError(
             problem(f"constrain takes a layout as text, not {text!r}", source=_caller_line(), fix='"[32@dp, 512]"')

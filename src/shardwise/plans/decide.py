@@ -18,6 +18,7 @@ from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.fixed import annotated_rules, fixed_choices, subjects
+from shardwise.plans.kept import sum_whole
 from shardwise.plans.plan import PricingEntry
 from shardwise.plans.printing import format_bytes
 from shardwise.plans.ranking import REFERENCE_OPERATORS, Ranked, Simulate, fitted
@@ -35,7 +36,7 @@ def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: st
     """Complete what the user annotated, in the given mode."""
     rules, factored = annotated_rules(graph, annotations := tuple(annotations))
     fixed = fixed_choices(graph, rules, factored, annotations, mesh)
-    choice = choose(graph, factored, mesh, mode, fixed)
+    choice = sum_whole(choose(graph, factored, mesh, mode, fixed), graph, factored, mesh)
     cuts = {
         op.name: parse_cuts(annotation.strategy)
         for annotation in annotations

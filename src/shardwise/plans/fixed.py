@@ -6,7 +6,7 @@ from ast import literal_eval
 from collections.abc import Iterable, Mapping
 
 from shardwise.errors import LayoutError, ShardwiseError, problem
-from shardwise.graph.annotate import Annotation
+from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -58,6 +58,8 @@ def fixed_choices(
             )
         )
     for value, text in graph.constraints:
+        if text == SUMMED:
+            continue
         op = graph.producer[value]
         shape = graph.by_name[value].shape
         try:
@@ -70,7 +72,7 @@ def fixed_choices(
             layout = parse_layout(text, mesh)
             if layout.shape != shape:
                 raise LayoutError(f"{text} is not a layout of shape {list(shape)}: it has shape {list(layout.shape)}")
-            fixed[op.name] = _alias_choices(factored.rules[op.name], layout, factored.atoms[value])
+            fixed[op.name] = alias_choices(factored.rules[op.name], layout, factored.atoms[value])
         except ShardwiseError as error:
             raise type(error)(
                 problem(
@@ -87,7 +89,8 @@ def _beside_producer(
     alias: Op, counts: SplitCounts, rule: OpRule, factored: Factored, fixed: Choices, mesh: Mesh, graph: Graph
 ) -> str:
     """The split counts of an ``out_strategy`` over the axes that its operator uses: first those that split the same dim
-    of its result, then those it sums over (a reduce-scatter), then free ones. "" if the counts do not come out."""
+    of its result, then those it sums over (a reduce-scatter), then free ones; along the others the result is whole.
+    "" if the counts do not come out."""
     producer = graph.producer.get(alias.operands[0])
     while producer is not None and producer.name not in fixed:  # a bias, say
         producer = graph.producer.get(producer.operands[0]) if producer.operands else None
@@ -98,7 +101,8 @@ def _beside_producer(
     in_result = {factor for dim in made.results[0] for factor in dim}
     summed = [axis for axis in mesh.sub_axes if axis in chosen and chosen[axis] not in in_result]
     summed.sort(key=lambda axis: is_rest(chosen[axis]))
-    words = []
+    words: list[str] = []
+    used: list[str] = []
     for d, count in enumerate(own):
         inside = made.results[0][d] if d < len(made.results[0]) else ()
         candidates = [axis for axis in mesh.sub_axes if chosen.get(axis) in inside] + summed
@@ -111,10 +115,12 @@ def _beside_producer(
         summed = [axis for axis in summed if axis not in taken]
         if taken:
             words.append(f"{rule.results[0][d][0]}@({','.join(taken)})")
-    return " ".join(words)
+            used += taken
+    repeated = [axis for axis in mesh.sub_axes if axis not in used]
+    return " ".join([*words, *([f"I@({','.join(repeated)})"] if repeated else [])])
 
 
-def _alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, str]:
+def alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, str]:
     """The choices of an identity operator whose result is in ``layout``."""
     (places,) = factor_places(rule)[1]
     at = {place: factor for factor, place in places.items()}

@@ -45,7 +45,7 @@ def choices_for(
             wanted = parse_choices(strategy, mesh)
         else:
             shapes = [graph.by_name[name].shape for name in op.operands]
-            wanted = _axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
+            wanted = axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
         return _divide_choices(rule, divided, wanted, mesh, burden)
     except ShardwiseError as error:
         raise type(error)(problem(str(error), op=op.name, source=op.source, fix=splittable(rule))) from error
@@ -122,7 +122,7 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-def _axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
+def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
     """Count per factor -> choice per sub-axis, for all sub-axes."""
     free = list(mesh.sub_axes)
     choices: dict[str, str] = {}
