@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,23 @@ def _model(name: str) -> tuple[nn.Module, Any]:
 
         return benchmark.transformer()
     torch.manual_seed(0)
+    if name == "idle":
+        return Idle(), (torch.randn(32, 64),)
     tiny: TinyModel = TINY[name]()
     return tiny.build(), tiny.inputs(8)
+
+
+class Idle(nn.Module):
+    """Most of its parameters have no gradient: one is not used, one only by what is detached, one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.detached, self.frozen = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(512, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.frozen(self.used(x)) * self.detached(x).detach()).square().mean()
 
 
 def _largest_before_update(memory: Memory) -> int:
@@ -119,6 +135,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
     ("gpt2", 2, {"mode": "data_parallel"}),
     ("resnet", 2, {"mode": "data_parallel"}),
+    ("idle", 2, {"mode": "data_parallel"}),
+    ("idle", 2, {"search": "dynamic_programming"}),
 ]
 
 
@@ -182,6 +200,38 @@ def test_a_larger_batch_moves_the_peak_and_names_the_operator() -> None:
     assert large.peak.num_bytes > small.peak.num_bytes
     assert large.peak.phase in ("forward", "backward")
     assert "/" in large.peak.op
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_parameters_without_gradient_are_kept_and_nothing_more(num_devices: int) -> None:
+    """No gradient, no optimizer states, no update; but a plan must find room for them, and may divide them."""
+    model, inputs = _model("idle")
+    plan = sw.plan(model, inputs, num_devices, search="dynamic_programming")
+    assert plan.prediction is not None
+    assert plan.layouts["unused"].max_local_numel == -(-512 // num_devices) * 64, "nothing else would be gained"
+    held = {entry.name: 4 * plan.layouts[entry.name].max_local_numel for entry in plan.parameters}
+    kept = plan.prediction.num_bytes - sum(held.values())
+    parts = step_memory(model, inputs, plan).peak_of["update"].parts
+    assert parts["parameters"] == sum(held.values())
+    assert (parts["gradients"], parts["optimizer states"]) == (held["used.weight"], 2 * held["used.weight"])
+    assert 3 * held["used.weight"] <= kept <= 3 * held["used.weight"] + 3 * 32 * 64 * 4, "and some values for backward"
+    assert sw.verify(model, inputs, plan, steps=2).ok
+
+
+def test_the_update_of_parameters_without_gradient_takes_no_time() -> None:
+    model, inputs = _model("idle")
+    plan = sw.plan(model, inputs, 2, search="dynamic_programming", optimizer="adamw")
+    without = sw.plan(model, inputs, 2, search="dynamic_programming", optimizer="sgd")
+    assert plan.prediction is not None
+    assert without.prediction is not None
+    prices = Prices(Links(Cluster.local(2), plan.mesh))
+    numel = plan.layouts["used.weight"].max_local_numel
+    value = capture(model, inputs, {}).graph.by_name["used.weight"]
+    more = prices.update(value, numel) - replace(prices, optimizer="sgd").update(value, numel)
+    assert plan.strategies == without.strategies
+    for own in ("step_seconds", "simulated_seconds"):
+        difference = getattr(plan.prediction, own) - getattr(without.prediction, own)
+        assert difference == pytest.approx(more, rel=1e-6), own
 
 
 def test_sharded_storage_holds_its_part() -> None:

@@ -158,7 +158,7 @@ def _check_claimed(plan: sw.Plan, report: sw.Report, graph: Graph, prices: Price
     ]
     updates = 0.0
     for source in graph.sources:
-        if source.kind == "parameter":
+        if source.value in graph.updated:
             local = plan.layouts[source.names[0]].max_local_numel
             updates += prices.update(graph.by_name[source.value], local)
     claimed = plan.prediction

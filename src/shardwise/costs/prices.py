@@ -93,11 +93,11 @@ class Prices:
         own = self.precision.parameter
         return own.itemsize if own is not None and value.dtype.is_floating_point else value.dtype.itemsize
 
-    def state_bytes(self, value: Value, trainable: bool) -> int:
-        """Bytes per element of a parameter that a device keeps from step to step: itself, its gradient and optimizer
-        states."""
+    def state_bytes(self, value: Value, updated: bool) -> int:
+        """Bytes per element of a parameter that a device keeps from step to step: itself, and if the optimizer updates it
+        its gradient and optimizer states."""
         own = self.stored_itemsize(value)
-        return own * (2 + OPTIMIZER_STATES[self.optimizer]) if trainable else own
+        return own * (2 + OPTIMIZER_STATES[self.optimizer]) if updated else own
 
     # -- seconds -------------------------------------------------------------------------------------------------------
 

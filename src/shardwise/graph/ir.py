@@ -138,6 +138,16 @@ class Graph:
                 found[name][op.name] = op
         return {name: tuple(ops.values()) for name, ops in found.items()}
 
+    @cached_property
+    def updated(self) -> frozenset[str]:
+        """The trainable parameters that get a gradient from the loss (without a loss: from some output). Optimizers
+        pass over all others, and keep no states for them."""
+        reached = {self.loss} if self.loss is not None else set(refs(self.outputs))
+        for op in reversed(self.ops):
+            if any(name in reached and self.by_name[name].requires_grad for name in op.results):
+                reached.update(name for name in op.operands if self.by_name[name].requires_grad)
+        return frozenset(s.value for s in self.sources if s.trainable and s.value in reached)
+
 
 def refs(arg: Arg) -> Iterator[str]:
     """Names of the values used in an argument, depth first."""

@@ -122,7 +122,7 @@ class _Walk:
                 stored = prod(shape) * self.prices.stored_itemsize(value)
                 if self.prices.stored_itemsize(value) != dtype.itemsize:  # what is computed with is a cast of it
                     self.ledger.hold(self.ledger.new(stored, "parameters"))
-                if source.trainable:
+                if source.value in self.graph.updated:
                     self.ledger.hold(self.ledger.new(states * stored, "optimizer states"))
 
     def _forget(self, name: str) -> None:
@@ -292,7 +292,7 @@ class _Walk:
         own = [
             (prod(self.tensors[name].form.shape) * self.prices.stored_itemsize(self.graph.by_name[name]), source)
             for name, source in self.parameters.items()
-            if source.trainable
+            if name in self.graph.updated
         ]
         largest, source = max(own, key=lambda item: item[0], default=(0, None))
         self.ledger.op = source.names[0] if source is not None else ""

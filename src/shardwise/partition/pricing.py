@@ -132,7 +132,7 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
     """The price of an emitted program. ``free``: operators that depend on no parameter, which every plan makes where
     they are needed. Outputs other than the loss are not priced: a training step does not deliver them."""
     graph = spmd.graph
-    parameters = {s.value: s for s in graph.sources if s.kind == "parameter"}
+    parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
     written = {value for _, value in graph.mutations}
     exposed = compute = traffic = update = 0.0
     for step in spmd.steps:
@@ -149,7 +149,7 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
             hidden = prices.device.overlap if is_parameter else 0.0
             traffic += hidden * seconds
             exposed += (1 - hidden) * seconds
-    for name, source in parameters.items():
-        if source.trainable:
-            update += prices.update(graph.by_name[name], spmd.layouts[name].max_local_numel)
+    for source in graph.sources:
+        if source.value in graph.updated:
+            update += prices.update(graph.by_name[source.value], spmd.layouts[source.value].max_local_numel)
     return ProgramPrice(exposed, compute, traffic, update)

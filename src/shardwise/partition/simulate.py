@@ -95,8 +95,8 @@ class _Timeline:
                 self.work(self.prices.forward(*self.call(instruction)))
         if self.spmd.loss is not None:
             self.backward(after)
-        for name, source in self.parameters.items():
-            if source.trainable:
+        for name in self.parameters:
+            if name in self.spmd.graph.updated:
                 numel = self.spmd.layouts[name].max_local_numel
                 self.work(self.prices.update(self.spmd.graph.by_name[name], numel))
 

@@ -141,6 +141,9 @@ class _Builder:
                 if name in self.parameter and name not in self.cost.home:
                     self._store(name)
             self._operator(op)
+        for name in self.parameter:  # those that nothing uses are kept all the same
+            if name not in self.cost.home:
+                self._store(name)
         self._deliver()
         return self.cost
 
@@ -155,7 +158,7 @@ class _Builder:
     def _store(self, name: str) -> None:
         """The storage of a parameter: every layout that is sharded or whole."""
         domains, routes = self.domains, self.domains.routes(name)
-        source, value = self.parameter[name], self.graph.by_name[name]
+        value, updated = self.graph.by_name[name], name in self.graph.updated
         nodes = np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
         if name in self.storage:
             node = routes.node_of(self.storage[name])
@@ -166,11 +169,11 @@ class _Builder:
 
         def table() -> Components:
             numel = routes.numel[nodes].astype(np.float64)
-            update = domains.prices.update(value, 1.0) if source.trainable else 0.0
-            per_element = domains.prices.state_bytes(value, source.trainable)
+            update = domains.prices.update(value, 1.0) if updated else 0.0
+            per_element = domains.prices.state_bytes(value, updated)
             return numel * update, None, None, numel * per_element
 
-        self._factor((variable,), ("store", id(routes), value.dtype, source.trainable, nodes.tobytes()), table)
+        self._factor((variable,), ("store", id(routes), value.dtype, updated, nodes.tobytes()), table)
         self._arrive(name, variable, nodes, traffic=True)
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
