@@ -15,13 +15,14 @@ from search.cost_graphs import climbed, cluster_of, cost_of_model, random_assign
 from search.small_models import Mlp, TwoProducts
 from shardwise.costs.cluster import Cluster
 from shardwise.layouts.strategy import parse_choices
-from shardwise.search import auto
-from shardwise.search.auto import PRICED_SEARCHES, WideWarning, searched
+from shardwise.search import solving
+from shardwise.search.auto import PRICED_SEARCHES, assignment_of, best_completion, searched
 from shardwise.search.cost_graph import BYTES, CostGraph, Weights
-from shardwise.search.dynamic_programming import DoesNotFit
+from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 from shardwise.search.dynamic_programming import search as search_step
 from shardwise.search.elimination import Problem, Solution, restricted, solve
 from shardwise.search.ilp import solve_ilp
+from shardwise.search.solving import WideWarning
 
 
 def wide_llama(layers: int, mesh: sw.Mesh) -> CostGraph:
@@ -157,11 +158,35 @@ class Dense(nn.Module):
 def test_a_graph_that_is_too_wide_is_solved_as_an_integer_program_and_says_so(monkeypatch):
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
     exact = searched(cost, "dynamic_programming", None).outcome
-    monkeypatch.setattr(auto, "MAX_JOINT", 100)
+    monkeypatch.setattr(solving, "MAX_JOINT", 100)
     with pytest.warns(WideWarning, match=r"more than 100: solved as an integer program"):
         found = searched(cost, "dynamic_programming", None).outcome
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
     assert found.bound == pytest.approx(exact.bound, rel=1e-9)
+
+
+def test_what_else_solves_a_graph_that_is_too_wide_does_so_as_an_integer_program(monkeypatch):
+    cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
+    first = {0: 1}
+
+    def found() -> list[float]:
+        """Seconds of the best completion of one strategy, and of the greedy search."""
+        completed = cost.components(best_completion(cost, first))
+        return [step_seconds(completed), searched(cost, "recursive_programming", None).outcome.seconds]
+
+    exact = found()
+    monkeypatch.setattr(solving, "MAX_JOINT", 30)
+    with pytest.warns(WideWarning) as warned:
+        assert found() == pytest.approx(exact, rel=1e-9)
+    assert len(warned) >= 2, "two completions are too wide"
+
+
+def test_a_plan_of_another_search_is_completed_where_the_graph_is_too_wide(monkeypatch):
+    """Only shared layouts are left to choose: no width that matters."""
+    cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
+    choice = searched(cost, "dynamic_programming", None).choice()
+    monkeypatch.setattr(solving, "MAX_JOINT", 30)
+    assert assignment_of(cost, choice) is not None
 
 
 def test_a_solver_that_stopped_early_is_not_mistaken_for_a_bound(monkeypatch):

@@ -9,7 +9,6 @@ All of them minimise the same cost graph and keep what the user fixed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log10
@@ -26,12 +25,13 @@ from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import Factored
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights, build
 from shardwise.search.domains import Domains, PriceFragment
-from shardwise.search.dynamic_programming import Outcome, Solver, step_seconds
+from shardwise.search.dynamic_programming import Outcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
-from shardwise.search.elimination import MAX_JOINT, Problem, Solution, TooWide, restricted, solve
+from shardwise.search.elimination import restricted
 from shardwise.search.free import settle
 from shardwise.search.modes import Choice, Choices, layout_of
 from shardwise.search.routing import Router
+from shardwise.search.solving import minimise, solver_of
 
 PRICED_SEARCHES = ("dynamic_programming", "ilp", "recursive_programming")
 
@@ -138,34 +138,6 @@ def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
     return frozenset(found)
 
 
-def solver_of(search: str) -> Solver:
-    """How a search minimises a sum of tables."""
-    if search == "ilp":
-        from shardwise.search.ilp import solve_ilp
-
-        return solve_ilp
-    return _eliminate
-
-
-class WideWarning(UserWarning):
-    """Variable elimination would take too long on a densely connected graph."""
-
-
-def _eliminate(problem: Problem) -> Solution:
-    """By elimination; where that is too wide, as an integer program."""
-    try:
-        return solve(problem, max_joint=MAX_JOINT)
-    except TooWide as error:
-        from shardwise.search.ilp import solve_ilp
-
-        warnings.warn(
-            f"{error}, more than {MAX_JOINT}: solved as an integer program, whose bound is the plan's optimality gap",
-            WideWarning,
-            stacklevel=2,
-        )
-        return solve_ilp(problem)
-
-
 def searched(cost: CostGraph, search: str, memory_bytes: float | None) -> Search:
     """The best assignment of a cost graph. Raises DoesNotFit."""
     if search == "recursive_programming":
@@ -252,5 +224,5 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
 
 def best_completion(cost: CostGraph, fixed: Mapping[int, int]) -> list[int]:
     """The assignment of least step in which some variables have given values."""
-    found = [solve(restricted(cost.weighted(Weights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
+    found = [minimise(restricted(cost.weighted(Weights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
     return min((item.assignment for item in found), key=lambda own: step_seconds(cost.components(own)))

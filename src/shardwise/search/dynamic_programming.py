@@ -10,14 +10,14 @@ multiplier, in seconds per byte. What is left between the best choice found and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardwise.layouts.routes import Floats
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
-from shardwise.search.elimination import Problem, Solution, restricted, solve
+from shardwise.search.elimination import restricted
+from shardwise.search.solving import Solver, minimise
 
 # Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a picosecond.
 TIE = 1e-23
@@ -31,8 +31,6 @@ BRANCHES = 3
 CHEAP_JOINT = 2_000_000
 # Gaps below this are rounding.
 EXACT = 1e-9
-
-Solver = Callable[[Problem], Solution]
 
 
 def step_seconds(components: Floats) -> float:
@@ -74,7 +72,7 @@ class DoesNotFit(Exception):
         self.assignment, self.num_bytes = assignment, num_bytes
 
 
-def search(cost: CostGraph, memory_bytes: float | None = None, solver: Solver = solve) -> Outcome:
+def search(cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise) -> Outcome:
     """The fastest assignment whose bytes are within ``memory_bytes``. Raises DoesNotFit."""
     run = _Run(cost, memory_bytes, solver)
     bound = run.overlapped(TIE)

@@ -267,10 +267,19 @@ def _within(inner: Sequence[int], outer: Sequence[int]) -> bool:
 
 
 def restricted(problem: Problem, fixed: Mapping[int, int]) -> Problem:
-    """The problem with some variables held at a value (every other value is forbidden)."""
-    factors = list(problem.factors)
+    """The problem with some variables held at a value: the others' tables are read there, and no variable has a held
+    one for a neighbour."""
+    interner = problem.interner
+    factors: list[tuple[Scope, int]] = []
     for variable, value in fixed.items():
         only = np.full(problem.sizes[variable], np.inf)
         only[value] = 0.0
-        factors.append(((variable,), problem.interner.add(only)))
-    return Problem(problem.sizes, factors, problem.interner)
+        factors.append(((variable,), interner.add(only)))
+    known: dict[tuple[int, tuple[int, ...]], int] = {}
+    for scope, number in problem.factors:
+        held = tuple(fixed.get(v, -1) for v in scope)  # -1: free
+        if (number, held) not in known:
+            at = tuple(slice(None) if value < 0 else value for value in held)
+            known[number, held] = interner.add(interner.tables[number][at])
+        factors.append((tuple(v for v in scope if v not in fixed), known[number, held]))
+    return Problem(problem.sizes, factors, interner)

@@ -11,7 +11,8 @@ import heapq
 
 import numpy as np
 
-from shardwise.search.elimination import Problem, solve
+from shardwise.search.elimination import Problem, restricted
+from shardwise.search.solving import minimise
 
 # What an assignment may not be: variable -> values; and what it must be: variable -> value.
 Cell = tuple[dict[int, int], dict[int, frozenset[int]]]
@@ -20,7 +21,7 @@ Cell = tuple[dict[int, int], dict[int, frozenset[int]]]
 def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
     """The ``k`` best (value, assignment), in order; fewer where there are no more. About k times as many eliminations
     as there are variables."""
-    first = solve(problem)
+    first = minimise(problem)
     heap: list[tuple[float, int, list[int], Cell]] = []
     count = 0
     if np.isfinite(first.value):
@@ -37,7 +38,7 @@ def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
                 continue
             without = banned | {variable: banned.get(variable, frozenset()) | {own}}
             if len(without[variable]) < problem.sizes[variable]:
-                best = solve(_within(problem, held, without))
+                best = minimise(_within(problem, held, without))
                 if np.isfinite(best.value):
                     count += 1
                     heapq.heappush(heap, (best.value, count, best.assignment, (dict(held), without)))
@@ -48,12 +49,8 @@ def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
 def _within(problem: Problem, fixed: dict[int, int], banned: dict[int, frozenset[int]]) -> Problem:
     """The problem in one cell."""
     factors = list(problem.factors)
-    for variable in fixed.keys() | banned.keys():
+    for variable, values in banned.items():
         allowed = np.zeros(problem.sizes[variable])
-        if variable in fixed:
-            allowed[:] = np.inf
-            allowed[fixed[variable]] = 0.0
-        for value in banned.get(variable, ()):
-            allowed[value] = np.inf
+        allowed[list(values)] = np.inf
         factors.append(((variable,), problem.interner.add(allowed)))
-    return Problem(problem.sizes, factors, problem.interner)
+    return restricted(Problem(problem.sizes, factors, problem.interner), fixed)

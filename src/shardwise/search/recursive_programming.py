@@ -19,7 +19,8 @@ from shardwise.layouts.strategy import is_rest
 from shardwise.search.cost_graph import BYTES, CostGraph, Weights
 from shardwise.search.domains import Domain
 from shardwise.search.dynamic_programming import TIE, DoesNotFit, Outcome
-from shardwise.search.elimination import Problem, Scope, Solution, restricted, solve
+from shardwise.search.elimination import Problem, Scope, Solution, restricted
+from shardwise.search.solving import minimise
 
 # Seconds per byte that are tried where a plan does not fit: from a byte that takes as long as to write it on a fast
 # device to one that outweighs everything.
@@ -36,7 +37,7 @@ def halve(cost: CostGraph, memory_bytes: float | None = None) -> Outcome:
         solves += 1
         if memory_bytes is None or components[BYTES] <= memory_bytes:
             return Outcome(assignment, components, 0.0, solves, 0)
-    least = solve(cost.weighted(Weights(0.0, 0.0, 0.0, 1.0))).assignment
+    least = minimise(cost.weighted(Weights(0.0, 0.0, 0.0, 1.0))).assignment
     components = cost.components(least)
     if components[BYTES] > memory_bytes:
         raise DoesNotFit(least, float(components[BYTES]))
@@ -80,7 +81,7 @@ class _Levels:
 
     def _completed(self) -> Solution:
         """The strategies chosen, with the best layouts between them."""
-        return solve(restricted(self.problem, self.chosen))
+        return minimise(restricted(self.problem, self.chosen))
 
     @staticmethod
     def _least_split(domain: Domain) -> int:
