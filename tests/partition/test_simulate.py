@@ -21,6 +21,7 @@ from shardwise.partition.pricing import price_program
 from shardwise.partition.simulate import simulate
 from shardwise.partition.spmd import Spmd, build_spmd
 from shardwise.plans.bind import bind
+from shardwise.plans.printing import format_bytes
 from shardwise.plans.ranking import CLEARLY, MAX_OPERATORS, ranked
 from shardwise.search.auto import Search
 
@@ -116,6 +117,10 @@ class Verdict:
     peak_bytes: int
     peak_at: str = "forward of /x"
 
+    @property
+    def peak_parts(self) -> Mapping[str, int]:
+        return {"parameters": self.peak_bytes}
+
 
 def searched_plan() -> Search:
     with torch.device("meta"):
@@ -188,6 +193,44 @@ def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
     assert free.prediction.peak_bytes > 0
     with pytest.raises(sw.PlanError, match="no plan fits"):
         sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search="dynamic_programming", memory_bytes=1e5)
+
+
+# From far too little to a little less than the least: the search refuses the first limits, the simulated peak the last.
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming"])
+def test_a_refusal_adds_up_the_least_memory_and_names_the_limit_that_was_asked_for(share: float, search: str) -> None:
+    with torch.device("meta"):
+        model, inputs = Mlp(), (torch.empty(64, 256),)
+
+    def plan(limit: float) -> sw.Plan:
+        return sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search=search, memory_bytes=limit)
+
+    limit = share * least_peak(model, inputs, search)
+    with pytest.raises(sw.PlanError, match="no plan fits") as caught:
+        plan(limit)
+    text = str(caught.value)
+    assert f"{format_bytes(int(limit))} are allowed" in text
+    needed = next(line for line in text.splitlines() if line.startswith("  needed:")).partition(":")[2]
+    parts, _, total = needed.partition(" = ")
+    size = int(total.partition(" bytes")[0].replace(",", ""))
+    assert sum(int(part.rpartition(" ")[2].replace(",", "")) for part in parts.split(" + ")) == size
+    assert f"needs is {format_bytes(size)} a device" in text
+    assert size > limit
+    assert "storage layers." in text
+
+
+def least_peak(model: nn.Module, inputs: tuple[torch.Tensor, ...], search: str) -> float:
+    """The least limit under which a plan is found, to a thousandth."""
+    low, high = 0.0, 1e7
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        try:
+            sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search=search, memory_bytes=middle)
+        except sw.PlanError:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def test_a_plan_keeps_its_peak_within_the_limit() -> None:

@@ -9,7 +9,7 @@ waits; a linear layer computes the gradient of its weight while that of its inpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.costs.footprints import Footprints
@@ -45,6 +45,10 @@ class SimulatedStep:
     @property
     def peak_at(self) -> str:
         return self.peak.where
+
+    @property
+    def peak_parts(self) -> Mapping[str, int]:
+        return self.peak.parts
 
 
 def simulate(spmd: Spmd, prices: Prices, footprints: Footprints | None = None) -> SimulatedStep:

@@ -9,10 +9,9 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Precision, Prices
-from shardwise.errors import LayoutError, PlanError, problem
+from shardwise.errors import LayoutError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
-from shardwise.graph.naming import value_name
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
@@ -20,11 +19,11 @@ from shardwise.layouts.text import format_dtype
 from shardwise.plans.fixed import annotated_rules, fixed_choices, subjects
 from shardwise.plans.kept import sum_whole
 from shardwise.plans.plan import PricingEntry
-from shardwise.plans.printing import format_bytes
-from shardwise.plans.ranking import REFERENCE_OPERATORS, Ranked, Simulate, fitted
+from shardwise.plans.ranking import REFERENCE_OPERATORS, Ranked, Simulate, fitted, ranked
+from shardwise.plans.refusal import nothing_fits
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import Prediction, Search, assignment_of, cost_graph, searched, separate_axes
-from shardwise.search.cost_graph import CostGraph, held_by
+from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cuts import stored_as_cut, with_cuts
 from shardwise.search.domains import PriceFragment
 from shardwise.search.dynamic_programming import DoesNotFit
@@ -78,7 +77,7 @@ def decide_by_price(
     _refuse_cuts(annotations, search)
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     searches: list[Search] = []
-    least: tuple[float, CostGraph, list[int]] | None = None
+    least: tuple[CostGraph, float] | None = None
     for mesh in meshes:
         fixed = fixed_choices(graph, rules, factored, annotations, mesh)
         axes = Axes.of(mesh, separate_axes(fixed, mesh))
@@ -91,14 +90,15 @@ def decide_by_price(
             if simulate is not None and not fixed and len(graph.ops) <= REFERENCE_OPERATORS:
                 found.reference = assignment_of(cost, choose(graph, factored, mesh, "data_parallel", {}))
         except DoesNotFit as error:
-            if least is None or error.num_bytes < least[0]:
-                least = error.num_bytes, cost, error.assignment
+            if least is None or error.num_bytes < least[1]:
+                least = cost, error.num_bytes
     chosen = _first_that_fits(searches, search, limit, simulate)
-    if isinstance(chosen, PlanError):
-        raise chosen
     if chosen is None:
         assert least is not None, "there is a mesh"
-        raise _nothing_fits(limit, *least)
+        cost, num_bytes = least
+        chosen = ranked(searched(cost, search, num_bytes), limit, simulate)
+    if chosen.excess:
+        raise nothing_fits(limit, chosen)
     best = chosen.search
     groups = best.cost.domains.axes.groups
     separate = tuple(
@@ -125,47 +125,14 @@ def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
             )
 
 
-def _first_that_fits(
-    searches: list[Search], name: str, limit: float, simulate: Simulate | None
-) -> Ranked | PlanError | None:
-    """Of searches on several meshes the fastest whose peak fits; None where there are none."""
-    failed: PlanError | None = None
+def _first_that_fits(searches: list[Search], name: str, limit: float, simulate: Simulate | None) -> Ranked | None:
+    """Of searches on several meshes the fastest whose peak fits; if none does, the one of the lowest peak; None where
+    there are none."""
+    lowest: Ranked | None = None
     for search in sorted(searches, key=lambda own: own.outcome.seconds):
-        try:
-            found = fitted(search, name, limit, simulate)
-        except DoesNotFit as error:
-            failed = failed or _nothing_fits(limit, error.num_bytes, search.cost, error.assignment)
-            continue
+        found = fitted(search, name, limit, simulate)
+        if lowest is None or found.excess < lowest.excess:
+            lowest = found
         if not found.excess:
-            return found
-        peak = found.prediction
-        failed = failed or PlanError(
-            problem(
-                f"no plan fits: the peak of a step is {format_bytes(peak.peak_bytes)} a device ({peak.peak_at}), "
-                f"{format_bytes(limit)} are allowed",
-                facts=[("without temporaries", format_bytes(peak.num_bytes))],
-                fix="use more devices or devices with more memory, or a smaller batch",
-            )
-        )
-    return failed
-
-
-def _nothing_fits(limit: float, num_bytes: float, cost: CostGraph, assignment: list[int]) -> PlanError:
-    """What is needed at least, and the tensors that make most of it."""
-    held = sorted(held_by(cost, assignment).items(), key=lambda item: -item[1])
-    graph = cost.domains.graph
-    largest = ", ".join(
-        f"{kind} {_shown(graph, kind, name)} {format_bytes(int(size))}" for (kind, name), size in held[:5]
-    )
-    return PlanError(
-        problem(
-            f"no plan fits: the least memory that any plan needs is {format_bytes(int(num_bytes))} a device, "
-            f"{format_bytes(int(limit))} are allowed",
-            facts=[("largest", largest)],
-            fix="use more devices or devices with more memory, a smaller batch, or an optimizer with fewer states",
-        )
-    )
-
-
-def _shown(graph: Graph, kind: str, name: str) -> str:
-    return name if kind == "operator" else value_name(name, graph)
+            break
+    return lowest

@@ -8,12 +8,12 @@ limit, the search goes on under a limit that is lower by as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shardwise.search.auto import Prediction, Search, searched
-from shardwise.search.dynamic_programming import step_seconds
+from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 
 MAX_CANDIDATES = 4
 # Operators in all the programs that are built for one plan: about ten seconds. A model of more than this many operators
@@ -30,7 +30,8 @@ RETRIES = 3
 
 
 class Simulated(Protocol):
-    """What a simulation says of a program: seconds of a step, and the most memory with its position."""
+    """What a simulation says of a program: seconds of a step, and the most memory, where that is and what it is made
+    of."""
 
     @property
     def seconds(self) -> float: ...
@@ -41,6 +42,9 @@ class Simulated(Protocol):
     @property
     def peak_at(self) -> str: ...
 
+    @property
+    def peak_parts(self) -> Mapping[str, int]: ...
+
 
 # Simulates an assignment of a search (``partition`` knows programs).
 Simulate = Callable[[Search, list[int]], Simulated]
@@ -49,11 +53,12 @@ Simulate = Callable[[Search, list[int]], Simulated]
 @dataclass(frozen=True)
 class Ranked:
     """A search whose assignment is the one to take, and what is predicted for it. ``excess``: bytes of its peak beyond
-    the limit."""
+    the limit; ``parts``: what the peak is made of (empty where nothing was simulated)."""
 
     search: Search
     prediction: Prediction
-    excess: float
+    excess: float = 0.0
+    parts: Mapping[str, int] = field(default_factory=dict)
 
 
 def ranked(search: Search, limit: float, simulate: Simulate | None) -> Ranked:
@@ -61,7 +66,8 @@ def ranked(search: Search, limit: float, simulate: Simulate | None) -> Ranked:
     outcome, size = search.outcome, len(search.cost.domains.graph.ops)
     count = 0 if simulate is None else min(MAX_CANDIDATES, MAX_OPERATORS // max(size, 1))
     if count == 0 or simulate is None:
-        return Ranked(search, search.prediction(), 0.0)
+        prediction = search.prediction()
+        return Ranked(search, prediction, max(0.0, prediction.num_bytes - limit))
     near = [own for own in outcome.candidates if step_seconds(search.cost.components(own)) <= NEAR * outcome.seconds]
     considered = [outcome.assignment, *near[: count - 1]]
     if search.reference is not None and search.reference not in considered:
@@ -85,17 +91,28 @@ def ranked(search: Search, limit: float, simulate: Simulate | None) -> Ranked:
         peak_bytes=float(simulated.peak_bytes),
         peak_at=simulated.peak_at,
     )
-    return Ranked(search, prediction, max(0.0, simulated.peak_bytes - limit))
+    return Ranked(search, prediction, max(0.0, simulated.peak_bytes - limit), simulated.peak_parts)
 
 
 def fitted(search: Search, name: str, limit: float, simulate: Simulate | None) -> Ranked:
-    """The ranked search, searched again under lower limits while its peak does not fit. Raises DoesNotFit when the
-    search finds nothing under such a limit; the result may still be too large (``excess``)."""
+    """The ranked search; while its peak does not fit, what the search finds under lower limits, and in the end what
+    needs the least. If all of them are too large (``excess``), the one of the lowest peak."""
     found, allowed = ranked(search, limit, simulate), limit
-    for _ in range(RETRIES):
+    for attempt in range(RETRIES + 1):
         if not found.excess:
             break
-        allowed = min(allowed, found.prediction.num_bytes) - found.excess
-        again = ranked(replace(searched(search.cost, name, allowed), reference=search.reference), limit, simulate)
-        found = min(found, again, key=lambda own: own.excess)
+        allowed = min(allowed, found.prediction.num_bytes) - found.excess if attempt < RETRIES else 0.0
+        again, is_least = _searched_below(search, name, allowed)
+        found = min(found, ranked(again, limit, simulate), key=lambda own: own.excess)
+        if is_least:
+            break
     return found
+
+
+def _searched_below(search: Search, name: str, allowed: float) -> tuple[Search, bool]:
+    """The search under a limit, and whether that was too low and it is the one of least memory instead."""
+    try:
+        return replace(searched(search.cost, name, allowed), reference=search.reference), False
+    except DoesNotFit as error:
+        least = error.num_bytes
+    return replace(searched(search.cost, name, least), reference=search.reference), True
