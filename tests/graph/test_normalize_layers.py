@@ -183,3 +183,25 @@ def test_a_module_that_is_called_twice_gets_its_strategy_twice():
     plan = sw.plan(Twice(), inputs, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp"})
     assert [s for name, s in plan.strategies.items() if "linear" in name] == ["n@tp", "n@tp"]
     assert sw.verify(Twice(), inputs, plan).ok
+
+
+class Grouped(nn.Module):
+    """A product by expert of sorted rows, in the form of PyTorch's function."""
+
+    def __init__(self, dtype: torch.dtype, strategy: str) -> None:
+        super().__init__()
+        self.weight, self.strategy = nn.Parameter(torch.randn(4, 8, 16, dtype=dtype)), strategy
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return sw.shard(F.grouped_mm, self.strategy)(x.sin(), self.weight, offs=ends).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", ["e", "s", "n"])
+def test_a_grouped_product_is_captured_in_every_type_and_split(dtype, factor):
+    module = Grouped(dtype, f"{factor}@x")
+    inputs = (torch.randn(6, 8, dtype=dtype), torch.tensor([2, 2, 5, 6], dtype=torch.int32))
+    plan = sw.plan(module, inputs, 2, mesh=sw.Mesh(x=2), search="sharding_propagation")
+    assert f"{factor}@x" in [plan.strategies[name] for name in plan.strategies if "grouped_mm" in name]
+    report = sw.verify(module, inputs, plan)
+    assert report.ok, str(report)

@@ -1,7 +1,8 @@
 """What is traced in place of functions of PyTorch whose Python, or whose inner shapes, depend on data.
 
 ``shardwise::ctc_loss`` is connectionist temporal classification (Graves et al. 2006) as one operator: PyTorch's own
-keeps a table whose size depends on the lengths of the labels.
+keeps a table whose size depends on the lengths of the labels. A grouped product runs in float32 and, in a
+verification, in float64; PyTorch traces it in bfloat16 alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from shardwise.graph.grouped import grouped_mm
 
 _SCHEMA = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 
@@ -105,7 +108,24 @@ def _gaussian_nll(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def _grouped_mm(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rows by expert times one matrix per expert; PyTorch's own for the operator's other forms."""
+    if (input.dim(), mat2.dim()) != (2, 3) or offs is None or bias is not None or out_dtype is not None:
+        other: Tensor = torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+        return other
+    rows, experts = input.shape[0], mat2.shape[0]
+    product: Tensor = grouped_mm(input, mat2, offs, [rows], [0], [rows], [experts], [0], [experts])
+    return product
+
+
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.ctc_loss: _ctc,
     F.gaussian_nll_loss: _gaussian_nll,
+    torch._grouped_mm: _grouped_mm,
 }

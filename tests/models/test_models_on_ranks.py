@@ -1,0 +1,217 @@
+"""Real models on real gloo ranks: what four processes compute is what plain PyTorch computes in one.
+
+``test_zoo.py`` and ``make zoo`` verify plans on the virtual cluster; here the emitted programs run, in training mode,
+with the dropout that a model has. Casts to float32 inside a model are float64 on both sides, and both draw the same
+masks (``graph.widen``), so that everything is compared to 1e-9. Every model has a plan with strategies or one that is
+searched, some have both; in ResNet and the U-Net rows of the images are split too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import shardwise as sw
+from models import tiny_models
+from models.zoo import DESCRIBED, ZOO
+from shardwise import api
+from shardwise.graph.capture import Capture, capture
+from shardwise.graph.widen import reference_mode, widen
+from shardwise.runtime import parallel
+from shardwise.runtime.shards import shard
+from shardwise.runtime.verify import OPTIMIZERS
+
+RunRanks = Callable[..., list[Any]]
+Case = tuple[str, str, str]  # the model, which plan of it, the plan as JSON
+Step = dict[str, dict[str, Tensor]]  # kind ("output", "gradient", "parameter", "buffer") -> name -> tensor
+Messages = list[tuple[str, str, int]]  # kind, axes and bytes of collectives
+Passes = list[Messages]  # forward and backward
+RANKS, BATCH, STEPS = 4, 8, 3
+TOLERANCE = 1e-9
+# An error is relative to a tensor's largest magnitude, but not to less than this part of the largest of its kind: some
+# gradients are zero by mathematics.
+LEAST = {"output": 1e-3, "gradient": 1e-6, "parameter": 1e-3, "buffer": 1e-3}
+
+MODELS = {name: ZOO[name] for name in ("llama", "bert", "t5", "mixtral", "unet", "lstm", "dlrm")}
+MODELS["resnet"] = replace(tiny_models.resnet(), strategies=ZOO["resnet"].strategies)
+LABELS = {
+    **dict.fromkeys(("llama", "dlrm", "lstm"), ("by hand", "searched")),
+    **dict.fromkeys(("bert", "mixtral"), ("by hand",)),
+    "t5": ("searched",),
+    **dict.fromkeys(("unet", "resnet"), ("searched", "rows")),
+}
+ROWS = {"resnet": {"*.embedder.convolution": "y0@tp"}, "unet": {"first.0": "y0@tp"}}
+# AdamW makes a step of full size of the noise of a gradient that is zero by mathematics: a bias before a norm.
+OPTIMIZER = dict.fromkeys(MODELS, "adamw") | {"bert": "sgd", "resnet": "sgd", "unet": "sgd"}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name].build().train().double()
+
+
+def batch(name: str, step: int) -> dict[str, Any]:
+    torch.manual_seed(100 + step)
+    inputs = MODELS[name].inputs(BATCH)
+    return {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
+
+
+@contextmanager
+def widened(module: ModuleType) -> Iterator[None]:
+    """Graphs captured by the module have float64 in place of every lower precision."""
+
+    def captured(*args: Any, **kwargs: Any) -> Capture:
+        found = capture(*args, **kwargs)
+        return replace(found, graph=widen(found.graph))
+
+    with mock.patch.object(module, "capture", captured):
+        yield
+
+
+def plan_of(name: str, label: str) -> sw.Plan:
+    """By strategies, as searched, or with split rows."""
+    by_hand = ROWS[name] if label == "rows" else MODELS[name].strategies
+    choices: dict[str, Any] = {"cluster": RANKS, "mesh": sw.Mesh(dp=2, tp=2), "strategies": by_hand}
+    if label == "searched":
+        choices = {"cluster": DESCRIBED.with_nodes(2, 2), "search": "dynamic_programming"}
+    with widened(api):
+        return sw.plan(build(name), (), kwargs=batch(name, 0), optimizer=OPTIMIZER[name], **choices)
+
+
+def tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def trained(name: str, model: nn.Module, call: Callable[..., Any]) -> list[Step]:
+    """Three steps: what the model returned, its gradients, and its parameters and buffers after the update."""
+    optimizer = OPTIMIZERS[OPTIMIZER[name]](model.parameters())
+    steps = []
+    for number in range(STEPS):
+        output = call(number, batch(name, number))
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        gradients = tensors((key, p.grad) for key, p in model.named_parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = {"parameter": tensors(model.named_parameters()), "buffer": tensors(model.named_buffers())}
+        steps.append({"output": tensors((str(i), x) for i, x in enumerate(leaves)), "gradient": gradients, **after})
+    return steps
+
+
+def loss_of(output: Any) -> Tensor:
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+def train_alone(name: str) -> list[Step]:
+    model = build(name)
+
+    def call(number: int, inputs: Mapping[str, Any]) -> Any:
+        with reference_mode(seed=number):
+            output = model(**inputs)
+        loss_of(output).backward()
+        return output
+
+    return trained(name, model, call)
+
+
+def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes]]:
+    """On a rank: every case, and the collectives of its last step."""
+    found = []
+    for name, _, text in cases:
+        plan = sw.Plan.from_json(text)
+        passes: Passes = []
+        with widened(parallel):
+            par = sw.parallelize(build(name), plan if dist.get_rank() == 0 else None)
+
+            def noted(par: sw.Parallel = par, passes: Passes = passes) -> None:
+                record = par._ranks.record or []
+                passes.append([(c.kind, par.plan.mesh.format_axes(c.axes), c.num_bytes) for c in record])
+                par._ranks.record = []
+
+            def call(
+                number: int, inputs: Mapping[str, Any], par: sw.Parallel = par, noted: Callable[[], None] = noted
+            ) -> Any:
+                last = number == STEPS - 1
+                par._ranks.record = [] if last else None
+                output = par(**inputs)
+                if last:
+                    noted()
+                loss_of(output).backward()
+                if last:
+                    noted()
+                return output
+
+            found.append((trained(name, par, call), passes))
+    return found
+
+
+def worst_errors(plan: sw.Plan, rank: int, found: list[Step], alone: list[Step]) -> dict[str, float]:
+    """Of every kind, over all steps and tensors."""
+    worst = dict.fromkeys(LEAST, 0.0)
+    for own, whole in zip(found, alone, strict=True):
+        for kind, least in LEAST.items():
+            assert own[kind].keys() == whole[kind].keys(), kind
+            largest = max((float(x.abs().max()) for x in whole[kind].values()), default=0.0)
+            for name, tensor in own[kind].items():
+                want = whole[kind][name]
+                scale = max(float(want.abs().max()), least * largest)
+                layout = plan.layouts.get(name) if kind != "output" else None
+                if layout is not None:
+                    want = shard(want, layout, plan.mesh.coordinates(rank))
+                assert tensor.shape == want.shape, name
+                difference = (tensor.double() - want.double()).abs()
+                if difference.numel() and scale:
+                    worst[kind] = max(worst[kind], float(difference.max()) / scale)
+                assert scale or not difference.any(), name
+    return worst
+
+
+def check_collectives(plan: sw.Plan, ranks: list[Passes]) -> None:
+    """Those of the plan, in its order, but that a parameter leaves early if it needs one message; of shards of several
+    sizes the plan lists the largest."""
+    held = {entry.name for entry in plan.parameters}
+    early = [entry.value in held and len(entry.forward) == 1 for entry in plan.conversions]
+    parts = [
+        replace(plan, conversions=tuple(c for c, own in zip(plan.conversions, early, strict=True) if own == which))
+        for which in (True, False)
+    ]
+    for number, backward in enumerate((False, True)):
+        performed = []
+        for together in zip(*(passes[number] for passes in ranks), strict=True):
+            (same,) = {(kind, axes) for kind, axes, _ in together}
+            performed.append((*same, max(num_bytes for _, _, num_bytes in together)))
+        planned = [[(c.kind, c.axes, c.num_bytes) for c in part.collectives(backward=backward)] for part in parts]
+        assert is_merge(performed, *planned), f"performed {performed}, planned {planned}"
+
+
+def is_merge(whole: Messages, first: Messages, second: Messages) -> bool:
+    """Whether ``whole`` has the items of both others, those of each in its order."""
+    taken = {0}  # of ``first``, by the ways to read what is passed
+    for count, item in enumerate(whole):
+        from_first = {n + 1 for n in taken if first[n : n + 1] == [item]}
+        taken = from_first | {n for n in taken if second[count - n : count - n + 1] == [item]}
+    return len(whole) == len(first) + len(second) and len(first) in taken
+
+
+def test_models_train_on_four_ranks_as_plain_pytorch_trains_them(run_ranks: RunRanks) -> None:
+    plans = {(name, label): plan_of(name, label) for name, labels in LABELS.items() for label in labels}
+    cases = [(*key, plan.to_json()) for key, plan in plans.items()]
+    results = run_ranks(train_on_rank, RANKS, cases, time_limit_seconds=300)
+    alone = {name: train_alone(name) for name in MODELS}
+    for i, ((name, label), plan) in enumerate(plans.items()):
+        for rank in range(RANKS):
+            errors = worst_errors(plan, rank, results[rank][i][0], alone[name])
+            assert max(errors.values()) < TOLERANCE, f"{name}, {label}, rank {rank}: {errors}"
+        check_collectives(plan, [results[rank][i][1] for rank in range(RANKS)])

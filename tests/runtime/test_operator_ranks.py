@@ -1,0 +1,161 @@
+"""Real gloo ranks, operators that the other tests of ranks do not have: ring attention, experts that are split, and
+dropout. Losses, gradients and parameters are those of plain PyTorch, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.runtime.shards import shard
+
+RunRanks = Callable[..., list[Any]]
+STEPS = 3
+
+
+class RingAttention(nn.Module):
+    """Causal attention with grouped queries between two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.keys, self.values = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.queries, self.keys, self.values))
+        seen = sw.shard(F.scaled_dot_product_attention, "ring@cp")(q, k, v, is_causal=True, enable_gqa=True)
+        return ((self.out(seen.transpose(1, 2).flatten(2)) - x).square().mean(),)
+
+
+class Experts(nn.Module):
+    """Four experts; every row is computed by the two that it prefers, as a grouped product of sorted rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.router = nn.Linear(8, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 3) for shape in ((8, 12), (12, 8)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows = x.flatten(0, 1)
+        gates, chosen = self.router(rows).softmax(-1).topk(2)
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+        hidden = F.gelu(grouped(rows[order // 2], self.up, ends))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        mixed = grouped(hidden, self.down, ends)[back].unflatten(0, (-1, 2))
+        return (((mixed * gates.unsqueeze(-1)).sum(1) - rows).square().mean(),)
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped product; where nothing is captured, of float64 too."""
+    if torch.compiler.is_exporting():
+        return sw.shard(F.grouped_mm, "e@ep")(rows, weight, offs=ends)
+    bounds = [0, *ends.tolist()]
+    return torch.cat([rows[a:b] @ w for a, b, w in zip(bounds[:-1], bounds[1:], weight, strict=True)])
+
+
+class Dropped(nn.Module):
+    """Tells the masks that it drew. ``given``: takes these instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.given: tuple[Tensor, ...] | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = F.gelu(self.up(x))
+        first, second = self.given or (F.dropout(torch.ones_like(hidden), 0.4), F.dropout(torch.ones_like(x), 0.2))
+        return (self.down(hidden * first) * second - x).square().mean(), first, second
+
+
+# model, axes, strategies, randomness, collective that the plan must have
+CASES: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, str], str, str]] = {
+    "ring": (RingAttention, {"cp": 4}, {}, "", "halo_exchange"),
+    "ring of two": (RingAttention, {"dp": 2, "cp": 2}, {}, "",
+                    "halo_exchange"),
+    "experts": (Experts, {"ep": 4}, {}, "", "all_reduce"),
+    "experts and data": (Experts, {"dp": 2, "ep": 2}, {}, "", "all_reduce"),
+    "dropout": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "same_as_one_device", "all_reduce"),
+    "dropout per shard": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "per_shard", "all_reduce"),
+}  # fmt: skip
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def planned(name: str) -> sw.Plan:
+    make, axes, strategies, _, _ = CASES[name]
+    mesh = sw.Mesh(axes)
+    return sw.plan(make().double(), batch(0), 4, mesh=mesh, strategies=strategies, search="sharding_propagation")
+
+
+def train(model: nn.Module, masks: list[tuple[Tensor, ...]] | None) -> dict[str, Any]:
+    """Losses, what else the model tells, gradients of every step and parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: dict[str, Any] = {"losses": [], "told": [], "gradients": []}
+    for step in range(STEPS):
+        if masks is not None:
+            model.given = masks[step]
+        optimizer.zero_grad()
+        loss, *told = model(batch(step))
+        loss.backward()
+        found["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+        found["losses"].append(loss.item())
+        found["told"].append(tuple(tensor.detach() for tensor in told))
+    return found | {"parameters": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def train_on_rank() -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, (make, _, _, randomness, _) in CASES.items():
+        own = {"randomness": randomness} if randomness else {}
+        found[name] = train(sw.parallelize(make().double(), planned(name), seed=5, **own), None)
+    dist.barrier()
+    return found
+
+
+def test_ranks_train_as_one_process(run_ranks: RunRanks) -> None:
+    ranks = run_ranks(train_on_rank, 4, time_limit_seconds=300)
+    for name, (make, _, _, randomness, _) in CASES.items():
+        plan = planned(name)
+        masks = ranks[0][name]["told"]
+        alone = train(make().double(), masks if randomness else None)
+        for rank, found in enumerate(own[name] for own in ranks):
+            told = f"{name}, rank {rank}"
+            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-11), told
+            for own, want in zip(found["told"], masks, strict=True):
+                assert all(map(torch.equal, own, want)), f"{told} has other masks"
+            pairs = [(found["parameters"], alone["parameters"])]
+            for own, want in [*pairs, *zip(found["gradients"], alone["gradients"], strict=True)]:
+                assert own.keys() == want.keys()
+                for parameter, whole in want.items():
+                    part = shard(whole, plan.layouts[parameter], plan.mesh.coordinates(rank))
+                    torch.testing.assert_close(
+                        own[parameter],
+                        part,
+                        rtol=1e-9,
+                        atol=1e-12,
+                        msg=f"{told}, {parameter}",
+                    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plans_divide_what_they_are_for(name: str) -> None:
+    plan = planned(name)
+    assert CASES[name][-1] in {c.kind for c in plan.collectives()}
+    if "experts" in name:
+        assert all(plan.layouts[weight].dims[0][0].axes for weight in ("up", "down")), plan
+    else:
+        strategies = plan.strategies.values()
+        assert any(word in own for own in strategies for word in ("ring@cp", "n@tp")), plan
