@@ -1,0 +1,37 @@
+"""Tensors out of nothing, and out of a seed."""
+
+from __future__ import annotations
+
+import torch
+
+from rules.samples.calls import Sample, call, unsplit, x
+from shardwise.graph.operators import dropout, uniform
+
+aten = torch.ops.aten
+
+CONSTRUCTORS = [
+    call(aten.zeros.default, [3, 4]),
+    call(aten.ones.default, [3, 4], dtype=torch.bool),
+    call(aten.full.default, [5], 2.5),
+    Sample(aten.empty.memory_format, ([3, 4],), {}, unspecified=True),
+    unsplit(aten.scalar_tensor.default, 2.0),
+    call(aten.new_zeros.default, x(2), [3, 4]),
+    call(aten.new_ones.default, x(2), [3]),
+    call(aten.new_full.default, x(2, 2), [5], 3.0),
+    Sample(aten.new_empty.default, (x(2), [3]), {}, unspecified=True),
+    call(aten.arange.default, 6),
+    call(aten.arange.start, 2, 8),
+    call(aten.arange.start_step, 9, -3, -2),
+    call(aten.arange.start_step, 0.0, 1.2, 0.2, dtype=torch.float64),
+    call(aten.linspace.default, 0.0, 1.0, 6, dtype=torch.float64),
+    call(aten.eye.default, 6),
+    call(aten.eye.m, 4, 6, dtype=torch.float64),
+]
+
+_SEED = torch.tensor(7)
+
+DROPOUT = [
+    call(dropout._opoverload, x(4, 6), _SEED, 0.4, 3, [4, 6], [0, 0]),
+    call(uniform._opoverload, _SEED, 3, [4, 6], [0, 0], [4, 6], [4, 6], torch.float64),
+    unsplit(uniform._opoverload, _SEED, 0, [], [], [], [], torch.float32),
+]

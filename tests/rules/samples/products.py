@@ -1,0 +1,128 @@
+"""Products, attention, recurrent layers and mixtures of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rules.samples.calls import bits, call, ids, x
+from shardwise.graph.grouped import grouped_mm
+
+aten = torch.ops.aten
+
+CONTRACTIONS = [
+    call(aten.linear.default, x(2, 3, 4), x(5, 4)),
+    call(aten.linear.default, x(3, 4), x(5, 4), x(5)),
+    call(aten.linear.default, x(4), x(3, 4)),
+    call(aten.linear.default, x(2, 3, 2, 4), x(4)),
+    call(aten.matmul.default, x(3, 4), x(4, 5)),
+    call(aten.matmul.default, x(4), x(4)),
+    call(aten.matmul.default, x(4), x(2, 4, 3)),
+    call(aten.matmul.default, x(2, 3, 4), x(4)),
+    call(aten.matmul.default, x(2, 3, 4), x(4, 2)),
+    call(aten.matmul.default, x(3, 1, 2, 4), x(2, 4, 3)),
+    call(aten.matmul.default, x(1, 2, 4), x(3, 4, 2)),
+    call(aten.mm.default, x(3, 4), x(4, 5)),
+    call(aten.bmm.default, x(2, 3, 4), x(2, 4, 5)),
+    call(aten.mv.default, x(3, 4), x(4)),
+    call(aten.dot.default, x(5), x(5)),
+    call(aten.outer.default, x(3), x(4)),
+    call(aten.addmm.default, x(5), x(3, 4), x(4, 5)),
+    call(aten.addmm.default, x(3, 1), x(3, 4), x(4, 5), beta=0.5, alpha=2.0),
+    call(aten.baddbmm.default, x(2, 3, 5), x(2, 3, 4), x(2, 4, 5), beta=0.5),
+    call(aten.baddbmm.default, x(1, 5), x(2, 3, 4), x(2, 4, 5), alpha=0.5),
+    call(aten.addbmm.default, x(3, 5), x(2, 3, 4), x(2, 4, 5)),
+    call(aten.addmv.default, x(3), x(3, 4), x(4), beta=2),
+    call(aten.einsum.default, "bij,bjk->bik", [x(2, 3, 4), x(2, 4, 5)]),
+    call(aten.einsum.default, "ij,jk", [x(3, 4), x(4, 5)]),
+    call(aten.einsum.default, "...i, ij -> ...j", [x(2, 3, 4), x(4, 2)]),
+    call(aten.einsum.default, "bhtd,bhsd,s->bht", [x(2, 2, 3, 4), x(2, 1, 3, 4), x(3)]),
+    call(aten.einsum.default, "iA->A", [x(3, 4)]),
+]
+
+ATTENTION = [
+    call(aten.scaled_dot_product_attention.default, x(2, 2, 3, 4), x(2, 2, 5, 4), x(2, 2, 5, 3)),
+    call(aten.scaled_dot_product_attention.default, x(2, 2, 4, 2), x(2, 2, 4, 2), x(2, 2, 4, 2), None, 0.0, True),
+    call(
+        aten.scaled_dot_product_attention.default,
+        x(2, 6, 3, 4),
+        x(2, 2, 3, 4),
+        x(2, 2, 3, 4),
+        None,
+        0.0,
+        True,
+        enable_gqa=True,
+    ),
+    call(
+        aten.scaled_dot_product_attention.default,
+        x(2, 4, 3, 4),
+        x(2, 2, 3, 4),
+        x(2, 2, 3, 4),
+        x(4, 3, 3),
+        enable_gqa=True,
+    ),
+    call(
+        aten.scaled_dot_product_attention.default,
+        x(2, 4, 3, 4),
+        x(2, 2, 3, 4),
+        x(2, 2, 3, 4),
+        x(2, 1, 1, 3),
+        enable_gqa=True,
+    ),
+    call(aten.scaled_dot_product_attention.default, x(3, 4, 2), x(3, 5, 2), x(3, 5, 2), x(4, 5)),
+    call(aten.scaled_dot_product_attention.default, x(4, 2), x(5, 2), x(5, 2), bits(4, 5) | (ids(5, 5) == 0)),
+    call(
+        aten.scaled_dot_product_attention.default,
+        x(2, 2, 3, 2),
+        x(2, 2, 3, 2),
+        x(2, 2, 3, 2),
+        torch.tensor([True, True, False]).expand(2, 1, 1, 3).contiguous(),
+        scale=0.3,
+    ),
+]
+
+
+def _weights(gates: int, inputs: int, hidden: int, directions: int = 1) -> list[Tensor]:
+    """Of one recurrent layer."""
+    own = [(gates * hidden, inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)]
+    return [x(*shape) for shape in own * directions]
+
+
+RECURRENT = [
+    call(aten.lstm.input, x(2, 3, 4), [x(1, 3, 2), x(1, 3, 2)], _weights(4, 4, 2), True, 1, 0.0, True, False, False),
+    call(
+        aten.lstm.input,
+        x(3, 2, 4),
+        [x(2, 3, 2), x(2, 3, 2)],
+        _weights(4, 4, 2, directions=2),
+        True,
+        1,
+        0.0,
+        True,
+        True,
+        True,
+    ),
+    call(
+        aten.lstm.input,
+        x(2, 3, 4),
+        [x(1, 3, 2), x(1, 3, 5)],
+        [x(20, 4), x(20, 2), x(2, 5)],
+        False,
+        1,
+        0.0,
+        True,
+        False,
+        False,
+    ),
+    call(aten.gru.input, x(2, 3, 4), x(1, 3, 2), _weights(3, 4, 2), True, 1, 0.0, True, False, False),
+    call(aten.gru.input, x(2, 2, 4), x(1, 2, 2), _weights(3, 4, 2), True, 1, 0.0, True, False, True),
+    call(aten.rnn_tanh.input, x(2, 3, 4), x(1, 3, 2), _weights(1, 4, 2), True, 1, 0.0, True, False, False),
+    call(aten.rnn_relu.input, x(3, 2, 4), x(1, 3, 2), _weights(1, 4, 2), True, 1, 0.0, True, False, True),
+]
+
+EXPERTS = [
+    call(grouped_mm._opoverload, x(6, 4), x(3, 4, 2), torch.tensor([2, 3, 6]), [6], [0], [6], [3], [0], [3]),
+    call(  # an expert without rows, and rows without an expert
+        grouped_mm._opoverload, x(6, 4), x(4, 4, 3), torch.tensor([3, 3, 4, 5]), [6], [0], [6], [4], [0], [4]
+    ),
+]
