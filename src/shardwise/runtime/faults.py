@@ -185,7 +185,7 @@ def _ask(own: Waiting, rank: int) -> dict[int, Waiting]:
     Ends when all of them have said so, or after a while.
     """
     store = dist.distributed_c10d._get_default_store()
-    before = store.timeout  # type: ignore[attr-defined]
+    before: timedelta = getattr(store, "timeout")  # noqa: B009 - torch's types do not list it
     store.set_timeout(timedelta(seconds=_OTHERS_SECONDS))
     try:
         store.set(_key(rank), json.dumps(asdict(own)))

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,7 +150,7 @@ def _matmuls(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[Ma
         for width in effort.widths:
             left, right = (torch.rand(width, width, device=device).to(_DTYPES[name]) for _ in range(2))
             out = torch.empty_like(left)
-            seconds = watch.seconds(lambda a=left, b=right, c=out: torch.mm(a, b, out=c))  # type: ignore[misc]
+            seconds = watch.seconds(partial(torch.mm, left, right, out=out))
             yield MatmulTime(name, 2.0 * width**3, seconds)
 
 
@@ -157,7 +158,7 @@ def _streams(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[St
     """An addition: two tensors read, one written."""
     for num_bytes in effort.streams:
         left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
-        seconds = watch.seconds(lambda a=left, b=right, c=out: torch.add(a, b, out=c))  # type: ignore[misc]
+        seconds = watch.seconds(partial(torch.add, left, right, out=out))
         yield StreamTime(3.0 * num_bytes, seconds)
 
 
