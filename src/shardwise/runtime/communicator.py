@@ -50,7 +50,7 @@ class Communicator:
 
         Their collectives time out as those of all ranks do (torch gives new groups half an hour).
         """
-        timeout = _timeout()
+        timeout = group_timeout()
         for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
             if frozenset(axes) in self._groups:
                 continue
@@ -254,10 +254,10 @@ class Message:
         return received.view(tensors[0].dtype), work
 
 
-def _timeout() -> timedelta | None:
-    """The time-out of the group of all ranks."""
+def group_timeout() -> timedelta | None:
+    """The time-out of the group of all ranks, for every other group."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    options: Any = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+    options: Any = getattr(dist.distributed_c10d._get_default_group()._get_backend(device), "options", None)
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
 

@@ -195,6 +195,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else read_place(os.environ).world_size
 
 
+def local_rank() -> tuple[int, int]:
+    """(this process's number, how many there are) on its machine; a launcher that does not tell has only one."""
+    place = read_place(os.environ)
+    if place.world_size != world_size():  # the script connected the ranks itself
+        return rank(), world_size()
+    return place.local_rank, place.local_world_size
+
+
 def device() -> torch.device:
     """Where this rank's tensors belong: its GPU under nccl, else the CPU."""
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"

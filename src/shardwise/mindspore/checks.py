@@ -1,0 +1,117 @@
+"""Checks of options: each takes an option's name and value, and returns what is stored or says what is wrong.
+
+A wrong type is a TypeError, a wrong value a ValueError, what this version does not do yet a NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from shardwise.errors import problem
+
+Check = Callable[[str, Any], Any]
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The mend of a misspelled name: what was probably meant, or all there is.
+
+    >>> closest("semi_autoparallel", ["auto_parallel", "semi_auto_parallel"])
+    'did you mean "semi_auto_parallel"?'
+    """
+    known = sorted(known)
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.75)
+    return f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(known)}"
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(problem(f"{name} is {value!r}, not True or False", fix=f"write {name}={bool(value)}"))
+    return value
+
+
+def whole(low: int, high: int) -> Check:
+    """An integer of a range."""
+
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            fix = f"give an integer from {low} to {high}"
+            raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix=fix))
+        if not low <= value <= high:
+            bound = f"smaller than {low}" if value < low else f"larger than {high}"
+            raise ValueError(problem(f"{name} is {value}, {bound}", fix=f"give an integer from {low} to {high}"))
+        return value
+
+    return check
+
+
+def fraction(name: str, value: Any) -> float:
+    """A number above 0, at most 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give a number"))
+    if not 0 < value <= 1:
+        raise ValueError(problem(f"{name} is {value}", fix="give a number above 0, at most 1"))
+    return float(value)
+
+
+def text(name: str, value: Any) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give a string"))
+    return value
+
+
+def one_of(*known: str) -> Check:
+    """One of some words."""
+
+    def check(name: str, value: Any) -> str:
+        if text(name, value) not in known:
+            raise ValueError(problem(f'{name} is "{value}", which there is not', fix=closest(value, known)))
+        return str(value)
+
+    return check
+
+
+def later(inner: Check, default: Any, what: str) -> Check:
+    """Checked, and refused unless it is the default: ``what`` follows in a later version."""
+
+    def check(name: str, value: Any) -> Any:
+        if inner(name, value) != default:
+            fix = f"leave {name} at {default!r}"
+            raise NotImplementedError(problem(f"{name}={value!r}: {what} in a later version", fix=fix))
+        return default
+
+    return check
+
+
+def meaningless(inner: Check, default: Any, why: str) -> Check:
+    """Checked, and refused unless it is the default, as nothing here could follow it: ``why``."""
+
+    def check(name: str, value: Any) -> Any:
+        if inner(name, value) != default:
+            raise ValueError(problem(f"{name}={value!r} means nothing here: {why}", fix=f"leave {name} at {default!r}"))
+        return default
+
+    return check
+
+
+def known_name(name: str, known: Iterable[str], where: str) -> None:
+    """ValueError unless ``where`` has an option of this name."""
+    known = tuple(known)
+    if name not in known:
+        raise ValueError(problem(f'{where} has no option "{name}"', fix=closest(name, known)))
+
+
+def entries(known: dict[str, Check], defaults: dict[str, Any] | None = None) -> Check:
+    """A dictionary, every entry by its own check; what is left out has its default."""
+
+    def check(name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise TypeError(problem(f"{name} is {value!r}, not a dictionary", fix=f"its keys are {', '.join(known)}"))
+        for key in value:
+            known_name(text(f"a key of {name}", key), known, name)
+        return {**(defaults or {}), **{key: known[key](f"{name}[{key!r}]", entry) for key, entry in value.items()}}
+
+    return check

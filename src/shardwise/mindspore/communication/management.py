@@ -1,0 +1,220 @@
+"""Who the ranks are, and named groups of them. Where ranks talk to each other is ``shardwise.runtime``'s business.
+
+Before ``init`` a process without a launcher is a group of one, so that a program runs as a single process too; under a
+launcher the functions about groups ask for ``init`` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.errors import problem
+from shardwise.mindspore import context
+from shardwise.mindspore.checks import closest
+from shardwise.mindspore.notes import note
+from shardwise.runtime import ranks
+from shardwise.runtime.rank_groups import RankGroup, backend, everyone, is_connected, leave_group, make_group
+
+HCCL_WORLD_COMM_GROUP = "hccl_world_group"
+NCCL_WORLD_COMM_GROUP = "nccl_world_group"
+MCCL_WORLD_COMM_GROUP = "mccl_world_group"
+GLOO_WORLD_COMM_GROUP = "gloo_world_group"
+WORLD_GROUPS = {
+    "hccl": HCCL_WORLD_COMM_GROUP,
+    "nccl": NCCL_WORLD_COMM_GROUP,
+    "mccl": MCCL_WORLD_COMM_GROUP,
+    "gloo": GLOO_WORLD_COMM_GROUP,
+}
+ON_CPU = ("mccl", "gloo")
+
+
+class GlobalComm:
+    """What ``init`` was called with. Each of the world groups' names means all ranks, whatever the backend is."""
+
+    BACKEND = "hccl"
+    WORLD_COMM_GROUP = HCCL_WORLD_COMM_GROUP
+    INITED = False
+
+
+_groups: dict[str, RankGroup] = {}  # by the name that the program gave
+
+
+def init(backend_name: str | None = None) -> None:
+    """Join the other ranks, with the backend that this machine has: nccl if there is a GPU for every rank, else gloo.
+
+    ``backend_name``: "hccl", "nccl", "mccl" or "gloo"; if another one is used, a note on rank 0 says so. "gloo", "mccl"
+    and the device target CPU keep to the CPU. Called again, it changes nothing. LaunchError (a ValueError) if the ranks
+    do not come.
+    """
+    if backend_name is not None and not isinstance(backend_name, str):
+        what = f"backend_name is {backend_name!r}, of type {type(backend_name).__name__}"
+        raise TypeError(problem(what, fix='give "hccl", "nccl" or "gloo", or nothing'))
+    if backend_name is not None and backend_name not in WORLD_GROUPS:
+        raise ValueError(problem(f'there is no backend "{backend_name}"', fix=closest(backend_name, WORLD_GROUPS)))
+    on_cpu = backend_name in ON_CPU or context.settings().device_target == "CPU"
+    if not is_connected():
+        ranks.init_ranks("gloo" if on_cpu else None)
+    if backend_name not in (None, backend()):
+        have = "a GPU for every rank" if backend() == "nccl" else "the CPU"
+        note(f'the ranks talk through {backend()}, which serves {have} of this machine, not through "{backend_name}"')
+    GlobalComm.BACKEND = backend_name or backend()
+    GlobalComm.WORLD_COMM_GROUP = WORLD_GROUPS[GlobalComm.BACKEND]
+    GlobalComm.INITED = True
+
+
+def release() -> None:
+    """Leave the group of ranks, and forget all others. RuntimeError before ``init``."""
+    if not is_connected():
+        raise RuntimeError(problem("the ranks are not connected", fix="call init() before release()"))
+    _groups.clear()
+    ranks.finish()
+    GlobalComm.INITED = False
+
+
+def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> RankGroup:
+    """The ranks of a group, by its name. TypeError, ValueError if there is none, RuntimeError before ``init``."""
+    if not isinstance(group, str):
+        what = f"the group is {group!r}, of type {type(group).__name__}"
+        raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
+    if group in WORLD_GROUPS.values():
+        if ranks.world_size() > 1 and not is_connected():
+            what = f"this is rank {ranks.rank()} of {ranks.world_size()}, which are not connected yet"
+            raise RuntimeError(problem(what, fix="call shardwise.mindspore.communication.init() first"))
+        return everyone()
+    if group not in _groups:
+        fix = closest(group, (*_groups, GlobalComm.WORLD_COMM_GROUP))
+        raise ValueError(problem(f'there is no group "{group}"', fix=fix))
+    return _groups[group]
+
+
+def get_rank(group: str = HCCL_WORLD_COMM_GROUP) -> int:
+    """This process's number in a group. RuntimeError if it is not a member."""
+    return _position(find_group(group), ranks.rank(), group)
+
+
+def get_group_size(group: str = HCCL_WORLD_COMM_GROUP) -> int:
+    """How many ranks a group has."""
+    return find_group(group).size
+
+
+def get_local_rank(group: str = HCCL_WORLD_COMM_GROUP) -> int:
+    """This process's number on its machine."""
+    _only_world(group, "get_local_rank")
+    return ranks.local_rank()[0]
+
+
+def get_local_rank_size(group: str = HCCL_WORLD_COMM_GROUP) -> int:
+    """How many ranks this machine has."""
+    _only_world(group, "get_local_rank_size")
+    return ranks.local_rank()[1]
+
+
+def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
+    """The number among all ranks of a group's member."""
+    members = find_group(group).ranks
+    _whole("group_rank_id", group_rank_id)
+    if not 0 <= group_rank_id < len(members):
+        what = f'group_rank_id is {group_rank_id}, but the group "{group}" has {len(members)} ranks'
+        raise ValueError(problem(what, fix=f"give a number from 0 to {len(members) - 1}"))
+    return members[group_rank_id]
+
+
+def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
+    """The number in a group of one of all ranks."""
+    _whole("world_rank_id", world_rank_id)
+    return _position(find_group(group), world_rank_id, group)
+
+
+def get_process_group_ranks(group: str = HCCL_WORLD_COMM_GROUP) -> list[int]:
+    """The members of a group, ascending."""
+    return list(find_group(group).ranks)
+
+
+def create_group(group: str, rank_ids: Sequence[int]) -> None:
+    """Name some ranks, so that communication operators can talk among them.
+
+    Its members must all call this, in the same order as for other groups that they share; the rest may. TypeError or
+    ValueError for a name that is taken, for ranks that there are not, or twice.
+    """
+    size = get_group_size()
+    if not isinstance(group, str) or not isinstance(rank_ids, list | tuple):
+        what = f"create_group({group!r}, {rank_ids!r})"
+        raise TypeError(problem(what, fix='give a name and a list of ranks: create_group("rows", [0, 1])'))
+    for number in rank_ids:
+        _whole("a rank of rank_ids", number)
+    if not group or not rank_ids:
+        raise ValueError(problem(f"create_group({group!r}, {rank_ids!r})", fix="give a name and at least one rank"))
+    if len(set(rank_ids)) != len(rank_ids) or not set(rank_ids) <= set(range(size)):
+        what = f'the ranks of the group "{group}" are {list(rank_ids)}, but there are the ranks 0 to {size - 1}'
+        raise ValueError(problem(what, fix="name every rank once"))
+    if group in _groups or group in WORLD_GROUPS.values():
+        fix = f'choose another name, or destroy_group("{group}") first'
+        raise ValueError(problem(f'there is a group "{group}" already', fix=fix))
+    _groups[group] = make_group(rank_ids)
+
+
+def destroy_group(group: str) -> None:
+    """Forget a group. ValueError for that of all ranks, which ``release`` ends."""
+    if group in WORLD_GROUPS.values():
+        raise ValueError(problem(f'"{group}" is the group of all ranks', fix="call release() at the end"))
+    leave_group(find_group(group))
+    del _groups[group]
+
+
+# ------------------------------------------------------------------------------------------ names in printed programs
+
+
+def group_ranks_name(rank_ids: Sequence[int]) -> str:
+    """The ranks of a group as the reference prints them.
+
+    >>> group_ranks_name([0, 5, 3, 7, 1])
+    '0-1-3-5-7'
+    """
+    return "-".join(map(str, sorted(rank_ids)))
+
+
+def group_name(rank_ids: Sequence[int]) -> str:
+    """The name that the reference gives a group: how many ranks, and the hash of their list.
+
+    The hash is ``std::hash`` of GNU's C++ library, so that the name is the one in the reference's own files (document
+    003 prints this one):
+
+    >>> group_name([0, 1, 2, 3])
+    '4-6301172352641561019'
+    """
+    return f"{len(rank_ids)}-{_gnu_hash(group_ranks_name(rank_ids).encode())}"
+
+
+def _gnu_hash(text: bytes, seed: int = 0xC70F6907) -> int:
+    """``_Hash_bytes`` of libstdc++ (hash_bytes.cc, 64 bits), which is Appleby's MurmurHash64A."""
+    multiplier, mask = 0xC6A4A7935BD1E995, 2**64 - 1
+
+    def mixed(word: int) -> int:
+        return word ^ word >> 47
+
+    found = seed ^ len(text) * multiplier & mask
+    whole_words = len(text) // 8 * 8
+    for start in range(0, whole_words, 8):
+        word = mixed(int.from_bytes(text[start : start + 8], "little") * multiplier & mask)
+        found = (found ^ word * multiplier & mask) * multiplier & mask
+    if rest := text[whole_words:]:
+        found = (found ^ int.from_bytes(rest, "little")) * multiplier & mask
+    return mixed(mixed(found) * multiplier & mask)
+
+
+def _position(group: RankGroup, number: int, name: str) -> int:
+    if number not in group.ranks:
+        what = f'rank {number} is not in the group "{name}" of the ranks {group_ranks_name(group.ranks)}'
+        raise RuntimeError(problem(what, fix="ask only for members of the group"))
+    return group.ranks.index(number)
+
+
+def _whole(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give an integer"))
+
+
+def _only_world(group: str, function: str) -> None:
+    if find_group(group) != everyone():
+        fix = f"call {function}() without a group"
+        raise ValueError(problem(f'{function} is asked about the group "{group}", a part of the ranks', fix=fix))

@@ -1,0 +1,194 @@
+"""The context of a program: how it runs (``set_context``) and how it is split (``set_auto_parallel_context``).
+
+There is one context per process, as in the reference. The rest of the dialect reads it through ``options()``,
+``settings()`` and ``algo_parameters()``, which are frozen.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.checks import Check, known_name, one_of, text, whole
+from shardwise.mindspore.notes import note
+from shardwise.mindspore.options import ALGO_CHECKS, ALIASES, CHECKS, AlgoParameters, Options, ParallelMode
+
+GRAPH_MODE, PYNATIVE_MODE = 0, 1
+GIGABYTE = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``set_context`` sets. Both modes run alike: a cell is captured where it is split, else it runs eagerly.
+
+    ``save_graphs``: 0 (False) to 3; from 1 (True) on the printed programs are written to ``save_graphs_path``.
+    """
+
+    mode: int = GRAPH_MODE
+    device_target: str = ""
+    device_id: int = 0
+    save_graphs: int = 0
+    save_graphs_path: str = "."
+    max_device_memory: str = "1024GB"
+
+    @property
+    def device_type(self) -> str:
+        """ "cuda" or "cpu": what this machine has of the target (any accelerator is a GPU here)."""
+        return "cuda" if self.device_target != "CPU" and torch.cuda.is_available() else "cpu"
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The memory that a plan may use on each device; None unless the program has limited it."""
+        if self.max_device_memory == Settings().max_device_memory:
+            return None
+        return round(float(self.max_device_memory.removesuffix("GB")) * GIGABYTE)
+
+
+def _mode(name: str, value: Any) -> int:
+    if isinstance(value, bool) or value not in (GRAPH_MODE, PYNATIVE_MODE):
+        raise ValueError(problem(f"{name} is {value!r}", fix="choose GRAPH_MODE (0) or PYNATIVE_MODE (1)"))
+    return int(value)
+
+
+def _save_graphs(name: str, value: Any) -> int:
+    return int(value) if isinstance(value, bool) else int(whole(0, 3)(name, value))
+
+
+def _memory(name: str, value: Any) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?GB", text(name, value)) or not float(value.removesuffix("GB")):
+        raise ValueError(problem(f"{name} is {value!r}", fix='give a number of gigabytes, as in "30GB"'))
+    return str(value)
+
+
+_SETTINGS: dict[str, Check] = {
+    "mode": _mode,
+    "device_target": one_of("Ascend", "GPU", "CPU"),
+    "device_id": whole(0, 4095),
+    "save_graphs": _save_graphs,
+    "save_graphs_path": text,
+    "max_device_memory": _memory,
+}
+_IS_TORCHS = "torch decides that here"
+# Settings of the reference that a program may keep: they change no result, and here nothing at all.
+_IDLE: dict[str, str] = {
+    **dict.fromkeys(("enable_graph_kernel", "graph_kernel_flags", "jit_level", "jit_config"), "torch.compile fuses"),
+    **dict.fromkeys(("enable_compile_cache", "compile_cache_path"), "programs are compiled in seconds"),
+    **dict.fromkeys(("memory_optimize_level", "mempool_block_size", "variable_memory_max_size"), _IS_TORCHS),
+    **dict.fromkeys(("ascend_config", "gpu_config", "aoe_config", "aoe_tune_mode", "auto_tune_mode"), _IS_TORCHS),
+    **dict.fromkeys(("inter_op_parallel_num", "runtime_num_threads", "op_timeout"), "torch.set_num_threads does that"),
+    **dict.fromkeys(("pynative_synchronize", "jit_syntax_level", "max_call_depth"), "Python runs the program itself"),
+    **dict.fromkeys(("check_bprop", "grad_for_scalar", "reserve_class_name_in_scope"), "torch.autograd differentiates"),
+    "deterministic": "torch.use_deterministic_algorithms(True) does that",
+}
+
+
+class _Context:
+    """The state of this process."""
+
+    def __init__(self) -> None:
+        self.settings, self.options, self.algo = Settings(), Options(), AlgoParameters()
+
+
+_context = _Context()
+
+
+def settings() -> Settings:
+    """What ``set_context`` has set."""
+    return _context.settings
+
+
+def options() -> Options:
+    """What ``set_auto_parallel_context`` has set."""
+    return _context.options
+
+
+def algo_parameters() -> AlgoParameters:
+    """What ``set_algo_parameters`` has set."""
+    return _context.algo
+
+
+def set_context(**values: Any) -> None:
+    """Set how the program runs: ``mode``, ``device_target``, ``device_id``, ``save_graphs``, ``save_graphs_path``,
+    ``max_device_memory`` ("30GB").
+
+    Settings of the reference that change no result are taken with a note. ValueError for an unknown name or value.
+    """
+    for name in values:
+        known_name(name, (*_SETTINGS, *_IDLE), "set_context")
+    stored = {name: _SETTINGS[name](name, value) for name, value in values.items() if name in _SETTINGS}
+    for name in values:
+        if name in _IDLE:
+            note(f"set_context({name}=...) has no effect here: {_IDLE[name]}")
+    _context.settings = replace(_context.settings, **stored)
+
+
+def get_context(name: str) -> Any:
+    """A setting. Without one, ``device_target`` is what the machine has: "GPU" or "CPU"."""
+    known_name(name, _SETTINGS, "get_context")
+    value = getattr(_context.settings, name)
+    return value or ("GPU" if torch.cuda.is_available() else "CPU") if name == "device_target" else value
+
+
+def reset_context() -> None:
+    """Forget what ``set_context`` has set."""
+    _context.settings = Settings()
+
+
+def set_auto_parallel_context(**values: Any) -> None:
+    """Set how the program is split: the options of ``Options``, which says what each means.
+
+    Either all of them are set, or none: TypeError for a wrong type, ValueError for an unknown name, a wrong value or
+    what means nothing here, NotImplementedError for what follows in a later version.
+    """
+    _context.options = _context.options.with_options(**values)
+
+
+def get_auto_parallel_context(attr_key: str) -> Any:
+    """An option."""
+    name = ALIASES.get(attr_key, attr_key)
+    known_name(name, CHECKS, "get_auto_parallel_context")
+    return copy.deepcopy(getattr(_context.options, name))
+
+
+def reset_auto_parallel_context() -> None:
+    """Give every option its default."""
+    _context.options = Options()
+
+
+def set_algo_parameters(**values: Any) -> None:
+    """Set what the searches may do: the fields of ``AlgoParameters``. All of them are set, or none."""
+    for name in values:
+        known_name(name, ALGO_CHECKS, "set_algo_parameters")
+    _context.algo = replace(_context.algo, **{name: ALGO_CHECKS[name](name, value) for name, value in values.items()})
+
+
+def get_algo_parameters(name: str) -> Any:
+    """One of them."""
+    known_name(name, ALGO_CHECKS, "get_algo_parameters")
+    return getattr(_context.algo, name)
+
+
+def reset_algo_parameters() -> None:
+    """Give every one its default."""
+    _context.algo = AlgoParameters()
+
+
+__all__ = [
+    "GRAPH_MODE",
+    "PYNATIVE_MODE",
+    "ParallelMode",
+    "get_algo_parameters",
+    "get_auto_parallel_context",
+    "get_context",
+    "reset_algo_parameters",
+    "reset_auto_parallel_context",
+    "reset_context",
+    "set_algo_parameters",
+    "set_auto_parallel_context",
+    "set_context",
+]

@@ -1,0 +1,178 @@
+"""Where rows come from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.common.seed import data_seed
+from shardwise.mindspore.dataset.pipeline import Columns, Dataset, Row, as_array, count_of, names_of
+
+
+class GeneratorDataset(Dataset):
+    """Rows from Python.
+
+    ``source``: a function that returns an iterable (a generator function), an iterable, or an object with
+    ``__getitem__`` and ``__len__``. An item is a tuple of arrays (tensors, numbers), or one array if there is one
+    column. ``column_types``: their dtypes, where they are to be converted.
+
+    Only a source with ``__getitem__`` can be shuffled, which is its default, and split: shard ``shard_id`` of
+    ``num_shards`` has every ``num_shards``-th row, and shards are equally long, the first rows again at the end where
+    the number is not divisible. ``num_samples``: at most so many rows.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        column_names: str | Sequence[str],
+        column_types: Sequence[Any] | None = None,
+        num_samples: int | None = None,
+        num_parallel_workers: int = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        python_multiprocessing: bool = True,
+    ) -> None:
+        super().__init__(names_of(column_names))
+        self._source = source
+        self._types = None if column_types is None else tuple(_numpy_dtype(each) for each in column_types)
+        self._samples = None if num_samples is None else count_of("num_samples", num_samples)
+        self._by_index = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        self._sampler = sampler
+        self._shuffle = self._by_index and sampler is None if shuffle is None else shuffle
+        self._shards = _shards(num_shards, shard_id)
+        self._counted: int | None = None
+        self._check(shuffle, num_shards)
+
+    def _check(self, shuffle: bool | None, num_shards: int | None) -> None:
+        if not (self._by_index or callable(self._source) or isinstance(self._source, Iterable)):
+            fix = "give a generator function, an iterable, or an object with __getitem__ and __len__"
+            raise TypeError(problem(f"a {type(self._source).__name__} is no source of rows", fix=fix))
+        if self._types is not None and len(self._types) != len(self._columns):
+            what = f"there are {len(self._columns)} columns and {len(self._types)} column_types"
+            raise ValueError(problem(what, fix="give one type for every column"))
+        asked = [
+            ("shuffle", bool(shuffle)),
+            ("sampler", self._sampler is not None),
+            ("num_shards", num_shards is not None),
+        ]
+        wrong = [name for name, is_asked in asked if is_asked]
+        if wrong and not self._by_index:
+            what = f"{wrong[0]} needs rows by their index, which the source (a {type(self._source).__name__}) has not"
+            raise ValueError(
+                problem(what, fix="give an object with __getitem__ and __len__, or call .shuffle(buffer_size)")
+            )
+        if self._sampler is not None and (shuffle or num_shards is not None):
+            raise ValueError(problem("a sampler decides the order by itself", fix="leave shuffle and num_shards out"))
+
+    def rows(self, number: int) -> Iterator[Row]:
+        items = self._items(number)
+        for item in itertools.islice(items, self._samples):
+            yield self._row(item)
+
+    def _items(self, number: int) -> Iterator[Any]:
+        if self._by_index:
+            return (self._source[i] for i in self._order(number))
+        if callable(self._source):
+            return iter(self._source())
+        if number and iter(self._source) is self._source:
+            what = "the source is an iterator, which has only one pass"
+            raise RuntimeError(problem(what, fix="give the generator function itself, without calling it"))
+        return iter(self._source)
+
+    def _order(self, number: int) -> Sequence[int]:
+        """The indices of a pass."""
+        if self._sampler is not None:
+            return [int(i) for i in self._sampler]
+        order = list(range(len(self._source)))
+        if self._shuffle:
+            np.random.default_rng([data_seed(), number]).shuffle(order)
+        count, own = self._shards
+        length = -(-len(order) // count)
+        return [order[(own + i * count) % len(order)] for i in range(length)] if order else []
+
+    def _row(self, item: Any) -> Row:
+        values = tuple(item) if isinstance(item, tuple | list) else (item,)
+        if len(self._columns) == 1 and len(values) != 1:
+            values = (item,)
+        if len(values) != len(self._columns):
+            what = f"the source gives {len(values)} values a row, but the columns are {', '.join(self._columns)}"
+            raise RuntimeError(problem(what, fix="name as many columns as there are values"))
+        arrays = tuple(as_array(value) for value in values)
+        if self._types is None:
+            return arrays
+        return tuple(array.astype(dtype) for array, dtype in zip(arrays, self._types, strict=True))
+
+    def get_dataset_size(self) -> int:
+        """How many rows a pass has. One pass over a source that does not tell is counted, once."""
+        if self._counted is None:
+            self._counted = self._count()
+        return self._counted if self._samples is None else min(self._counted, self._samples)
+
+    def _count(self) -> int:
+        if self._by_index:
+            return len(self._order(0))
+        if hasattr(self._source, "__len__"):
+            return len(self._source)
+        if not callable(self._source) and iter(self._source) is self._source:
+            what = "the source is an iterator, whose rows cannot be counted without using them up"
+            raise RuntimeError(problem(what, fix="give the generator function itself, without calling it"))
+        return sum(1 for _ in self._items(0))
+
+
+class NumpySlicesDataset(GeneratorDataset):
+    """The slices of arrays along their dim 0: ``data`` is an array, a tuple of arrays, or a dictionary of them by
+    column. Columns are named column_0, column_1, ... by default."""
+
+    def __init__(
+        self,
+        data: Any,
+        column_names: Columns = None,
+        num_samples: int | None = None,
+        num_parallel_workers: int = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+    ) -> None:
+        parts = list(data.values()) if isinstance(data, Mapping) else list(data) if isinstance(data, tuple) else [data]
+        arrays = [as_array(part) for part in parts]
+        lengths = {len(array) if array.ndim else 0 for array in arrays}
+        if len(lengths) != 1 or not lengths - {0}:
+            what = f"the arrays have the shapes {', '.join(str(list(array.shape)) for array in arrays)}"
+            raise ValueError(problem(what, fix="give arrays of the same first size, at least 1"))
+        default = list(data) if isinstance(data, Mapping) else [f"column_{i}" for i in range(len(arrays))]
+        names = default if column_names is None else column_names
+        super().__init__(
+            list(zip(*arrays, strict=True)),
+            names,
+            num_samples=num_samples,
+            shuffle=shuffle,
+            sampler=sampler,
+            num_shards=num_shards,
+            shard_id=shard_id,
+        )
+
+
+def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
+    """(how many, which one)."""
+    if num_shards is None and shard_id is None:
+        return 1, 0
+    if num_shards is None or shard_id is None:
+        what = f"num_shards is {num_shards} and shard_id is {shard_id}"
+        raise ValueError(problem(what, fix="give both: num_shards=get_group_size(), shard_id=get_rank()"))
+    if count_of("shard_id", shard_id, low=0) >= count_of("num_shards", num_shards):
+        what = f"shard_id is {shard_id}, but there are {num_shards} shards"
+        raise ValueError(problem(what, fix=f"give a number from 0 to {num_shards - 1}"))
+    return num_shards, shard_id
+
+
+def _numpy_dtype(given: Any) -> np.dtype[Any]:
+    """A dtype of torch or numpy."""
+    return torch.empty(0, dtype=given).numpy().dtype if isinstance(given, torch.dtype) else np.dtype(given)

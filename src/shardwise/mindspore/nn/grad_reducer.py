@@ -1,0 +1,95 @@
+"""The gradients of data parallelism, made equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore import context
+from shardwise.mindspore.communication.management import GlobalComm, find_group
+from shardwise.mindspore.options import Options
+from shardwise.runtime import rank_groups
+
+Tensor = torch.Tensor
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class DistributedGradReducer:
+    """Sums every gradient over the ranks; with ``mean`` divides it by ``degree``.
+
+    ``parameters``: those that the gradients belong to, in their order; a parameter with ``layerwise_parallel`` is
+    every rank's own, and its gradient is left alone. ``mean`` is by default the option gradients_mean, ``degree`` the
+    size of the group.
+
+    Gradients of one dtype share messages of at most 25 MiB, filled in their order (the reference sends each by itself
+    unless it is told how to fuse them); the option comm_fusion, or all_reduce_fusion_config, says it otherwise. With
+    gradient_fp32_sync half precision is summed in float32. ``fusion_type`` is taken and means nothing here.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        mean: bool | None = None,
+        degree: int | None = None,
+        fusion_type: int = 1,
+        group: str | None = None,
+    ) -> None:
+        self.group = GlobalComm.WORLD_COMM_GROUP if group is None else group
+        options = context.options()
+        self.mean = options.gradients_mean if mean is None else mean
+        self.degree = find_group(self.group).size if degree is None else degree
+        if isinstance(self.degree, bool) or not isinstance(self.degree, int) or self.degree < 1:
+            what = f"DistributedGradReducer: degree is {degree!r}"
+            raise ValueError(problem(what, fix="give the number of ranks, or leave it out"))
+        if not isinstance(self.mean, bool):
+            raise TypeError(problem(f"DistributedGradReducer: mean is {mean!r}", fix="give True or False"))
+        self._shared = [not getattr(parameter, "layerwise_parallel", False) for parameter in parameters]
+
+    def __call__(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The gradients as every rank must have them; those given are not changed."""
+        if len(grads) != len(self._shared):
+            what = f"DistributedGradReducer has {len(self._shared)} parameters and is given {len(grads)} gradients"
+            raise ValueError(problem(what, fix="give one gradient for every parameter, in their order"))
+        if missing := [i for i, grad in enumerate(grads) if not isinstance(grad, Tensor)]:
+            what = f"DistributedGradReducer: gradient {missing[0]} is {grads[missing[0]]!r}, not a tensor"
+            raise TypeError(problem(what, fix="give zeros for a parameter that is not used, as all ranks must agree"))
+        options, group = context.options(), find_group(self.group)
+        results = list(grads)
+        for positions in fill_messages(grads, self._shared, options):
+            self._reduce(results, positions, options, group)
+        return tuple(results)
+
+    def _reduce(
+        self, grads: list[Tensor], positions: list[int], options: Options, group: rank_groups.RankGroup
+    ) -> None:
+        """Replace some gradients of one dtype by what one message brings."""
+        flat = torch.cat([grads[i].detach().reshape(-1) for i in positions])
+        widened = flat.dtype in HALVES and (options.gradient_fp32_sync or options.force_fp32_communication)
+        total = rank_groups.all_reduce(flat.float() if widened else flat, "sum", group)
+        if self.mean:
+            total = total / self.degree
+        pieces = total.to(flat.dtype).split([grads[i].numel() for i in positions])
+        for i, piece in zip(positions, pieces, strict=True):
+            grads[i] = piece.view(grads[i].shape)
+
+
+def fill_messages(grads: Sequence[Tensor], shared: Sequence[bool], options: Options) -> list[list[int]]:
+    """Which gradients travel together: positions of one dtype and device, as the options say."""
+    cuts = options.fusion_cuts
+    messages: list[list[int]] = []
+    open_messages: dict[object, tuple[list[int], int]] = {}
+    for i, grad in enumerate(grads):
+        if not shared[i]:
+            continue
+        num_bytes = grad.numel() * grad.element_size()
+        key = grad.dtype, grad.device, sum(cut < i for cut in cuts)
+        positions, filled = open_messages.get(key, ([], 0))
+        if not positions or (not cuts and filled + num_bytes > options.bucket_bytes):
+            positions, filled = [], 0
+            messages.append(positions)
+        positions.append(i)
+        open_messages[key] = positions, filled + num_bytes
+    return messages

@@ -1,0 +1,241 @@
+"""Communication operators, for programs that split their own computation (hybrid parallelism), each with its gradient.
+
+Every rank differentiates its own loss with the seed 1, so that what is differentiated is the sum of the ranks' losses;
+the backward of an operator is therefore a collective as well. A group of one rank exchanges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.checks import closest
+from shardwise.mindspore.communication.management import GlobalComm, find_group
+from shardwise.runtime import rank_groups
+from shardwise.runtime.rank_groups import Exchange, RankGroup
+
+Tensor = torch.Tensor
+
+
+class ReduceOp:
+    """How ranks' tensors become one."""
+
+    SUM, MAX, MIN, PROD = "sum", "max", "min", "prod"
+
+
+REDUCTIONS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD)
+
+
+def counting() -> AbstractContextManager[list[Exchange]]:
+    """A list of (kind, ranks, bytes): what this process's operators, their gradients and gradient reducers exchange
+    until the block ends."""
+    return rank_groups.recording()
+
+
+class _Communication:
+    """What the operators share: the group, found when the operator is called."""
+
+    def __init__(self, group: str | None) -> None:
+        if group is not None and not isinstance(group, str):
+            what = f"{type(self).__name__}: the group is {group!r}, of type {type(group).__name__}"
+            raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
+        self._given = group
+
+    @property
+    def group(self) -> str:
+        """The name of the group; by default that of all ranks."""
+        return GlobalComm.WORLD_COMM_GROUP if self._given is None else self._given
+
+    def _members(self) -> RankGroup:
+        return find_group(self.group)
+
+    def _divisible(self, tensor: Tensor, dim: int, parts: int) -> None:
+        if not -tensor.ndim <= dim < tensor.ndim:
+            what = f"{type(self).__name__}: there is no dim {dim} in {list(tensor.shape)}"
+            raise ValueError(problem(what, fix=f"the tensor has {tensor.ndim} dims"))
+        if tensor.shape[dim] % parts:
+            what = (
+                f"{type(self).__name__}: dim {dim} of {list(tensor.shape)} is {tensor.shape[dim]}, "
+                f"which is not divisible by {parts}"
+            )
+            raise ValueError(problem(what, fix=f"pad it to {-(-tensor.shape[dim] // parts) * parts}"))
+
+
+class AllReduce(_Communication):
+    """The sum, maximum, minimum or product of the ranks' tensors.
+
+    Gradients: of a sum, the sum of the cotangents; of an extremum the same, where the rank's own element is the result
+    (of equal elements every one gets it); of a product, times the product of the others (the reference has the
+    extremum's gradient there, which is not a product's).
+    """
+
+    def __init__(self, op: str = ReduceOp.SUM, group: str | None = None) -> None:
+        super().__init__(group)
+        self.op = _reduction("AllReduce", op)
+
+    def __call__(self, input_x: Tensor) -> Tensor:
+        return _applied(_AllReduce, input_x, self.op, self._members())
+
+
+class AllGather(_Communication):
+    """The ranks' tensors, one behind the other along dim 0. The gradient is the ReduceScatter of the cotangents."""
+
+    def __init__(self, group: str | None = None) -> None:
+        super().__init__(group)
+
+    def __call__(self, input_x: Tensor) -> Tensor:
+        return _applied(_AllGather, input_x if input_x.ndim else input_x.reshape(1), self._members())
+
+
+class ReduceScatter(_Communication):
+    """Rank i's i-th part, along dim 0, of the ranks' reduced tensors. The gradient of a sum is the AllGather of the
+    cotangents; of other reductions there is none."""
+
+    def __init__(self, op: str = ReduceOp.SUM, group: str | None = None) -> None:
+        super().__init__(group)
+        self.op = _reduction("ReduceScatter", op)
+
+    def __call__(self, input_x: Tensor) -> Tensor:
+        group = self._members()
+        self._divisible(input_x, 0, group.size)
+        return _applied(_ReduceScatter, input_x, self.op, group)
+
+
+class Broadcast(_Communication):
+    """What ``root_rank`` (its number among all ranks) has; of a tuple, every tensor.
+
+    The gradient is the identity, as in the reference: every rank keeps its own cotangent. So parameters that are equal
+    on all ranks get every rank's own gradient, which a gradient reducer then adds.
+    """
+
+    def __init__(self, root_rank: int, group: str | None = None) -> None:
+        super().__init__(group)
+        if isinstance(root_rank, bool) or not isinstance(root_rank, int):
+            what = f"Broadcast: root_rank is {root_rank!r}, of type {type(root_rank).__name__}"
+            raise TypeError(problem(what, fix="give the number of a rank"))
+        self.root_rank = root_rank
+
+    def __call__(self, input_x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        group = self._members()
+        if self.root_rank not in group.ranks:
+            what = f'Broadcast: rank {self.root_rank} is not in the group "{self.group}" of {list(group.ranks)}'
+            raise ValueError(problem(what, fix="choose one of its members"))
+        if isinstance(input_x, Tensor):
+            return _applied(_Broadcast, input_x, self.root_rank, group)
+        return tuple(_applied(_Broadcast, tensor, self.root_rank, group) for tensor in input_x)
+
+
+class AlltoAll(_Communication):
+    """Part i along ``split_dim`` goes to rank i; the parts that come are concatenated along ``concat_dim``.
+
+    ``split_count`` is the size of the group. The gradient is the same exchange with the two dims swapped.
+    """
+
+    def __init__(self, split_count: int, split_dim: int, concat_dim: int, group: str | None = None) -> None:
+        super().__init__(group)
+        self.split_count, self.split_dim, self.concat_dim = split_count, split_dim, concat_dim
+
+    def __call__(self, input_x: Tensor) -> Tensor:
+        group = self._members()
+        if self.split_count != group.size:
+            what = f'AlltoAll: split_count is {self.split_count}, but the group "{self.group}" has {group.size} ranks'
+            raise ValueError(problem(what, fix=f"write split_count={group.size}"))
+        self._divisible(input_x, self.split_dim, self.split_count)
+        self._divisible(input_x, self.concat_dim, 1)
+        return _applied(_AlltoAll, input_x, self.split_dim, self.concat_dim, group)
+
+
+def _reduction(operator: str, op: str) -> str:
+    if not isinstance(op, str):
+        raise TypeError(problem(f"{operator}: op is {op!r}, of type {type(op).__name__}", fix="give ReduceOp.SUM"))
+    if op not in REDUCTIONS:
+        raise ValueError(problem(f'{operator}: there is no reduction "{op}"', fix=closest(op, REDUCTIONS)))
+    return op
+
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+def _applied(function: type[torch.autograd.Function], tensor: Tensor, *rest: Any) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        what = f"{function.__name__.lstrip('_')} is called with {type(tensor).__name__}, not with a tensor"
+        raise TypeError(problem(what, fix="give a tensor"))
+    apply: Callable[..., Tensor] = function.apply
+    return apply(tensor, *rest)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, op: str, group: RankGroup) -> Tensor:
+        ctx.op, ctx.group = op, group
+        result = rank_groups.all_reduce(tensor, op, group)
+        if op != ReduceOp.SUM:
+            ctx.save_for_backward(tensor, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        total = _applied(_AllReduce, cotangent, ReduceOp.SUM, ctx.group)
+        if ctx.op == ReduceOp.SUM:
+            return total, None, None
+        tensor, result = ctx.saved_tensors
+        if ctx.op == ReduceOp.PROD:
+            return total * _product_of_others(tensor, ctx.group), None, None
+        return total * (tensor == result), None, None
+
+
+def _product_of_others(tensor: Tensor, group: RankGroup) -> Tensor:
+    """The product of the other ranks' tensors; not by division, as elements may be 0."""
+    rows = _applied(_AllGather, tensor.unsqueeze(0), group)
+    return torch.cat([rows[: group.position], rows[group.position + 1 :]]).prod(0)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        return rank_groups.all_gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return _applied(_ReduceScatter, cotangent, ReduceOp.SUM, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, op: str, group: RankGroup) -> Tensor:
+        ctx.op, ctx.group = op, group
+        return rank_groups.reduce_scatter(tensor, op, group)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.op != ReduceOp.SUM:
+            what = f'ReduceScatter with the reduction "{ctx.op}" has no gradient'
+            raise RuntimeError(problem(what, fix="use AllReduce, which has one, and take this rank's part"))
+        return _applied(_AllGather, cotangent, ctx.group), None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: int, group: RankGroup) -> Tensor:
+        return rank_groups.broadcast(tensor, root, group)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        return cotangent, None, None
+
+
+class _AlltoAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: RankGroup) -> Tensor:
+        ctx.dims, ctx.group = (split_dim, concat_dim), group
+        return torch.cat(rank_groups.all_to_all(tensor.chunk(group.size, split_dim), group), concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
+        split_dim, concat_dim = ctx.dims
+        return _applied(_AlltoAll, cotangent, concat_dim, split_dim, ctx.group), None, None, None

@@ -1,0 +1,317 @@
+"""The options of ``set_auto_parallel_context`` and ``set_algo_parameters``: defaults, checks and meaning.
+
+An option either works, or is refused unless it has its default (``later``: not yet; ``meaningless``: it never will).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any
+
+from shardwise.errors import problem
+from shardwise.mindspore.checks import Check, closest, entries, flag, fraction, later, meaningless, one_of, text, whole
+from shardwise.partition.buckets import BUCKET_BYTES
+from shardwise.runtime.ranks import rank, world_size
+
+DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # of dataset_strategy
+DatasetStrategy = str | tuple[tuple[int, ...], ...]
+MEGABYTE = 2**20
+
+PIPELINE_CONFIG = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
+OPTIMIZER_CONFIG = {
+    "gradient_accumulation_shard": False,
+    "parallel_optimizer_threshold": 64,
+    "optimizer_weight_shard_size": -1,
+    "optimizer_level": "level1",
+}
+CKPT_CONFIG = {"load_file": "", "save_file": "", "only_trainable_params": True}
+
+
+class _Modes(type):
+    def __getattr__(cls, name: str) -> str:
+        known = [mode for mode in vars(cls) if mode.isupper() and mode != "MODE_LIST"]
+        near = get_close_matches(name.upper(), known, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        raise AttributeError(problem(f"ParallelMode has no mode {name}", fix=fix))
+
+
+class ParallelMode(metaclass=_Modes):
+    """Who decides how operators are split: nobody, the batch only, the program by hand, its strategies, the search."""
+
+    STAND_ALONE = "stand_alone"
+    DATA_PARALLEL = "data_parallel"
+    HYBRID_PARALLEL = "hybrid_parallel"
+    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
+    AUTO_PARALLEL = "auto_parallel"
+    MODE_LIST = (STAND_ALONE, DATA_PARALLEL, HYBRID_PARALLEL, SEMI_AUTO_PARALLEL, AUTO_PARALLEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All options of ``set_auto_parallel_context``. ``given``: those that the program has set.
+
+    ``strict`` is ours: the specification's even splits in powers of two (True), or whatever the library can split.
+    ``enable_alltoall`` is True here (the reference: False): an all-to-all moves less than gathering and slicing.
+    """
+
+    device_num: int = 1
+    global_rank: int = 0
+    gradients_mean: bool = False
+    gradient_fp32_sync: bool = True
+    loss_repeated_mean: bool = True
+    parallel_mode: str = ParallelMode.STAND_ALONE
+    search_mode: str = "recursive_programming"
+    parameter_broadcast: bool = False
+    strategy_ckpt_load_file: str = ""
+    strategy_ckpt_save_file: str = ""
+    full_batch: bool = False
+    dataset_strategy: DatasetStrategy = DATA_PARALLEL
+    enable_parallel_optimizer: bool = False
+    force_fp32_communication: bool = False
+    enable_alltoall: bool = True
+    all_reduce_fusion_config: tuple[int, ...] = ()
+    pipeline_stages: int = 1
+    pipeline_segments: int = 1
+    pipeline_result_broadcast: bool = False
+    pipeline_config: dict[str, Any] = field(default_factory=PIPELINE_CONFIG.copy, hash=False)
+    parallel_optimizer_config: dict[str, Any] = field(default_factory=OPTIMIZER_CONFIG.copy, hash=False)
+    comm_fusion: dict[str, Any] = field(default_factory=dict, hash=False)
+    strategy_ckpt_config: dict[str, Any] = field(default_factory=CKPT_CONFIG.copy, hash=False)
+    group_ckpt_save_file: str = ""
+    auto_pipeline: bool = False
+    dump_local_norm: bool = False
+    dump_local_norm_path: str = ""
+    dump_device_local_norm: bool = False
+    grad_accumulation_step: int = 1
+    strict: bool = True
+    given: frozenset[str] = frozenset()
+
+    @property
+    def distributed(self) -> bool:
+        """Whether operators are split: semi-auto and auto mode."""
+        return self.parallel_mode in (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.AUTO_PARALLEL)
+
+    @property
+    def devices(self) -> int:
+        """``device_num`` if it is set, else the number of ranks. ValueError if there are several ranks, but not so
+        many (a single process may plan for any number)."""
+        ranks = world_size()
+        if "device_num" not in self.given:
+            return ranks
+        if ranks not in (1, self.device_num):
+            fix = f"set device_num={ranks}, or leave it out, or start {self.device_num} ranks"
+            raise ValueError(problem(f"device_num is {self.device_num}, but {ranks} ranks run", fix=fix))
+        return self.device_num
+
+    @property
+    def rank(self) -> int:
+        """For which rank a single process prints its program: ``global_rank`` if set; else this process's number."""
+        return self.global_rank if "global_rank" in self.given and world_size() == 1 else rank()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The largest message that several gradients share; 0: every one travels by itself."""
+        if not self.comm_fusion.get("openstate", True):
+            return 0
+        one = self.comm_fusion.get("allreduce", {})
+        return one.get("config", 64) * MEGABYTE if one.get("mode") == "size" else BUCKET_BYTES
+
+    @property
+    def fusion_cuts(self) -> tuple[int, ...]:
+        """The indices of gradients behind which a message ends; none: messages are filled by size."""
+        one = self.comm_fusion.get("allreduce", {})
+        return tuple(one.get("config", ())) if one.get("mode") == "index" else self.all_reduce_fusion_config
+
+    def with_options(self, **values: Any) -> Options:
+        """These options with some set. TypeError, ValueError or NotImplementedError with a sentence."""
+        stored: dict[str, Any] = {}
+        for name, value in values.items():
+            name = ALIASES.get(name, name)
+            if name not in CHECKS:
+                fix = closest(name, CHECKS)
+                raise ValueError(problem(f'set_auto_parallel_context has no option "{name}"', fix=fix))
+            stored[name] = CHECKS[name](name, value)
+        given = self.given | set(stored)
+        stored |= _dataset_options(stored, stored.get("strict", self.strict))
+        for key in ("load_file", "save_file"):
+            if stored.get("strategy_ckpt_config", {}).get(key):
+                stored[f"strategy_ckpt_{key}"] = stored["strategy_ckpt_config"][key]
+        return replace(self, **stored, given=given)
+
+
+def _dataset_options(stored: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """``full_batch`` and ``dataset_strategy`` say the same in two ways; what follows for the one from the other."""
+    if "dataset_strategy" in stored:
+        strategy = stored["dataset_strategy"]
+        if isinstance(strategy, tuple):
+            _check_slices(strategy, strict)
+        full = strategy == FULL_BATCH
+        if stored.get("full_batch", full) != full:
+            what = f"full_batch={stored['full_batch']} contradicts dataset_strategy={strategy!r}"
+            raise ValueError(problem(what, fix="give only one of them"))
+        return {"full_batch": full}
+    if "full_batch" in stored:
+        return {"dataset_strategy": FULL_BATCH if stored["full_batch"] else DATA_PARALLEL}
+    return {}
+
+
+def _check_slices(strategy: tuple[tuple[int, ...], ...], strict: bool) -> None:
+    """The rules of the reference (dataset_slice): one split dim per input, and nothing is split finer than the input
+    of the most dims."""
+    slices = []
+    for number, counts in enumerate(strategy):
+        split = [count for count in counts if count > 1]
+        if len(split) > 1:
+            what = f"dataset_strategy splits input {number} in {len(split)} dims: {counts}"
+            raise ValueError(problem(what, fix="split at most one dim of every input"))
+        if strict and split and split[0] & (split[0] - 1):
+            what = f"dataset_strategy splits input {number} in {split[0]} slices, which is not a power of 2"
+            raise ValueError(problem(what, fix="choose 1, 2, 4, 8, ..., or set strict=False"))
+        slices.append(split[0] if split else 1)
+    if not strategy:
+        return
+    largest = max(range(len(strategy)), key=lambda number: len(strategy[number]))
+    if slices[largest] < max(slices):
+        what = (
+            f"dataset_strategy has {slices[largest]} slices of input {largest}, which has most dims "
+            f"({len(strategy[largest])}), but {max(slices)} of input {slices.index(max(slices))}"
+        )
+        raise ValueError(problem(what, fix=f"split input {largest} into {max(slices)} slices as well"))
+
+
+def _dataset_strategy(name: str, value: Any) -> DatasetStrategy:
+    if isinstance(value, str):
+        return str(one_of(DATA_PARALLEL, FULL_BATCH)(name, value))
+    if not isinstance(value, Sequence) or not all(isinstance(counts, Sequence) for counts in value):
+        fix = 'give "data_parallel", "full_batch" or a tuple for every input, ((8, 1), (8,))'
+        raise TypeError(problem(f"{name} is {value!r}", fix=fix))
+    count = whole(1, 4096)
+    return tuple(
+        tuple(count(f"{name}[{i}][{d}]", number) for d, number in enumerate(one)) for i, one in enumerate(value)
+    )
+
+
+def _indices(name: str, value: Any) -> tuple[int, ...]:
+    """Ascending positions in the list of gradients."""
+    if not isinstance(value, list | tuple):
+        raise TypeError(problem(f"{name} is {value!r}", fix="give a list of indices, [20, 35]"))
+    found = tuple(whole(0, 2**31)(f"{name}[{i}]", index) for i, index in enumerate(value))
+    if list(found) != sorted(set(found)):
+        raise ValueError(problem(f"{name} is {value!r}, whose indices do not ascend", fix="give each once, in order"))
+    return found
+
+
+def _fusion(name: str, value: Any) -> dict[str, Any]:
+    """One collective's entry of comm_fusion: {"mode": "auto" | "size" | "index", "config": None, MiB or indices}."""
+    found = entries({"mode": one_of("auto", "size", "index"), "config": lambda _, given: given})(name, value)
+    mode, config = found.get("mode", "auto"), found.get("config")
+    if mode == "auto":
+        if config is not None:
+            raise ValueError(problem(f'{name} has the mode "auto" and the config {config!r}', fix="leave config None"))
+        return {"mode": mode}
+    check: Check = whole(0, 2**20) if mode == "size" else _indices
+    return {"mode": mode, "config": check(f"{name}['config']", config)}
+
+
+def _only_allreduce(name: str, value: Any) -> dict[str, Any]:
+    found = _fusion(name, value)
+    if found["mode"] != "auto":
+        why = "parameters are gathered, and their gradients scattered, by the parallel optimizer only, which follows"
+        raise NotImplementedError(problem(f"{name}={value!r}: {why} in a later version", fix="leave it out"))
+    return found
+
+
+_LATER_PIPELINE = "pipeline stages follow"
+_LATER_ZERO = "the parallel optimizer follows"
+_LATER_NORMS = "norms of every rank's own gradients follow"
+
+CHECKS: dict[str, Check] = {
+    "device_num": whole(1, 4096),
+    "global_rank": whole(0, 4095),
+    "gradients_mean": flag,
+    "gradient_fp32_sync": flag,
+    "loss_repeated_mean": meaningless(
+        flag, True, "a loss that several ranks hold is one loss, and its gradient is counted once"
+    ),
+    "parallel_mode": one_of(*ParallelMode.MODE_LIST),
+    "search_mode": one_of("sharding_propagation", "dynamic_programming", "recursive_programming"),
+    "parameter_broadcast": flag,
+    "strategy_ckpt_load_file": text,
+    "strategy_ckpt_save_file": text,
+    "full_batch": flag,
+    "dataset_strategy": _dataset_strategy,
+    "enable_parallel_optimizer": later(flag, False, _LATER_ZERO),
+    "force_fp32_communication": flag,
+    "enable_alltoall": flag,
+    "all_reduce_fusion_config": _indices,
+    "pipeline_stages": later(whole(1, 4096), 1, _LATER_PIPELINE),
+    "pipeline_segments": later(whole(1, 4096), 1, _LATER_PIPELINE),
+    "pipeline_result_broadcast": later(flag, False, _LATER_PIPELINE),
+    "pipeline_config": later(
+        entries(
+            {
+                "pipeline_interleave": flag,
+                "pipeline_scheduler": one_of("gpipe", "1f1b", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"),
+            },
+            PIPELINE_CONFIG,
+        ),
+        PIPELINE_CONFIG,
+        _LATER_PIPELINE,
+    ),
+    "parallel_optimizer_config": later(
+        entries(
+            {
+                "gradient_accumulation_shard": flag,
+                "parallel_optimizer_threshold": whole(0, 2**31),
+                "optimizer_weight_shard_size": whole(-1, 4096),
+                "optimizer_level": one_of("level1", "level2", "level3"),
+            },
+            OPTIMIZER_CONFIG,
+        ),
+        OPTIMIZER_CONFIG,
+        _LATER_ZERO,
+    ),
+    "comm_fusion": entries(
+        {"openstate": flag, "allreduce": _fusion, "allgather": _only_allreduce, "reducescatter": _only_allreduce}
+    ),
+    "strategy_ckpt_config": entries(
+        {
+            "load_file": text,
+            "save_file": text,
+            "only_trainable_params": later(flag, True, "strategies of frozen parameters follow"),
+        },
+        CKPT_CONFIG,
+    ),
+    "group_ckpt_save_file": later(text, "", "the file of ranks with equal slices follows, with fault recovery,"),
+    "auto_pipeline": later(flag, False, _LATER_PIPELINE),
+    "dump_local_norm": later(flag, False, _LATER_NORMS),
+    "dump_local_norm_path": later(text, "", _LATER_NORMS),
+    "dump_device_local_norm": later(flag, False, _LATER_NORMS),
+    "grad_accumulation_step": later(whole(1, 2**31), 1, "accumulated gradients follow"),
+    "strict": flag,
+}
+ALIASES = {"auto_parallel_search_mode": "search_mode"}
+
+
+@dataclass(frozen=True, slots=True)
+class AlgoParameters:
+    """What ``set_algo_parameters`` may change about the searches."""
+
+    fully_use_devices: bool = True
+    elementwise_op_strategy_follow: bool = False
+    enable_algo_approxi: bool = False
+    algo_approxi_epsilon: float = 0.1
+    tensor_slice_align_enable: bool = False
+    tensor_slice_align_size: int = 16
+
+
+ALGO_CHECKS: dict[str, Check] = {
+    "fully_use_devices": flag,
+    "elementwise_op_strategy_follow": flag,
+    "enable_algo_approxi": flag,
+    "algo_approxi_epsilon": fraction,
+    "tensor_slice_align_enable": flag,
+    "tensor_slice_align_size": whole(1, 1024),
+}

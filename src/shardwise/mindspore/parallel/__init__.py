@@ -1,0 +1,1 @@
+"""What programs ask about their own parallelism."""

@@ -1,0 +1,481 @@
+"""Every communication operator and its gradient on four gloo ranks, against the arithmetic of one process."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.mindspore import communication as D
+from shardwise.mindspore.communication import management
+from shardwise.mindspore.context import reset_auto_parallel_context, set_auto_parallel_context
+from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
+from shardwise.mindspore.ops.communication import (
+    AllGather,
+    AllReduce,
+    AlltoAll,
+    Broadcast,
+    ReduceOp,
+    ReduceScatter,
+    counting,
+)
+from shardwise.mindspore.parallel import _utils
+from spec.cases import CASES
+
+RunRanks = Callable[..., list[Any]]
+Tensor = torch.Tensor
+GROUPS = {"world": (0, 1, 2, 3), "outer": (0, 3), "inner": (1, 2), "three": (0, 1, 2), "alone": (2,)}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    reset_auto_parallel_context()
+    yield
+    reset_auto_parallel_context()
+
+
+def inputs(shape: tuple[int, ...], num_ranks: int = 4) -> list[Tensor]:
+    """Every rank's tensor: random, with some equal elements and some zeros, and its row of cotangents' seed."""
+    random = torch.Generator().manual_seed(7)
+    found = [torch.randn(shape, dtype=torch.float64, generator=random) for _ in range(num_ranks)]
+    for tensor in found:
+        tensor.view(-1)[0] = 1.5  # equal on all ranks
+    found[0].view(-1)[1] = found[-1].view(-1)[2] = 0.0
+    for tensor in found[1:3]:
+        tensor.view(-1)[3] = 0.0  # of a product two factors
+    return found
+
+
+def cotangents(shape: tuple[int, ...], rank: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def run_operator(make: Callable[[str | None], Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """(result, gradient) of this rank, in every group that it is in."""
+    D.init()
+    found = {}
+    for name, members in GROUPS.items():
+        group = None if name == "world" else name
+        if group is not None:
+            D.create_group(group, list(members))
+        if D.get_rank() in members:
+            x = inputs(shape)[D.get_rank()].requires_grad_()
+            result = make(group)(x)
+            result.backward(cotangents(tuple(result.shape), D.get_rank()))
+            assert x.grad is not None
+            found[name] = result.detach(), x.grad
+    return found
+
+
+def all_reduce_sum(group: str | None) -> Any:
+    return AllReduce(ReduceOp.SUM, group)
+
+
+def all_reduce_max(group: str | None) -> Any:
+    return AllReduce(ReduceOp.MAX, group)
+
+
+def all_reduce_min(group: str | None) -> Any:
+    return AllReduce(ReduceOp.MIN, group)
+
+
+def all_reduce_prod(group: str | None) -> Any:
+    return AllReduce(ReduceOp.PROD, group)
+
+
+def all_gather(group: str | None) -> Any:
+    return AllGather(group)
+
+
+def reduce_scatter(group: str | None) -> Any:
+    return ReduceScatter(group=group)
+
+
+def all_to_all(group: str | None) -> Any:
+    return AlltoAll(D.get_group_size(group or D.GlobalComm.WORLD_COMM_GROUP), 1, -1, group)
+
+
+def all_to_all_back(group: str | None) -> Any:
+    return AlltoAll(D.get_group_size(group or D.GlobalComm.WORLD_COMM_GROUP), -1, 0, group)
+
+
+def exchanged(pieces: list[Tensor], split: int, concat: int) -> list[Tensor]:
+    parts = [piece.chunk(len(pieces), split) for piece in pieces]
+    return [torch.cat([row[i] for row in parts], concat) for i in range(len(pieces))]
+
+
+# In one process: what the members of a group get from what they have.
+WHOLE: dict[Callable[..., Any], Callable[[list[Tensor]], list[Tensor]]] = {
+    all_reduce_sum: lambda xs: [torch.stack(xs).sum(0)] * len(xs),
+    all_reduce_prod: lambda xs: [torch.stack(xs).prod(0)] * len(xs),
+    all_gather: lambda xs: [torch.cat(xs)] * len(xs),
+    reduce_scatter: lambda xs: list(torch.stack(xs).sum(0).chunk(len(xs))),
+    all_to_all: lambda xs: exchanged(xs, 1, -1),
+    all_to_all_back: lambda xs: exchanged(xs, -1, 0),
+}
+SHAPE = (12, 12, 24)
+
+
+@pytest.mark.parametrize("make", WHOLE, ids=lambda make: make.__name__)
+def test_an_operator_is_the_derivative_of_the_sum_of_all_losses(run_ranks: RunRanks, make: Callable[..., Any]) -> None:
+    found = run_ranks(run_operator, 4, make, SHAPE)
+    for group, members in GROUPS.items():
+        xs = [inputs(SHAPE)[rank].requires_grad_() for rank in members]
+        results = WHOLE[make](xs)
+        losses = [(y * cotangents(tuple(y.shape), rank)).sum() for y, rank in zip(results, members, strict=True)]
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), xs)
+        assert [group in one for one in found] == [rank in members for rank in range(4)]
+        for rank, result, gradient in zip(members, results, gradients, strict=True):
+            torch.testing.assert_close(found[rank][group][0], result.detach(), rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(found[rank][group][1], gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("make", "extremum"), [(all_reduce_max, torch.amax), (all_reduce_min, torch.amin)])
+def test_an_extremum_sends_its_gradient_to_every_element_that_is_it(
+    run_ranks: RunRanks, make: Callable[..., Any], extremum: Callable[..., Tensor]
+) -> None:
+    found = run_ranks(run_operator, 4, make, SHAPE)
+    for group, members in GROUPS.items():
+        xs = torch.stack([inputs(SHAPE)[rank] for rank in members])
+        result = extremum(xs, 0)
+        total = torch.stack([cotangents(SHAPE, rank) for rank in members]).sum(0)
+        for rank, x in zip(members, xs, strict=True):
+            assert torch.equal(found[rank][group][0], result)
+            torch.testing.assert_close(found[rank][group][1], total * (x == result), rtol=1e-12, atol=1e-12)
+
+
+def broadcast_from_each() -> Any:
+    D.init()
+    found = []
+    for root in range(4):
+        x = inputs((3, 4))[D.get_rank()].requires_grad_()
+        one, two = Broadcast(root)((x, 2 * x))
+        seed = cotangents((3, 4), D.get_rank())
+        one.backward(seed)
+        found.append((one.detach(), two.detach(), Broadcast(root)(x).detach(), x.grad, seed))  # type: ignore[union-attr]
+    return found
+
+
+def test_a_broadcast_gives_everyone_the_roots_tensors_and_keeps_each_cotangent(run_ranks: RunRanks) -> None:
+    for found in run_ranks(broadcast_from_each, 4):
+        for root, (one, two, single, gradient, seed) in enumerate(found):
+            assert torch.equal(one, inputs((3, 4))[root])
+            assert torch.equal(two, 2 * one)
+            assert torch.equal(single, one)
+            assert torch.equal(gradient, seed)
+
+
+def extremes_scattered() -> Any:
+    D.init()
+    x = inputs((8, 3))[D.get_rank()].requires_grad_()
+    result = {op: ReduceScatter(op)(x) for op in ("max", "min", "prod")}
+    with pytest.raises(RuntimeError, match='the reduction "max" has no gradient'):
+        result["max"].sum().backward()
+    return {op: tensor.detach() for op, tensor in result.items()}
+
+
+def test_extrema_and_products_can_be_scattered_but_not_differentiated(run_ranks: RunRanks) -> None:
+    stacked = torch.stack(inputs((8, 3)))
+    whole = {"max": stacked.amax(0), "min": stacked.amin(0), "prod": stacked.prod(0)}
+    for rank, found in enumerate(run_ranks(extremes_scattered, 4)):
+        for op, result in found.items():
+            torch.testing.assert_close(result, whole[op].chunk(4)[rank], rtol=1e-14, atol=0)
+
+
+def second_derivative() -> Any:
+    D.init()
+    x = inputs((5,))[D.get_rank()].requires_grad_()
+    (first,) = torch.autograd.grad((AllReduce()(x) ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return first.detach(), second
+
+
+def test_gradients_can_be_differentiated_again(run_ranks: RunRanks) -> None:
+    total = torch.stack(inputs((5,))).sum(0)
+    for first, second in run_ranks(second_derivative, 4):  # four losses, and four sums of their gradients
+        torch.testing.assert_close(first, 4 * 3 * total**2)
+        torch.testing.assert_close(second, 16 * 6 * total)
+
+
+# ------------------------------------------------------------------------------------------------------- who is who
+
+
+def who_is_who() -> Any:
+    D.init("nccl")
+    rank = D.get_rank()
+    assert (rank, D.get_group_size()) == (dist.get_rank(), 4)
+    assert (D.get_local_rank(), D.get_local_rank_size()) == (rank, 4)
+    D.create_group("odd", [3, 1])
+    own = D.get_rank("odd") if rank in (1, 3) else None
+    assert D.get_group_size("odd") == 2
+    assert D.get_process_group_ranks("odd") == [1, 3]
+    assert D.get_world_rank_from_group_rank("odd", 1) == 3
+    assert D.get_group_rank_from_world_rank(3, "odd") == 1
+    with pytest.raises(RuntimeError, match="rank 0 is not in the group"):
+        D.get_group_rank_from_world_rank(0, "odd")
+    with pytest.raises(ValueError, match="has 2 ranks"):
+        D.get_world_rank_from_group_rank("odd", 2)
+    with pytest.raises(ValueError, match="a part of the ranks"):
+        D.get_local_rank("odd")
+    if rank in (0, 2):
+        with pytest.raises(ValueError, match="is not in the group"):
+            AllReduce(group="odd")(torch.ones(1))
+    D.destroy_group("odd")
+    with pytest.raises(ValueError, match='no group "odd"'):
+        D.get_rank("odd")
+    D.create_group("odd", (0, 2))
+    assert [D.get_rank(name) for name in management.WORLD_GROUPS.values()] == [rank] * 4
+    assert D.GlobalComm.WORLD_COMM_GROUP == D.NCCL_WORLD_COMM_GROUP
+    D.release()
+    assert not dist.is_initialized()
+    return own
+
+
+def test_ranks_and_groups_know_their_members(run_ranks: RunRanks) -> None:
+    assert run_ranks(who_is_who, 4) == [None, 0, None, 1]
+
+
+def test_bad_groups_are_refused() -> None:
+    for arguments, kind, message in [
+        (("g", [0, 1]), ValueError, "there are the ranks 0 to 0"),
+        (("g", [0, 0]), ValueError, "name every rank once"),
+        (("g", []), ValueError, "at least one rank"),
+        (("", [0]), ValueError, "give a name"),
+        (("hccl_world_group", [0]), ValueError, "already"),
+        (("g", 0), TypeError, "a list of ranks"),
+        (("g", ["0"]), TypeError, "of type str"),
+    ]:
+        with pytest.raises(kind, match=message):
+            D.create_group(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="group of all ranks"):
+        D.destroy_group("hccl_world_group")
+    with pytest.raises(TypeError, match="name of a group"):
+        D.get_rank(0)  # type: ignore[arg-type]
+
+
+def test_a_group_has_the_name_that_the_reference_prints() -> None:
+    assert management.group_name((0, 1, 2, 3)) == "4-6301172352641561019"  # document 003
+    ranks, expected = [0, 5, 3, 7, 1], {"rank_list_name": "0-1-3-5-7", "group_name_pattern": r"^5-\d+$"}
+    case = CASES.get("group-name", {"ranks": ranks, "expected": expected})
+    assert (case["ranks"], case["expected"]) == (ranks, expected)
+    assert management.group_ranks_name(ranks) == "0-1-3-5-7"
+    assert management.group_name(ranks) == management.group_name(sorted(ranks))
+    count, digits = management.group_name(ranks).split("-")
+    assert count == "5"
+    assert digits.isdecimal()
+
+
+def test_a_single_process_is_a_group_of_one_and_exchanges_nothing() -> None:
+    assert (D.get_rank(), D.get_group_size(), D.get_local_rank(), D.get_local_rank_size()) == (0, 1, 0, 1)
+    x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    with counting() as record:
+        for op in (AllReduce(), AllReduce("prod"), AllGather(), ReduceScatter(), Broadcast(0), AlltoAll(1, 0, 1)):
+            x.grad = None
+            result = op(x)
+            result.backward(torch.ones_like(result))
+            assert torch.equal(result.detach(), x.detach())
+            assert x.grad is not None
+            assert torch.equal(x.grad, torch.ones_like(x))
+    assert record == []
+    assert not dist.is_initialized()
+
+
+def test_ranks_of_a_launcher_are_asked_to_call_init_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    for function in (D.get_rank, D.get_group_size, D.get_local_rank):
+        with pytest.raises(RuntimeError, match="init\\(\\) first"):
+            function()
+    with pytest.raises(RuntimeError, match="before release"):
+        D.release()
+
+
+def connected(backends: list[str | None]) -> str:
+    for name in backends:
+        D.init(name)
+    return dist.get_backend()
+
+
+def test_init_takes_what_the_machine_has(run_ranks: RunRanks) -> None:
+    assert run_ranks(connected, 1, ["hccl", "nccl", None, "gloo"]) == ["gloo"]
+
+
+def test_init_refuses_other_backends() -> None:
+    with pytest.raises(ValueError, match='did you mean "nccl"'):
+        D.init("ncll")
+    with pytest.raises(TypeError, match="of type int"):
+        D.init(1)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes_are_named() -> None:
+    for make, message in [
+        (lambda: AllReduce("summ"), 'did you mean "sum"'),
+        (lambda: AlltoAll(2, 0, 1)(torch.ones(2, 2)), "split_count is 2, but"),
+        (lambda: AlltoAll(1, 2, 1)(torch.ones(2, 2)), "there is no dim 2 in"),
+        (lambda: Broadcast(1)(torch.ones(2)), "rank 1 is not in the group"),
+        (lambda: AllReduce(group="nowhere")(torch.ones(2)), 'no group "nowhere"'),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+    for make, message in [
+        (lambda: AllReduce(group=3), "of type int"),
+        (lambda: AllReduce(op=1), "of type int"),
+        (lambda: Broadcast("0"), "of type str"),
+        (lambda: AllReduce()(np.ones(2)), "called with ndarray"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            make()
+
+
+def indivisible() -> None:
+    D.init()
+    for op in (ReduceScatter(), AlltoAll(4, 0, 0)):
+        with pytest.raises(
+            ValueError, match="dim 0 of \\[6\\] is 6, which is not divisible by 4\n  fix:    pad it to 8"
+        ):
+            op(torch.ones(6))
+
+
+def test_a_part_that_is_no_whole_number_is_refused_before_anything_is_sent(run_ranks: RunRanks) -> None:
+    run_ranks(indivisible, 4)
+
+
+# -------------------------------------------------------------------------------------------------- gradient reducer
+
+
+class Shaped:
+    """A parameter, as far as the reducer looks at it."""
+
+    def __init__(self, layerwise_parallel: bool = False) -> None:
+        self.layerwise_parallel = layerwise_parallel
+
+
+KINDS = [torch.float64, torch.float32, torch.float64, torch.float64, torch.bfloat16]
+SHAPES = [(3, 4), (5,), (), (2, 2), (8,)]
+
+
+def gradients(rank: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=random).to(kind)
+        for shape, kind in zip(SHAPES, KINDS, strict=True)
+    ]
+
+
+REDUCERS: list[tuple[dict[str, Any], bool | None, int | None]] = [  # options, mean, degree
+    ({}, None, None),
+    ({"gradients_mean": True}, None, None),
+    ({"gradient_fp32_sync": False}, True, 8),
+    ({"comm_fusion": {"openstate": False}}, False, 8),
+    ({"all_reduce_fusion_config": [0, 2]}, False, None),
+]
+BY_SIZE = [13 * 8, 5 * 4, 8 * 4]
+MESSAGES = [BY_SIZE, BY_SIZE, [13 * 8, 5 * 4, 8 * 2], [12 * 8, 5 * 4, 1 * 8, 8 * 4], [12 * 8, 5 * 4, 1 * 8, 8 * 4]]
+DIVISORS = [1, 4, 8, 1, 1]
+WORLD = (0, 1, 2, 3)
+
+
+def reduced() -> Any:
+    D.init()
+    found = []
+    for options, mean, degree in REDUCERS:
+        reset_auto_parallel_context()
+        set_auto_parallel_context(parallel_mode="data_parallel", **options)
+        reducer = DistributedGradReducer([Shaped(i == 3) for i in range(5)], mean, degree)
+        given = gradients(D.get_rank())
+        kept = [grad.clone() for grad in given]
+        with counting() as record:
+            results = reducer(given)
+        assert all(map(torch.equal, given, kept))
+        assert (_utils._get_device_num(), _utils._get_global_rank()) == (4, D.get_rank())
+        found.append((results, [tuple(exchange) for exchange in record]))
+    return found
+
+
+def test_gradients_are_summed_in_few_messages(run_ranks: RunRanks) -> None:
+    everyones = [gradients(rank) for rank in range(4)]
+    for rank, found in enumerate(run_ranks(reduced, 4)):
+        for (results, record), messages, divisor in zip(found, MESSAGES, DIVISORS, strict=True):
+            assert record == [("all_reduce", WORLD, num_bytes) for num_bytes in messages]
+            for i, result in enumerate(results):
+                assert (result.shape, result.dtype) == (SHAPES[i], KINDS[i])
+                total = torch.stack([one[i].double() for one in everyones]).sum(0) / divisor
+                expected = everyones[rank][i].double() if i == 3 else total
+                tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}[KINDS[i]]
+                torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+        exact = torch.stack([one[4].double() for one in everyones]).sum(0)  # its halves are summed in float32
+        assert torch.equal(found[0][0][4], exact.float().bfloat16())
+
+
+def counted_step() -> Any:
+    D.init()
+    D.create_group("pair", [0, 1] if D.get_rank() < 2 else [2, 3])
+    x = torch.ones(4, 3, requires_grad=True)
+    with counting() as record:
+        AllGather("pair")(x).sum().backward()
+        AllReduce()(x)
+    AllReduce()(x)
+    return [tuple(exchange) for exchange in record]
+
+
+def test_what_is_exchanged_is_counted_with_its_gradient_until_the_block_ends(run_ranks: RunRanks) -> None:
+    for rank, record in enumerate(run_ranks(counted_step, 4)):
+        pair = (0, 1) if rank < 2 else (2, 3)
+        num_bytes = 2 * math.prod((4, 3)) * 4
+        assert record == [
+            ("all_gather", pair, num_bytes),
+            ("reduce_scatter", pair, num_bytes),
+            ("all_reduce", WORLD, 48),
+        ]
+
+
+def test_a_reducer_in_one_process_changes_nothing_but_the_mean() -> None:
+    given = gradients(0)[:3]
+    assert all(map(torch.equal, DistributedGradReducer([Shaped()] * 3)(given), given))
+    halved = DistributedGradReducer([Shaped()] * 3, mean=True, degree=2)(given)
+    assert all(torch.equal(2 * half, grad) for half, grad in zip(halved, given, strict=True))
+
+
+def test_a_reducer_names_what_does_not_fit() -> None:
+    reducer = DistributedGradReducer([Shaped()] * 2)
+    with pytest.raises(ValueError, match="has 2 parameters and is given 1 gradients"):
+        reducer(gradients(0)[:1])
+    with pytest.raises(TypeError, match="gradient 1 is None"):
+        reducer([torch.ones(1), None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="degree is 0"):
+        DistributedGradReducer([], degree=0)
+
+
+def broadcast_parameters() -> Any:
+    D.init()
+    parameters = [torch.nn.Parameter(torch.full((2,), float(D.get_rank()))) for _ in range(2)]
+    parameters[1].layerwise_parallel = True  # type: ignore[attr-defined]
+    _utils._broadcast_parameters(parameters)
+    return [parameter.tolist() for parameter in parameters]
+
+
+def test_parameters_become_those_of_rank_0(run_ranks: RunRanks) -> None:
+    assert run_ranks(broadcast_parameters, 2) == [[[0.0, 0.0], [float(rank)] * 2] for rank in range(2)]
+
+
+def test_hand_written_steps_read_the_options() -> None:
+    assert (_utils._get_device_num(), _utils._get_gradients_mean(), _utils._get_parallel_mode()) == (
+        1,
+        False,
+        "stand_alone",
+    )
+    set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, device_num=8, full_batch=True)
+    assert (_utils._get_device_num(), _utils._get_gradients_mean(), _utils._get_full_batch()) == (8, True, True)
+    assert _utils._is_in_data_parallel_mode()
+    assert not _utils._is_in_auto_parallel_mode()
+    assert _utils._get_pipeline_stages() == 1
+    assert not _utils._get_parameter_broadcast()

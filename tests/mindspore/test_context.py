@@ -1,0 +1,384 @@
+"""Every option of the context: its default, its range, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from shardwise.mindspore import context, options
+from shardwise.mindspore.context import (
+    GRAPH_MODE,
+    PYNATIVE_MODE,
+    ParallelMode,
+    get_algo_parameters,
+    get_auto_parallel_context,
+    get_context,
+    reset_algo_parameters,
+    reset_auto_parallel_context,
+    reset_context,
+    set_algo_parameters,
+    set_auto_parallel_context,
+    set_context,
+)
+from shardwise.mindspore.options import ALGO_CHECKS, CHECKS, AlgoParameters, Options
+from spec.cases import CASES
+
+
+@pytest.fixture(autouse=True)
+def fresh_context() -> Iterator[None]:
+    def reset() -> None:
+        reset_context()
+        reset_auto_parallel_context()
+        reset_algo_parameters()
+
+    reset()
+    yield
+    reset()
+
+
+# ---------------------------------------------------------------------------------------- the specification's cases
+
+
+def set_option(name: str, value: Any) -> None:
+    if name.startswith("set_algo_parameters."):
+        set_algo_parameters(**{name.split(".")[1]: value})
+    else:
+        set_auto_parallel_context(**{name: value})
+
+
+REFUSED = [
+    ("ctx-err-2", "device_num", [4097]),
+    ("ctx-err-3", "global_rank", [-1]),
+    ("ctx-err-6", "set_algo_parameters.tensor_slice_align_size", [0, 1025]),
+    ("ds-strategy-3", "dataset_strategy", [((1, 1, 1, 1), (8,))]),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "values"), REFUSED, ids=[case for case, _, _ in REFUSED])
+def test_what_the_reference_refuses_is_refused(case: str, name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match="fix: "):
+            set_option(name, value)
+    assert context.options() == Options()
+    assert context.algo_parameters() == AlgoParameters()
+
+
+def test_these_are_all_cases_of_options_that_the_specification_refuses() -> None:
+    found = {i: case["option"] for i, case in CASES.items() if "option" in case and case["kind"] == "error"}
+    assert set(found) <= {case for case, _, _ in REFUSED}
+    for case, name, values in REFUSED:
+        stated = found.get(case, {name: values if len(values) > 1 else values[0]})
+        assert listed(stated) == listed({name: values if len(values) > 1 else values[0]})
+
+
+def listed(value: Any) -> Any:
+    """Tuples as lists, at every depth."""
+    if isinstance(value, dict):
+        return {key: listed(each) for key, each in value.items()}
+    return [listed(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_the_dataset_strategy_of_case_ds_strategy_1_is_taken(form: Callable[[Any], Any]) -> None:
+    strategy = CASES["ds-strategy-1"]["option"]["dataset_strategy"]
+    assert listed(strategy) == [[1, 1, 1, 8], [8]]
+    set_auto_parallel_context(dataset_strategy=form(form(counts) for counts in strategy))
+    assert get_auto_parallel_context("dataset_strategy") == ((1, 1, 1, 8), (8,))
+    assert get_auto_parallel_context("full_batch") is False
+
+
+DEFAULTS = {
+    "device_num": 1,
+    "global_rank": 0,
+    "gradients_mean": False,
+    "gradient_fp32_sync": True,
+    "parallel_mode": "stand_alone",
+    "parameter_broadcast": False,
+}
+
+
+def test_defaults_are_those_of_the_reference_and_come_back() -> None:
+    assert CASES.get("ctx-defaults", {"expected": DEFAULTS})["expected"] == DEFAULTS
+    changed = {"device_num": 4, "global_rank": 3, "gradients_mean": True, "gradient_fp32_sync": False}
+    changed |= {"parallel_mode": "auto_parallel", "parameter_broadcast": True}
+    set_auto_parallel_context(**changed)
+    assert {name: get_auto_parallel_context(name) for name in DEFAULTS} == changed
+    reset_auto_parallel_context()
+    assert {name: get_auto_parallel_context(name) for name in DEFAULTS} == DEFAULTS
+
+
+def test_algo_parameters_have_the_defaults_of_case_cost_defaults() -> None:
+    stated = CASES.get("cost-defaults", {"expected": {}})["expected"]
+    for name in ALGO_CHECKS:
+        assert get_algo_parameters(name) == stated.get(name, get_algo_parameters(name))
+    set_algo_parameters(fully_use_devices=False, tensor_slice_align_enable=True, tensor_slice_align_size=1024)
+    assert get_algo_parameters("tensor_slice_align_size") == 1024
+    reset_algo_parameters()
+    assert context.algo_parameters() == AlgoParameters(True, False, False, 0.1, False, 16)
+
+
+# ----------------------------------------------------------------------------------------------------- every option
+
+VALUES: dict[str, Any] = {  # one that is not the default, of every option that works
+    "device_num": 8,
+    "global_rank": 5,
+    "gradients_mean": True,
+    "gradient_fp32_sync": False,
+    "parallel_mode": ParallelMode.HYBRID_PARALLEL,
+    "search_mode": "dynamic_programming",
+    "parameter_broadcast": True,
+    "strategy_ckpt_load_file": "in.json",
+    "strategy_ckpt_save_file": "out.json",
+    "full_batch": True,
+    "dataset_strategy": "full_batch",
+    "force_fp32_communication": True,
+    "enable_alltoall": False,
+    "all_reduce_fusion_config": (20, 35),
+    "comm_fusion": {"openstate": True, "allreduce": {"mode": "size", "config": 32}},
+    "strategy_ckpt_config": {"load_file": "a", "save_file": "b", "only_trainable_params": True},
+    "strict": False,
+}
+LATER: dict[str, Any] = {
+    "enable_parallel_optimizer": True,
+    "pipeline_stages": 2,
+    "pipeline_segments": 2,
+    "pipeline_result_broadcast": True,
+    "pipeline_config": {"pipeline_interleave": True},
+    "parallel_optimizer_config": {"optimizer_level": "level2"},
+    "group_ckpt_save_file": "group",
+    "auto_pipeline": True,
+    "dump_local_norm": True,
+    "dump_local_norm_path": "norms",
+    "dump_device_local_norm": True,
+    "grad_accumulation_step": 4,
+}
+MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False}
+
+
+def test_every_option_is_in_one_of_these_lists() -> None:
+    assert set(VALUES) | set(LATER) | set(MEANINGLESS) == set(CHECKS)
+    assert {field.name for field in fields(Options)} == {*CHECKS, "given"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_option_that_works_is_stored_and_reset(name: str) -> None:
+    default = getattr(Options(), name)
+    assert default != VALUES[name]
+    set_auto_parallel_context(**{name: VALUES[name]})
+    assert get_auto_parallel_context(name) == getattr(context.options(), name) == VALUES[name]
+    assert name in context.options().given
+    reset_auto_parallel_context()
+    assert get_auto_parallel_context(name) == default
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_follows_later_says_so_and_takes_its_default(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{name}.*in a later version"):
+        set_auto_parallel_context(**{name: LATER[name]})
+    set_auto_parallel_context(**{name: get_auto_parallel_context(name)})
+    with pytest.raises((TypeError, ValueError), match=name):
+        set_auto_parallel_context(**{name: object()})
+
+
+def test_a_wrong_entry_is_found_before_what_follows_later() -> None:
+    with pytest.raises(ValueError, match='did you mean "pipeline_scheduler"'):
+        set_auto_parallel_context(pipeline_config={"pipeline_schedule": "1f1b"})
+    with pytest.raises(ValueError, match=r'did you mean "zero_bubble_v"'):
+        set_auto_parallel_context(pipeline_config={"pipeline_scheduler": "zero_buble_v"})
+    with pytest.raises(NotImplementedError, match="gathered"):
+        set_auto_parallel_context(comm_fusion={"allgather": {"mode": "size", "config": 8}})
+
+
+def test_what_means_nothing_here_says_why() -> None:
+    with pytest.raises(ValueError, match=r"means nothing here: a loss that several ranks hold is one loss"):
+        set_auto_parallel_context(loss_repeated_mean=False)
+    set_auto_parallel_context(loss_repeated_mean=True)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"device_num": 0}, ValueError, "device_num is 0, smaller than 1"),
+    ({"device_num": 4097}, ValueError, "device_num is 4097, larger than 4096"),
+    ({"device_num": "4"}, TypeError, "of type str"),
+    ({"device_num": True}, TypeError, "of type bool"),
+    ({"global_rank": 4096}, ValueError, "larger than 4095"),
+    ({"gradients_mean": 1}, TypeError, "not True or False"),
+    ({"parallel_mode": "semi_autoparallel"}, ValueError, 'did you mean "semi_auto_parallel"'),
+    ({"parallel_mode": "AUTO_PARALELL"}, ValueError, 'did you mean "auto_parallel"'),
+    ({"parallel_mode": "wrong"}, ValueError, "choose from auto_parallel, data_parallel"),
+    ({"search_mode": "sharding_propogation"}, ValueError, 'did you mean "sharding_propagation"'),
+    ({"paralel_mode": "auto_parallel"}, ValueError, 'did you mean "parallel_mode"'),
+    ({"nonsense": 1}, ValueError, "choose from all_reduce_fusion_config"),
+    ({"strategy_ckpt_save_file": 3}, TypeError, "of type int"),
+    ({"dataset_strategy": "fullbatch"}, ValueError, 'did you mean "full_batch"'),
+    ({"dataset_strategy": 8}, TypeError, "a tuple for every input"),
+    ({"dataset_strategy": (8, 1)}, TypeError, "a tuple for every input"),
+    ({"dataset_strategy": ((0, 1),)}, ValueError, "smaller than 1"),
+    ({"dataset_strategy": ((2, 2),)}, ValueError, "at most one dim"),
+    ({"dataset_strategy": ((6, 1),)}, ValueError, "6 slices, which is not a power of 2"),
+    ({"dataset_strategy": "data_parallel", "full_batch": True}, ValueError, "contradicts"),
+    ({"comm_fusion": {"allreduce": {"mode": "auto", "config": 3}}}, ValueError, "leave config None"),
+    ({"comm_fusion": {"allreduce": {"mode": "size", "config": None}}}, TypeError, "config"),
+    ({"comm_fusion": {"allreduce": {"mode": "index", "config": [3, 2]}}}, ValueError, "do not ascend"),
+    ({"all_reduce_fusion_config": 20}, TypeError, "list of indices"),
+    ({"strategy_ckpt_config": {"only_trainable_params": False}}, NotImplementedError, "later version"),
+]
+
+
+@pytest.mark.parametrize(("values", "kind", "message"), WRONG, ids=[str(values) for values, _, _ in WRONG])
+def test_what_is_wrong_is_named_and_sets_nothing(values: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        set_auto_parallel_context(**{"gradients_mean": True, **values})
+    assert context.options() == Options()
+
+
+def test_a_misspelled_mode_of_the_class_is_told_what_was_meant() -> None:
+    with pytest.raises(AttributeError, match=r"did you mean AUTO_PARALLEL\?"):
+        _ = ParallelMode.AUTO_PARALELL
+    assert ParallelMode.MODE_LIST == (
+        "stand_alone",
+        "data_parallel",
+        "hybrid_parallel",
+        "semi_auto_parallel",
+        "auto_parallel",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ their meaning
+
+
+@pytest.mark.parametrize("mode", ParallelMode.MODE_LIST)
+def test_operators_are_split_in_semi_auto_and_auto_mode(mode: str) -> None:
+    set_auto_parallel_context(parallel_mode=mode)
+    assert context.options().distributed == (mode in ("semi_auto_parallel", "auto_parallel"))
+
+
+def test_the_old_name_of_the_search_is_the_same_option() -> None:
+    set_auto_parallel_context(auto_parallel_search_mode="sharding_propagation")
+    assert context.options().search_mode == "sharding_propagation"
+    assert get_auto_parallel_context("auto_parallel_search_mode") == "sharding_propagation"
+
+
+def test_full_batch_and_dataset_strategy_say_the_same() -> None:
+    set_auto_parallel_context(full_batch=True)
+    assert context.options().dataset_strategy == "full_batch"
+    set_auto_parallel_context(dataset_strategy="data_parallel")
+    assert context.options().full_batch is False
+    set_auto_parallel_context(dataset_strategy="full_batch")
+    assert context.options().full_batch is True
+
+
+def test_uneven_slices_are_refused_by_the_strict_rules_only() -> None:
+    set_auto_parallel_context(strict=False, dataset_strategy=((6, 1), (6,)))
+    assert context.options().dataset_strategy == ((6, 1), (6,))
+
+
+def test_devices_are_device_num_or_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert context.options().devices == 1
+    set_auto_parallel_context(device_num=8, global_rank=5)
+    assert (context.options().devices, context.options().rank) == (8, 5)
+    monkeypatch.setattr(options, "world_size", lambda: 4)
+    monkeypatch.setattr(options, "rank", lambda: 2)
+    assert context.options().rank == 2
+    with pytest.raises(ValueError, match="device_num is 8, but 4 ranks run"):
+        _ = context.options().devices
+    reset_auto_parallel_context()
+    assert context.options().devices == 4
+
+
+def test_fusion_options_say_how_gradients_share_messages() -> None:
+    megabyte = 2**20
+    assert (context.options().bucket_bytes, context.options().fusion_cuts) == (25 * megabyte, ())
+    set_auto_parallel_context(comm_fusion={"allreduce": {"mode": "size", "config": 32}})
+    assert context.options().bucket_bytes == 32 * megabyte
+    set_auto_parallel_context(comm_fusion={"allreduce": {"mode": "index", "config": [2, 5]}})
+    assert context.options().fusion_cuts == (2, 5)
+    set_auto_parallel_context(comm_fusion={"openstate": False})
+    assert context.options().bucket_bytes == 0
+
+
+def test_strategy_files_may_be_given_in_one_dictionary() -> None:
+    set_auto_parallel_context(strategy_ckpt_config={"save_file": "s.json"})
+    assert (context.options().strategy_ckpt_save_file, context.options().strategy_ckpt_load_file) == ("s.json", "")
+
+
+def test_what_is_got_cannot_change_the_context() -> None:
+    set_auto_parallel_context(comm_fusion={"allreduce": {"mode": "size", "config": 32}})
+    get_auto_parallel_context("comm_fusion")["allreduce"]["config"] = 1
+    assert context.options().bucket_bytes == 32 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ({"tensor_slice_align_size": 0}, ValueError, "smaller than 1"),
+        ({"tensor_slice_align_size": 1025}, ValueError, "larger than 1024"),
+        ({"algo_approxi_epsilon": 0}, ValueError, "above 0"),
+        ({"algo_approxi_epsilon": "a"}, TypeError, "give a number"),
+        ({"fully_use_devices": 1}, TypeError, "not True or False"),
+        ({"fully_use_device": True}, ValueError, 'did you mean "fully_use_devices"'),
+    ],
+)
+def test_wrong_algo_parameters_are_named(values: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        set_algo_parameters(**values)
+    assert context.algo_parameters() == AlgoParameters()
+
+
+# -------------------------------------------------------------------------------------------------------- set_context
+
+
+def test_the_settings_of_the_documents_are_taken() -> None:
+    set_context(mode=GRAPH_MODE, device_target="GPU", save_graphs=2, save_graphs_path="../saved_graph")
+    found = [get_context(name) for name in ("mode", "device_target", "save_graphs", "save_graphs_path")]
+    assert found == [0, "GPU", 2, "../saved_graph"]
+    set_context(save_graphs=True, mode=PYNATIVE_MODE, device_target="Ascend")
+    assert (context.settings().save_graphs, context.settings().mode) == (1, 1)
+    reset_context()
+    assert context.settings() == context.Settings()
+    assert get_context("device_target") in ("GPU", "CPU")
+
+
+def test_a_target_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_gpu, target, expected in [
+        (True, "Ascend", "cuda"),
+        (True, "GPU", "cuda"),
+        (True, "CPU", "cpu"),
+        (False, "GPU", "cpu"),
+    ]:
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        set_context(device_target=target)
+        assert context.settings().device_type == expected
+
+
+def test_the_memory_of_a_device_is_told_in_gigabytes() -> None:
+    assert context.settings().device_bytes is None
+    set_context(max_device_memory="1.5GB")
+    assert context.settings().device_bytes == 3 * 2**29
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ({"mode": 2}, ValueError, "GRAPH_MODE"),
+        ({"device_target": "TPU"}, ValueError, "choose from Ascend, CPU, GPU"),
+        ({"device_id": -1}, ValueError, "smaller than 0"),
+        ({"save_graphs": 4}, ValueError, "larger than 3"),
+        ({"save_graphs_path": 1}, TypeError, "give a string"),
+        ({"max_device_memory": "30"}, ValueError, '"30GB"'),
+        ({"save_graph": True}, ValueError, 'did you mean "save_graphs"'),
+    ],
+)
+def test_wrong_settings_are_named(values: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        set_context(**{"device_id": 1, **values})
+    assert context.settings() == context.Settings()
+
+
+def test_a_setting_that_changes_no_result_is_taken_with_one_note(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        set_context(enable_graph_kernel=True)
+    assert capsys.readouterr().err.count("set_context(enable_graph_kernel=...) has no effect here") == 1
