@@ -9,12 +9,13 @@ arithmetic, the same on every device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 
 def _signed(unsigned: int) -> int:
@@ -101,6 +102,10 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int
             yield (*outer, row, *[0] * len(rest)), (*(i + 1 for i in outer), last, *rest)
 
 
+_DROPOUT = "(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None) -> Tensor"
+_UNIFORM = "(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype) -> Tensor"
+
+
 def dropout_mask(
     seed: torch.Tensor, p: float, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
 ) -> torch.Tensor:
@@ -108,11 +113,7 @@ def dropout_mask(
     return _shift_right_(hashed(seed, call, sizes, offsets, lengths), 11) >= int(p * (1 << 53))
 
 
-@torch.library.custom_op(
-    "shardwise::dropout",
-    mutates_args=(),
-    schema="(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None) -> Tensor",
-)
+@torch.library.custom_op("shardwise::dropout", mutates_args=(), schema=_DROPOUT)
 def dropout(
     x: torch.Tensor,
     seed: torch.Tensor,
@@ -135,42 +136,11 @@ def dropout(
     return torch.where(keep, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-@dropout.register_fake
-def _(
-    x: torch.Tensor,
-    seed: torch.Tensor,
-    p: float,
-    call: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int] | None = None,
-) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, seed, *ctx.numbers = inputs
-    ctx.save_for_backward(seed)
-
-
-def _dropout_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (seed,) = ctx.saved_tensors
-    return torch.ops.shardwise.dropout.default(gradient, seed, *ctx.numbers), *[None] * 6
-
-
-dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
-
-
 # How many bits of the hash become a number of [0, 1) that its type holds exactly.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-@torch.library.custom_op(
-    "shardwise::uniform",
-    mutates_args=(),
-    schema="(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype) "
-    "-> Tensor",
-)
+@torch.library.custom_op("shardwise::uniform", mutates_args=(), schema=_UNIFORM)
 def uniform(
     seed: torch.Tensor,
     call: int,
@@ -189,19 +159,6 @@ def uniform(
     return (bits.to(torch.float64) * 2.0 ** -_BITS[dtype]).to(dtype).reshape(tuple(shape))
 
 
-@uniform.register_fake
-def _(
-    seed: torch.Tensor,
-    call: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=seed.device)
-
-
 # The same from a generator of every shard's own: faster, and other numbers under every plan. A stream is seeded by what
 # replicas have in common and shards have not: the seed, the random call and where the shard lies.
 
@@ -213,11 +170,7 @@ def _stream(seed: torch.Tensor, call: int, offsets: Sequence[int]) -> torch.Gene
     return torch.Generator(seed.device).manual_seed(int(key) & (2**63 - 1))
 
 
-@torch.library.custom_op(
-    "shardwise::stream_dropout",
-    mutates_args=(),
-    schema="(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None) -> Tensor",
-)
+@torch.library.custom_op("shardwise::stream_dropout", mutates_args=(), schema=_DROPOUT)
 def stream_dropout(
     x: torch.Tensor,
     seed: torch.Tensor,
@@ -233,33 +186,7 @@ def stream_dropout(
     return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0).mul_(x)
 
 
-@stream_dropout.register_fake
-def _(
-    x: torch.Tensor,
-    seed: torch.Tensor,
-    p: float,
-    call: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int] | None = None,
-) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _stream_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (seed,) = ctx.saved_tensors
-    return torch.ops.shardwise.stream_dropout.default(gradient, seed, *ctx.numbers), *[None] * 6
-
-
-stream_dropout.register_autograd(_stream_backward, setup_context=_dropout_setup)
-
-
-@torch.library.custom_op(
-    "shardwise::stream_uniform",
-    mutates_args=(),
-    schema="(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype) "
-    "-> Tensor",
-)
+@torch.library.custom_op("shardwise::stream_uniform", mutates_args=(), schema=_UNIFORM)
 def stream_uniform(
     seed: torch.Tensor,
     call: int,
@@ -273,17 +200,36 @@ def stream_uniform(
     return torch.rand(tuple(shape), generator=_stream(seed, call, offsets), dtype=dtype, device=seed.device)
 
 
+@dropout.register_fake
+@stream_dropout.register_fake
+def _(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@uniform.register_fake
 @stream_uniform.register_fake
-def _(
-    seed: torch.Tensor,
-    call: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _(seed: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *_, shape, dtype = rest
     return torch.empty(tuple(shape), dtype=dtype, device=seed.device)
+
+
+def _same_mask(operator: OpOverload) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """The backward of a dropout: the cotangent under the same mask, which is drawn again."""
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (seed,) = ctx.saved_tensors
+        return operator(gradient, seed, *ctx.numbers), *[None] * 6
+
+    return backward
+
+
+def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, seed, *ctx.numbers = inputs
+    ctx.save_for_backward(seed)
+
+
+dropout.register_autograd(_same_mask(dropout._opoverload), setup_context=_keep_numbers)
+stream_dropout.register_autograd(_same_mask(stream_dropout._opoverload), setup_context=_keep_numbers)
 
 
 # Operator that draws by the global index -> the one that draws from the shard's own stream.

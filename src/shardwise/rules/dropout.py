@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.operators import dropout, uniform
 from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import replaced
-from shardwise.rules.rule import Call, LocalContext, OpRule, Piece
+from shardwise.rules.calls import flat_pieces, replaced
+from shardwise.rules.rule import Call, LocalContext, OpRule
 
 
 def dropout_rule(op: Op, graph: Graph) -> OpRule:
@@ -15,13 +17,8 @@ def dropout_rule(op: Op, graph: Graph) -> OpRule:
     dims = single(names)
 
     def localize(op: Op, context: LocalContext) -> Call:
-        pieces: list[Piece] = [piece for name in names for piece in context.pieces[name]]
-        return replaced(
-            op,
-            sizes=tuple(piece.size for piece in pieces),
-            offsets=tuple(piece.offset for piece in pieces),
-            lengths=tuple(piece.length for piece in pieces),
-        )
+        sizes, offsets, lengths = _place(names, context)
+        return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths)
 
     return build(op, graph, [dims, ()], [dims], linear=((0,),), localize=localize)
 
@@ -31,16 +28,15 @@ def uniform_rule(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(graph.by_name[op.results[0]].shape))
 
     def localize(op: Op, context: LocalContext) -> Call:
-        pieces: list[Piece] = [piece for name in names for piece in context.pieces[name]]
-        return replaced(
-            op,
-            sizes=tuple(piece.size for piece in pieces),
-            offsets=tuple(piece.offset for piece in pieces),
-            lengths=tuple(piece.length for piece in pieces),
-            shape=context.result_shapes[0],
-        )
+        sizes, offsets, lengths = _place(names, context)
+        return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths, shape=context.result_shapes[0])
 
     return build(op, graph, [()], [single(names)], localize=localize)
+
+
+def _place(names: Sequence[str], context: LocalContext) -> tuple[tuple[int, ...], ...]:
+    """Sizes, offsets and lengths of the shard, atom by atom."""
+    return flat_pieces([piece for name in names for piece in context.pieces[name]])
 
 
 DROPOUT: RuleTable = {dropout._opoverload: dropout_rule, uniform._opoverload: uniform_rule}

@@ -49,15 +49,7 @@ def label_terms(
 
 
 @label_terms.register_fake
-def _(
-    scores: Tensor,
-    maximum: Tensor,
-    index: Tensor,
-    dim: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def _(scores: Tensor, maximum: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return scores.new_empty(index.shape), scores.new_empty(index.shape)
 
 
