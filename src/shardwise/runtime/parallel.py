@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
 from shardwise.graph.capture import Capture, capture, leaf_name
+from shardwise.graph.ir import Ref
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype
@@ -371,6 +372,21 @@ class Parallel(torch.nn.Module):
                 for dim, atoms in enumerate(layout.dims):
                     shape[dim] *= self.plan.mesh.size_of(axis for atom in atoms for axis in atom.axes)
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    @property
+    def compiled(self) -> tuple[Compiled, ...]:
+        """What was compiled so far, one for each signature of inputs, oldest first."""
+        return tuple(self._compiled.values())
+
+    def output_layout(self, index: int) -> Layout:
+        """The layout that the ``index``-th tensor of the output had in the program compiled last, before it was
+        gathered."""
+        if not self._compiled:
+            raise ShardwiseError("no program yet: it is made for the first inputs")
+        spmd = self.compiled[-1].spmd
+        name = [output.name for output in spmd.outputs if isinstance(output, Ref)][index]
+        before = {conversion.result: conversion.source for conversion in spmd.conversions}
+        return before.get(name) or spmd.layouts[name]
 
     def program(self) -> torch.fx.GraphModule:
         """The program compiled last, for reading."""

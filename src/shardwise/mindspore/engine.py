@@ -1,0 +1,336 @@
+"""How a cell runs: by itself, or as this rank's part of a plan of the library.
+
+In stand_alone, data_parallel and hybrid_parallel mode a cell is ordinary eager code on every rank. In
+semi_auto_parallel and auto_parallel mode the outermost call of a cell is planned (``sw.plan``) and split
+(``sw.parallelize``), once; later calls with other shapes are captured by what that gave. The cell's parameters then
+hold this rank's shards.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import shardwise as sw
+from shardwise.errors import problem
+from shardwise.graph.capture import leaf_name
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.text import format_layout
+from shardwise.mindspore import context, strict
+from shardwise.mindspore.common.seed import get_seed
+from shardwise.mindspore.options import Options
+from shardwise.mindspore.tensor import Tensor
+from shardwise.runtime.agree import from_rank_zero
+from shardwise.runtime.shards import shard
+
+AXIS = "data"  # all devices; its name lets operators without strategy split their batch over all of them
+PRICED = ("dynamic_programming", "recursive_programming")
+_INSIDE: ContextVar[bool] = ContextVar("shardwise_inside_cell", default=False)
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a parameter is kept on the ranks once a plan has split it. ``shape`` is the whole one."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass
+class Split:
+    """A cell on this rank: its program, and the whole batch of an input's first dim per rank's part of it."""
+
+    par: sw.Parallel
+    local: bool
+    written: int = 0  # programs whose IR has been written
+
+
+_SPLITS: weakref.WeakKeyDictionary[nn.Module, Split] = weakref.WeakKeyDictionary()
+_HELD = "_shardwise_held"  # the attribute of a split parameter
+
+
+def is_outermost() -> bool:
+    """Whether a call of a cell is neither inside another one's nor inside capture."""
+    return not _INSIDE.get() and not torch.compiler.is_exporting()
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    token = _INSIDE.set(True)
+    try:
+        yield
+    finally:
+        _INSIDE.reset(token)
+
+
+def held(parameter: torch.Tensor) -> Held | None:
+    """How a parameter is split; None while this rank holds all of it."""
+    found: Held | None = getattr(parameter, _HELD, None)
+    return found
+
+
+def hold(parameter: torch.Tensor, shard: torch.Tensor, shape: tuple[int, ...], layout: Layout) -> None:
+    """Let a parameter be this rank's ``shard`` of a whole of ``shape``."""
+    parameter.data = shard
+    setattr(parameter, _HELD, Held(shape, layout))
+
+
+def is_split() -> bool:
+    """Whether cells run as parts of a plan: the mode is semi_auto or auto, on several devices."""
+    options = context.options()
+    return options.distributed and options.devices > 1
+
+
+def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The outermost call of a cell: every tensor it returns, whole; where ranks feed their parts of a batch, this
+    rank's rows of whatever has a batch."""
+    args, kwargs = pytree.tree_map(plain, (args, kwargs))
+    if not is_split():
+        with inside():
+            return pytree.tree_map(_ours, nn.Module.__call__(cell, *args, **kwargs))
+    split, result = run(cell, args, kwargs)
+    if split.local:
+        result = pytree.tree_map(partial(_own_rows, rows=_rows(split.par)), result)
+    return pytree.tree_map(_ours, result)
+
+
+def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Split, Any]:
+    """The part of a split cell on this rank, and what it returned: whole tensors, differentiable."""
+    split = _SPLITS.get(cell)
+    if split is None:
+        split = _SPLITS[cell] = _split(cell, args, kwargs)
+    if split.par.training != cell.training:
+        split.par.train(cell.training)
+    with inside():
+        result = split.par(*args, **kwargs)
+    if context.settings().save_graphs and split.written < len(split.par.compiled):
+        from shardwise.mindspore import ir
+
+        split.written = len(split.par.compiled)
+        ir.save(cell, split.par)
+    return split, result
+
+
+def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
+    """Of the ``index``-th tensor that a split cell returned, what this rank had computed of it before it was
+    gathered."""
+    layout = split.par.output_layout(index)
+    own: torch.Tensor = shard(whole, layout, split.par.plan.mesh.coordinates(dist.get_rank()))
+    return own
+
+
+def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
+    options = context.options()
+    if not dist.is_initialized():
+        raise RuntimeError(
+            problem(
+                f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs ranks that can talk",
+                fix="call communication.init() first, and start the program with: shardwise run -n "
+                f"{options.devices} net.py (or mpirun -n {options.devices} python net.py)",
+            )
+        )
+    model = _whole_copy(cell)
+    counts = _fed(options, args, kwargs)
+    examples = pytree.tree_map(lambda x: x, (args, kwargs))
+    leaves, spec = pytree.tree_flatten_with_path(examples)
+    whole = [
+        torch.empty(
+            [s * c for s, c in zip(x.shape, counts[leaf_name(path)], strict=True)], dtype=x.dtype, device="meta"
+        )
+        if isinstance(x, torch.Tensor) and leaf_name(path) in counts
+        else x.to("meta")
+        if isinstance(x, torch.Tensor)
+        else x
+        for path, x in leaves
+    ]
+    meta_args, meta_kwargs = pytree.tree_unflatten(whole, spec)
+    plan = from_rank_zero(lambda: _plan(cell, model, meta_args, meta_kwargs, counts, options))
+    local = bool(counts)
+    par = sw.parallelize(
+        model,
+        plan,
+        inputs="local" if local else "global",
+        seed=get_seed() or 0,
+        init=_no_values,
+        host=_on_host(model),
+    )
+    _install(par, cell)
+    return Split(par, local)
+
+
+def _no_values(name: str, tensor: torch.Tensor) -> None:
+    """Parameters get their values from the cell, not from the library."""
+
+
+def _fed(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Into how many parts each input is split over the ranks, per dim: name -> counts. Empty: every rank is given whole
+    batches."""
+    tensors = [
+        (leaf_name(path), x)
+        for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
+        if isinstance(x, torch.Tensor)
+    ]
+    wish = "full_batch" if options.full_batch else options.dataset_strategy
+    if wish == "full_batch":
+        return {}
+    if wish == "data_parallel":
+        return {name: (options.devices, *(1,) * (x.dim() - 1)) for name, x in tensors if x.dim()}
+    assert not isinstance(wish, str), "the context knows the words"
+    if len(wish) < len(tensors):  # of fewer inputs, in evaluation, the labels are missing: the last ones
+        raise strict.failure(
+            "dataset_strategy",
+            f"the strategy {wish} size: {len(wish)} is not equal to inputs size: {len(tensors)}",
+            f"one tuple for each of the inputs {[list(x.shape) for _, x in tensors]}",
+        )
+    counts: dict[str, tuple[int, ...]] = {}
+    for (name, x), own in zip(tensors, wish, strict=False):
+        if len(own) != x.dim():
+            raise strict.failure(
+                "dataset_strategy", f"{own} is for {len(own)} dims, and {name} has shape {list(x.shape)}", "one per dim"
+            )
+        counts[name] = tuple(own)
+    return counts if any(prod(own) > 1 for own in counts.values()) else {}
+
+
+def _plan(
+    cell: nn.Module,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    counts: dict[str, tuple[int, ...]],
+    options: Options,
+) -> sw.Plan:
+    """The library's plan of a cell in the mode of the context."""
+    strategies = any(getattr(p, "in_strategy", None) for p in primitives(model))
+    auto = options.parallel_mode == context.ParallelMode.AUTO_PARALLEL
+    priced = auto and options.search_mode in PRICED
+    if auto and not priced and options.strict and not strategies:
+        raise strict.failure(
+            type(cell).__name__,
+            "There is no operator that is configured sharding strategy.",
+            "call .shard(...) on an operator, or choose search_mode='dynamic_programming'; with strict=False nothing "
+            "configured means data parallelism",
+        )
+    kept = {name: own for name, p in cell.named_parameters() if (own := held(p)) is not None}
+    mesh = next((own.layout.mesh for own in kept.values()), None)
+    if mesh is None and (strategies or not priced):
+        mesh = Mesh({AXIS: options.devices})
+    settings: dict[str, Any] = {"mode": "auto", "search": options.search_mode} if auto else {"mode": "semi_auto"}
+    memory = context.settings().device_bytes
+    if priced and memory is not None:
+        settings["memory_bytes"] = memory
+    layouts: dict[str, Any] = {name: format_layout(own.layout) for name, own in kept.items()}
+    return sw.plan(model, args, options.devices, kwargs=kwargs or None, mesh=mesh, layouts=layouts | counts, **settings)
+
+
+def primitives(module: nn.Module) -> Iterator[Any]:
+    """All primitives that the cells of a module hold."""
+    from shardwise.mindspore.ops.primitive import Primitive
+
+    for own in module.modules():
+        yield from (value for value in vars(own).values() if isinstance(value, Primitive))
+
+
+def _on_host(model: nn.Module) -> tuple[str, ...]:
+    return ()
+
+
+def _whole_copy(cell: nn.Module) -> nn.Module:
+    """The cell on the meta device, with parameters of their whole shapes."""
+    memo: dict[int, Any] = {}
+    for tensor in [*cell.parameters(), *cell.buffers()]:
+        own = held(tensor)
+        empty = torch.empty(tensor.shape if own is None else own.shape, dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    return copy.deepcopy(cell, memo)
+
+
+def _install(par: sw.Parallel, cell: nn.Module) -> None:
+    """Let the cell's own parameters and buffers be those of the program, holding this rank's shards of rank 0's
+    values."""
+    coordinates = par.plan.mesh.coordinates(dist.get_rank())
+    for tensors, at in ((cell.named_parameters(remove_duplicate=False), "_parameters"),
+                        (cell.named_buffers(remove_duplicate=False), "_buffers")):  # fmt: skip
+        for name, tensor in tensors:
+            if held(tensor) is None:
+                layout = par.plan.layouts.get(name) or Layout.whole(par.plan.mesh, tuple(tensor.shape))
+                whole = tensor.detach().to(par.device).contiguous()
+                dist.broadcast(whole, src=0)
+                hold(tensor, shard(whole, layout, coordinates).clone(), tuple(tensor.shape), layout)
+            owner, _, leaf = name.rpartition(".")
+            getattr(par.get_submodule(owner), at)[leaf] = tensor
+
+
+def copies(parameter: torch.Tensor) -> int:
+    """How many ranks hold the same shard of a parameter."""
+    own = held(parameter)
+    if own is None:
+        return context.options().devices
+    return prod(own.layout.mesh.sizes[axis] for axis in own.layout.mesh.sub_axes if axis not in own.layout.positions)
+
+
+def detached(result: Any) -> Any:
+    return pytree.tree_map(lambda x: _ours(x.detach()) if isinstance(x, torch.Tensor) else x, result)
+
+
+def plain(x: Any) -> Any:
+    return x.as_subclass(torch.Tensor) if isinstance(x, Tensor) else x
+
+
+def _ours(x: Any) -> Any:
+    return x.as_subclass(Tensor) if isinstance(x, torch.Tensor) else x
+
+
+def _rows(par: sw.Parallel) -> list[tuple[int, int]]:
+    """Which rows of the whole batch each rank is given: from, to. Empty: all ranks are given all of them."""
+    plan = par.plan
+    fed = [plan.layouts[entry.name] for entry in plan.inputs if entry.shape]
+    if not fed:
+        return []
+    batch = max(own.shape[0] for own in par.compiled[-1].inputs if own.shape)
+    axes = [axis for atom in fed[0].dims[0] for axis in atom.axes]
+    layout = Layout(plan.mesh, ((Atom(batch, tuple(axes)),),))
+    numbers = torch.arange(batch)
+    parts = [shard(numbers, layout, plan.mesh.coordinates(rank)) for rank in range(dist.get_world_size())]
+    return [(int(own[0]), int(own[-1]) + 1) for own in parts] if axes else []
+
+
+def _own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:
+    if not rows or not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != max(stop for _, stop in rows):
+        return x
+    own: torch.Tensor = _Rows.apply(x, rows)  # type: ignore[no-untyped-call]
+    return own
+
+
+class _Rows(torch.autograd.Function):
+    """This rank's rows of a tensor that all ranks hold; its gradient is gathered, since all ranks hold that, too."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
+        ctx.rows, ctx.shape = rows, whole.shape
+        start, stop = rows[dist.get_rank()]
+        return whole[start:stop].clone()
+
+    @staticmethod
+    def backward(ctx: Any, own: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = [torch.empty_like(own) for _ in ctx.rows]
+        dist.all_gather(parts, own.contiguous())
+        whole = own.new_zeros(ctx.shape)
+        for (start, stop), part in zip(ctx.rows, parts, strict=True):
+            whole[start:stop] = part
+        return whole, None

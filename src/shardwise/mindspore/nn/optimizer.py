@@ -1,0 +1,105 @@
+"""Optimizers: torch's, called with gradients. They update whatever the parameters hold: whole tensors or shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.errors import problem
+from shardwise.mindspore import engine
+
+Rate = Any  # a number, one number per step, or a callable from the step to a number
+
+
+class Optimizer:
+    """Base: ``optimizer(gradients)`` updates ``optimizer.parameters``. ``params``: parameters, or dicts
+    ``{"params": [...], "lr": ..., "weight_decay": ...}`` of groups. ``loss_scale``: what gradients are divided by.
+
+    ``learning_rate``: a number, a list or tensor with one number per step, or a callable of the step.
+    """
+
+    def __init__(
+        self, learning_rate: Rate, parameters: Iterable[Any], weight_decay: float = 0.0, loss_scale: float = 1.0
+    ) -> None:
+        groups = list(parameters)
+        if not groups:
+            raise ValueError(problem("the optimizer has no parameters", fix="pass net.trainable_params()"))
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        self.rates = [_rate(group.get("lr", learning_rate)) for group in groups]
+        self.weight_decay, self.loss_scale, self.global_step = float(weight_decay), float(loss_scale), 0
+        self.parameters: tuple[nn.Parameter, ...] = tuple(p for group in groups for p in group["params"])
+        for own in self.parameters:
+            if not isinstance(own, nn.Parameter):
+                raise TypeError(problem(f"the optimizer got {own!r}", fix="pass parameters: net.trainable_params()"))
+        self._groups = [
+            {"params": list(group["params"]), "weight_decay": float(group.get("weight_decay", weight_decay))}
+            for group in groups
+        ]
+        self._torch: torch.optim.Optimizer | None = None
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def get_lr(self) -> float:
+        """The learning rate of the next step, of the first group."""
+        return self.rates[0](self.global_step)
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> bool:
+        if len(gradients) != len(self.parameters):
+            raise ValueError(
+                problem(f"{len(gradients)} gradients for {len(self.parameters)} parameters", fix="one each, in order")
+            )
+        if self._torch is None:
+            self._torch = self.build([{**group, "lr": 0.0} for group in self._groups])
+        for group, rate in zip(self._torch.param_groups, self.rates, strict=True):
+            group["lr"] = rate(self.global_step)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            own = gradient.as_subclass(torch.Tensor)
+            parameter.grad = own if self.loss_scale == 1.0 else own / self.loss_scale
+        with engine.inside(), torch.no_grad():
+            self._torch.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.global_step += 1
+        return True
+
+    construct = __call__
+
+
+def _rate(rate: Rate) -> Callable[[int], float]:
+    if callable(rate):
+        return lambda step: float(rate(step))
+    values = np.asarray(rate.detach().cpu() if isinstance(rate, torch.Tensor) else rate, dtype=np.float64)
+    if values.ndim == 0:
+        value = float(values)
+        if value < 0:
+            raise ValueError(problem(f"learning_rate is {value}", fix="a number from 0"))
+        return lambda step: value
+    listed = values.tolist()
+    return lambda step: float(listed[min(step, len(listed) - 1)])
+
+
+class Momentum(Optimizer):
+    """v = momentum * v + gradient; parameter -= learning_rate * v (with ``use_nesterov``: Nesterov's)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        learning_rate: Rate,
+        momentum: float,
+        weight_decay: float = 0.0,
+        loss_scale: float = 1.0,
+        use_nesterov: bool = False,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay, loss_scale)
+        if momentum < 0:
+            raise ValueError(problem(f"momentum is {momentum}", fix="a number from 0"))
+        self.momentum, self.use_nesterov = float(momentum), use_nesterov
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.use_nesterov)

@@ -1,0 +1,174 @@
+"""Functions of functions: gradients, and strategies of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import problem
+from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore.tensor import Tensor
+
+
+def differentiate(
+    network: Callable[..., Any],
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    weights: Sequence[nn.Parameter],
+    sens: float = 1.0,
+    *,
+    reduce: bool,
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """What a network returns and the gradients of its weights, of the sum of its loss: the first tensor it returns.
+
+    Of a loss vector, which a split network computed by parts, this rank's part is returned. ``reduce``: in
+    data_parallel and hybrid_parallel mode gradients are summed (``gradients_mean``: averaged) over the ranks.
+    """
+    options = context.options()
+    before = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    split = None
+    if isinstance(network, nn.Module) and engine.is_split() and engine.is_outermost():
+        split, result = engine.run(network, tuple(map(engine.plain, inputs)), kwargs)
+    else:
+        result = network(*inputs, **kwargs)
+    loss = result[0] if isinstance(result, (tuple, list)) else result
+    (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
+    found = tuple(torch.zeros_like(own) if own.grad is None else own.grad for own in weights)
+    for weight, grad in zip(weights, before, strict=True):
+        weight.grad = grad
+    if split is not None:
+        if options.gradients_mean:
+            found = tuple(own / engine.copies(weight) for own, weight in zip(found, weights, strict=True))
+        if loss.dim():
+            own_loss = engine.own_part(split, 0, loss.detach())
+            result = (own_loss, *result[1:]) if isinstance(result, (tuple, list)) else own_loss
+    elif reduce and options.parallel_mode in (
+        context.ParallelMode.DATA_PARALLEL,
+        context.ParallelMode.HYBRID_PARALLEL,
+    ):
+        from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
+
+        found = tuple(DistributedGradReducer(weights, options.gradients_mean)(found))
+    return engine.detached(result), found
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+    return_ids: bool = False,
+) -> Callable[..., Any]:
+    """A function that returns what ``fn`` returns, and gradients: of the inputs at ``grad_position`` and of
+    ``weights``, as a pair where both are asked for.
+
+    With ``has_aux`` only the first output is differentiated, else the sum of all of them. Gradients of inputs need
+    parallel modes other than semi_auto and auto.
+    """
+    if return_ids:
+        raise NotImplementedError("value_and_grad(return_ids=True): gradients are returned in order, without names")
+    positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position or ())
+    listed = None if weights is None else ((weights,) if isinstance(weights, nn.Parameter) else tuple(weights))
+    if not positions and listed is None:
+        raise ValueError(problem("value_and_grad differentiates by nothing", fix="give grad_position or weights"))
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for position in positions:
+            given[position] = engine.plain(given[position]).detach().requires_grad_()
+        wanted = [*(given[position] for position in positions), *(listed or ())]
+        before = [own.grad for own in listed or ()]
+        for own in wanted:
+            own.grad = None
+        result = fn(*given, **kwargs)
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        torch.stack([own.sum() for own in (outputs[:1] if has_aux else outputs)]).sum().backward()
+        grads = tuple(torch.zeros_like(own) if own.grad is None else own.grad for own in wanted)
+        for own, grad in zip(listed or (), before, strict=True):
+            own.grad = grad
+        found = tuple(grad.as_subclass(Tensor) for grad in grads)
+        of_inputs, of_weights = found[: len(positions)], found[len(positions) :]
+        if engine.is_split() and context.options().gradients_mean:
+            of_weights = tuple(g / engine.copies(w) for g, w in zip(of_weights, listed or (), strict=True))
+        first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
+        both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
+        return engine.detached(result), both
+
+    return differentiated
+
+
+def grad(
+    fn: Callable[..., Any],
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+    return_ids: bool = False,
+) -> Callable[..., Any]:
+    """``value_and_grad`` without the value; with ``has_aux`` the gradients and the other outputs."""
+    both = value_and_grad(fn, grad_position, weights, has_aux, return_ids)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, found = both(*args, **kwargs)
+        return (found, tuple(value[1:])) if has_aux else found
+
+    return gradient
+
+
+def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: Any = None, **settings: Any) -> Any:
+    """The function or cell ``fn`` with strategies of its inputs (and outputs): split counts per dim, one tuple per
+    input, None for an input that is left to the rest. What happens inside follows.
+
+    ``parameter_plan``: parameter path -> split counts, for a cell.
+    """
+    given = in_strategy if isinstance(in_strategy, (tuple, list)) else (in_strategy,)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    inputs = [None if own is None else strict.nested(name, "in_strategy", (own,)) for own in given]
+    outputs = strict.nested(name, "out_strategy", out_strategy)
+    for path in parameter_plan or {}:
+        raise NotImplementedError(
+            f"shard(parameter_plan={{{path!r}: ...}}): give the strategy to the operator that uses the parameter"
+        )
+
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_exporting() or not context.options().distributed:
+            return fn(*args, **kwargs)
+        if len(args) != len(inputs):
+            raise strict.failure(
+                name,
+                f"the strategy size: {len(inputs)} is not equal to inputs size: {len(args)}",
+                "one tuple per input, or None for an input that follows",
+            )
+        split = [x if own is None else _constrained(x, own) for x, own in zip(args, inputs, strict=True)]
+        result = fn(*split, **kwargs)
+        if outputs is None:
+            return result
+        listed = result if isinstance(result, (tuple, list)) else (result,)
+        marked = [_constrained(x, (own,)) for x, own in zip(listed, outputs, strict=True)]
+        return tuple(marked) if isinstance(result, (tuple, list)) else marked[0]
+
+    return sharded
+
+
+def _constrained(x: Any, strategy: Any) -> Any:
+    """A value that is split so many ways per dim."""
+    return sw.shard(_itself, strategy)(x)
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    same: torch.Tensor = torch.ops.aten.alias.default(x)
+    return same
+
+
+def depend(value: Any, expr: Any) -> Any:
+    """``value``, after ``expr`` has been computed: eager code and captured code run in order anyway."""
+    return value
+
+
+def stop_gradient(value: torch.Tensor) -> torch.Tensor:
+    return value.detach()

@@ -1,0 +1,107 @@
+"""The specification's checks of strategies: their form when they are given, their numbers when a cell is compiled.
+
+Strict mode (``set_auto_parallel_context(strict=True)``, the default) holds the rules of the reference: even splits by
+powers of two, checked in its order. With ``strict=False`` whatever mathematics allows is accepted, and the library's
+own checks remain.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import LayoutError, problem
+
+if TYPE_CHECKING:
+    from shardwise.mindspore.ops.primitive import Primitive, Strategy
+
+
+class StrategyError(LayoutError, RuntimeError):
+    """A strategy that the operator can not have; a RuntimeError, as in the reference."""
+
+
+def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Strategy | None:
+    """A strategy as a tuple of tuples. Raises TypeError or ValueError for another nesting, with what was meant."""
+    if strategy is None:
+        return None
+    if isinstance(strategy, (set, frozenset, dict)):
+        raise TypeError(
+            problem(
+                f"{name}: {role} is a {type(strategy).__name__}, which has no order",
+                fix=f"a tuple or a list with one entry per input: {name}().shard(((4, 1), (1, 1)))",
+            )
+        )
+    if not isinstance(strategy, (tuple, list)):
+        raise TypeError(
+            problem(f"{name}: {role} is {strategy!r}", fix="a tuple with one tuple per input: ((4, 1), (1, 1))")
+        )
+    if strategy and all(isinstance(item, int) for item in strategy):
+        own = [tuple(strategy), *([tuple(out_strategy)] if isinstance(out_strategy, (tuple, list)) else [])]
+        raise ValueError(
+            problem(
+                f"{name}: {role} {tuple(strategy)} is one tuple of numbers, and must hold one tuple per input"
+                + ("; the second argument is the strategy of the outputs" if len(own) > 1 else ""),
+                fix=f"{name}().shard({tuple(own)!r}): one tuple around all of them",
+            )
+        )
+    for position, counts in enumerate(strategy):
+        if not isinstance(counts, (tuple, list)):
+            raise TypeError(
+                problem(f"{name}: {role} has {counts!r} for tensor {position}", fix="a tuple with one number per dim")
+            )
+        for count in counts:
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(
+                    problem(f"{name}: {role} has {count!r} for tensor {position}", fix="whole numbers from 1")
+                )
+    return tuple(tuple(counts) for counts in strategy)
+
+
+def check(primitive: Primitive, strategy: Strategy, shapes: tuple[tuple[int, ...], ...], devices: int) -> None:
+    """The checks that all operators share, in the order of the reference, and then the operator's own.
+
+    Raises StrategyError with the operator, the numbers and the mend.
+    """
+    name = f"{primitive.name} {primitive.instance_name}".strip()
+    if len(strategy) != len(shapes):
+        raise failure(
+            name,
+            f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(shapes)}",
+            f"one tuple for each of the inputs {list(map(list, shapes))}",
+        )
+    for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
+        if len(counts) != len(shape):
+            raise failure(
+                name,
+                f"strategy len: {len(counts)} is not equal to inputs len: {len(shape)}, index: {index}",
+                f"one number for each dim of {list(shape)}",
+            )
+        for count, size in zip(counts, shape, strict=True):
+            if count <= 0:
+                raise failure(name, f"the value of strategy must be larger than 0, but get {count}", "1: not split")
+            if count & (count - 1):
+                raise failure(
+                    name,
+                    f"the value of strategy must be the power of 2, but get {count}",
+                    "a power of two, or set_auto_parallel_context(strict=False)",
+                )
+            if size % count:
+                raise failure(
+                    name,
+                    f"shape {size} cannot be divisible by strategy value {count}: {size} % {count} = {size % count}",
+                    "a divisor, or set_auto_parallel_context(strict=False), which splits unevenly",
+                )
+    primitive.check_strategy(strategy, shapes)
+    for counts in strategy:
+        required = prod(counts)
+        if required > devices or devices % required:
+            raise failure(
+                name,
+                f"The strategy is {strategy}, it requires {required} devices, but the device number of this stage is "
+                f"{devices}, it can not be divisible by {required}",
+                f"numbers whose product divides {devices}",
+            )
+
+
+def failure(name: str, what: str, fix: str) -> StrategyError:
+    return StrategyError(problem(f"{name}: {what}", op=name, fix=fix))

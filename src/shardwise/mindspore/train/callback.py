@@ -1,0 +1,252 @@
+"""Callbacks of ``Model.train``."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.train.serialization import save_checkpoint
+
+
+@dataclass
+class CallbackParams:
+    """What callbacks may read: ``run_context.original_args()``. Numbers count from 1; ``cur_step_num`` goes on over
+    epochs."""
+
+    network: Any = None
+    train_network: Any = None
+    optimizer: Any = None
+    loss_fn: Any = None
+    train_dataset: Any = None
+    valid_dataset: Any = None
+    epoch_num: int = 0
+    batch_num: int = 0
+    cur_epoch_num: int = 0
+    cur_step_num: int = 0
+    net_outputs: Any = None
+    dataset_sink_mode: bool = False
+    mode: str = "train"
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_in_epoch(self) -> int:
+        return (self.cur_step_num - 1) % max(1, self.batch_num) + 1
+
+
+class RunContext:
+    """What a callback is given: the parameters, and a way to stop."""
+
+    def __init__(self, params: CallbackParams) -> None:
+        self._params, self._stop = params, False
+
+    def original_args(self) -> CallbackParams:
+        return self._params
+
+    def request_stop(self) -> None:
+        self._stop = True
+
+    def get_stop_requested(self) -> bool:
+        return self._stop
+
+
+class Callback:
+    """Override what you need; the old names (``begin``, ``epoch_end``) are those that the rest calls."""
+
+    def begin(self, run_context: RunContext) -> None: ...
+    def epoch_begin(self, run_context: RunContext) -> None: ...
+    def step_begin(self, run_context: RunContext) -> None: ...
+    def step_end(self, run_context: RunContext) -> None: ...
+    def epoch_end(self, run_context: RunContext) -> None: ...
+    def end(self, run_context: RunContext) -> None: ...
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self.begin(run_context)
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        self.epoch_begin(run_context)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        self.step_begin(run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self.step_end(run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        self.epoch_end(run_context)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        self.end(run_context)
+
+    def on_eval_begin(self, run_context: RunContext) -> None:
+        self.begin(run_context)
+
+    def on_eval_end(self, run_context: RunContext) -> None:
+        self.end(run_context)
+
+
+def callbacks_of(given: Any) -> list[Callback]:
+    """One callback, several or none, as a list. Raises TypeError for what is none."""
+    listed = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    for own in listed:
+        if not isinstance(own, Callback):
+            raise TypeError(problem(f"{own!r} is no callback", fix="objects of classes made from train.Callback"))
+    return listed
+
+
+class LossMonitor(Callback):
+    """Prints ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps: the
+    network's loss, of a loss vector the mean of this rank's part. Raises ValueError when it is not a number any more.
+    """
+
+    def __init__(self, per_print_times: int = 1) -> None:
+        if isinstance(per_print_times, bool) or not isinstance(per_print_times, int) or per_print_times < 0:
+            raise ValueError(problem(f"per_print_times is {per_print_times!r}", fix="a whole number from 0"))
+        self._every = per_print_times
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        value = loss_value(params.net_outputs)
+        where = f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}"
+        if not np.isfinite(value):
+            raise ValueError(f"{where}. Invalid loss, terminating training.")
+        if self._every and params.cur_step_num % self._every == 0:
+            print(f"{where}, loss is {value}", flush=True)
+
+
+def loss_value(outputs: Any) -> float:
+    """The loss (the first output) as a number: of a vector, the mean."""
+    loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+    if isinstance(loss, torch.Tensor):
+        loss = loss.detach().as_subclass(torch.Tensor).cpu().numpy()
+    return float(np.mean(loss))
+
+
+class TimeMonitor(Callback):
+    """Prints how long an epoch and its steps took. ``data_size``: steps of an epoch."""
+
+    def __init__(self, data_size: int | None = None, data_time: bool = False) -> None:
+        self.data_size = data_size
+        self._began = 0.0
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        self._began = time.perf_counter()
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        milliseconds = 1000 * (time.perf_counter() - self._began)
+        steps = self.data_size or run_context.original_args().batch_num or 1
+        print(
+            f"Train epoch time: {milliseconds:5.3f} ms, per step time: {milliseconds / steps:5.3f} ms",
+            flush=True,
+        )
+
+
+class LambdaCallback(Callback):
+    """A callback of functions: ``LambdaCallback(on_train_step_end=lambda run_context: ...)``."""
+
+    def __init__(self, **functions: Any) -> None:
+        for name, function in functions.items():
+            if not hasattr(Callback, name):
+                raise ValueError(problem(f"there is no moment {name!r}", fix="such as on_train_step_end"))
+            if function is not None:
+                setattr(self, name, function)
+
+
+@dataclass
+class CheckpointConfig:
+    """How often, how many and what: every ``save_checkpoint_steps`` steps (0: not) or ``save_checkpoint_seconds``,
+    at most ``keep_checkpoint_max`` files. ``integrated_save``: True would gather whole tensors, which follows in a
+    later version; each rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict."""
+
+    save_checkpoint_steps: int = 1
+    save_checkpoint_seconds: int = 0
+    keep_checkpoint_max: int = 5
+    keep_checkpoint_per_n_minutes: int = 0
+    integrated_save: bool = False
+    async_save: bool = False
+    saved_network: Any = None
+    append_info: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
+        if self.integrated_save:
+            raise NotImplementedError(
+                "CheckpointConfig(integrated_save=True): whole tensors in one file follow in a later version; every "
+                "rank saves its own part (integrated_save=False), and load_checkpoint gives it back"
+            )
+
+
+class ModelCheckpoint(Callback):
+    """Writes ``<directory>/<prefix>-<epoch>_<step>.ckpt``: what this rank holds. Give each rank a directory of its
+    own, as the documents do: ``ModelCheckpoint(directory=f"{rank_id}")``. Where files of another run lie, the prefix
+    gets ``_1``."""
+
+    def __init__(
+        self, prefix: str = "CKP", directory: str | None = None, config: CheckpointConfig | None = None
+    ) -> None:
+        if not isinstance(prefix, str) or "/" in prefix or not prefix:
+            raise ValueError(problem(f"prefix is {prefix!r}", fix="the beginning of a file name, such as 'CKP'"))
+        self._prefix, self._directory = prefix, Path(directory or os.getcwd())
+        self._config = config or CheckpointConfig()
+        self._files: list[Path] = []
+        self._last_step, self._last_seconds = 0, time.monotonic()
+
+    @property
+    def latest_ckpt_file_name(self) -> str:
+        return str(self._files[-1]) if self._files else ""
+
+    def begin(self, run_context: RunContext) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        taken = {os.path.basename(own) for own in glob.glob(str(self._directory / "*.ckpt"))} - {
+            own.name for own in self._files
+        }
+        root, number = re.sub(r"_\d+$", "", self._prefix), 0
+        while any(re.fullmatch(re.escape(self._prefix) + r"-\d+_\d+\.ckpt", name) for name in taken):
+            number += 1
+            self._prefix = f"{root}_{number}"
+
+    def step_end(self, run_context: RunContext) -> None:
+        params, config = run_context.original_args(), self._config
+        now = time.monotonic()
+        due = bool(config.save_checkpoint_steps) and (
+            params.cur_step_num - self._last_step >= config.save_checkpoint_steps
+        )
+        if config.save_checkpoint_seconds and now - self._last_seconds >= config.save_checkpoint_seconds:
+            due = True
+        if due:
+            self._save(params)
+
+    def end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode == "train" and params.cur_step_num > self._last_step:
+            self._save(params)
+
+    def _save(self, params: CallbackParams) -> None:
+        path = self._directory / f"{self._prefix}-{params.cur_epoch_num}_{params.step_in_epoch}.ckpt"
+        info: dict[str, Any] = {}
+        for entry in self._config.append_info:
+            if isinstance(entry, dict):
+                info |= entry
+            elif entry == "epoch_num":
+                info["epoch_num"] = params.cur_epoch_num
+            elif entry == "step_num":
+                info["step_num"] = params.cur_step_num
+            else:
+                raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
+        save_checkpoint(self._config.saved_network or params.network, str(path), append_dict=info)
+        self._files.append(path)
+        self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
+        while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:
+            self._files.pop(0).unlink(missing_ok=True)

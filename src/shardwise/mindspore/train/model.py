@@ -1,0 +1,167 @@
+"""``Model``: a network with its loss, optimizer and metrics, trained and evaluated over datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import problem
+from shardwise.mindspore import context
+from shardwise.mindspore.nn.optimizer import Optimizer
+from shardwise.mindspore.nn.wrap import TrainOneStepCell, WithEvalCell, WithLossCell
+from shardwise.mindspore.train.callback import CallbackParams, RunContext, callbacks_of
+from shardwise.mindspore.train.metrics import metrics_of
+
+
+class Model:
+    """``Model(net, loss_fn=loss, optimizer=opt)``; loss and optimizer are told apart in any order.
+
+    ``metrics``: names or Metric objects, for ``eval``. ``loss_scale_manager``: scales the loss before backward.
+    Without ``loss_fn`` the network returns its loss.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss_fn: Any = None,
+        optimizer: Any = None,
+        metrics: Any = None,
+        eval_network: nn.Module | None = None,
+        eval_indexes: Any = None,
+        amp_level: str = "O0",
+        loss_scale_manager: Any = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(loss_fn, Optimizer) or (optimizer is not None and not isinstance(optimizer, Optimizer)):
+            loss_fn, optimizer = optimizer, loss_fn
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(problem(f"{optimizer!r} is no optimizer", fix="Model(net, loss_fn=loss, optimizer=opt)"))
+        if amp_level != "O0":
+            raise NotImplementedError(
+                f"Model(amp_level={amp_level!r}): call net.to_float(ms.float16) where a lower precision is wanted"
+            )
+        for name in settings:
+            raise ValueError(f"Model takes no {name!r}")
+        self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
+        self._metrics = metrics_of(metrics)
+        self._loss_network = network if loss_fn is None else WithLossCell(network, loss_fn)
+        scale = 1.0 if loss_scale_manager is None else float(loss_scale_manager.get_loss_scale())
+        self._train_network = None if optimizer is None else TrainOneStepCell(self._loss_network, optimizer, scale)
+        if eval_network is not None:
+            self._eval_network: nn.Module | None = eval_network
+        elif self._metrics and loss_fn is not None:
+            self._eval_network = WithEvalCell(network, loss_fn)
+        else:
+            self._eval_network = None
+
+    @property
+    def train_network(self) -> nn.Module | None:
+        return self._train_network
+
+    @property
+    def eval_network(self) -> nn.Module | None:
+        return self._eval_network
+
+    def train(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Any = None,
+        dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+    ) -> None:
+        """Train for ``epoch`` epochs. ``dataset_sink_mode`` is accepted and changes nothing: data is fed step by step.
+        ``sink_size``: steps of an epoch (-1: the dataset's)."""
+        if self._train_network is None:
+            raise ValueError(problem("Model.train needs an optimizer", fix="Model(net, loss_fn=loss, optimizer=opt)"))
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
+            raise ValueError(problem(f"epoch is {epoch!r}", fix="a whole number from 1"))
+        network = self._train_network
+        network.train()
+        self._broadcast()
+        params = CallbackParams(
+            network=self._network, train_network=network, optimizer=self._optimizer, loss_fn=self._loss_fn,
+            train_dataset=train_dataset, epoch_num=epoch, batch_num=_size(train_dataset, sink_size),
+            dataset_sink_mode=dataset_sink_mode,
+        )  # fmt: skip
+        run, listed = RunContext(params), callbacks_of(callbacks)
+        for own in listed:
+            own.on_train_begin(run)
+        for number in range(initial_epoch + 1, epoch + 1):
+            params.cur_epoch_num = number
+            for own in listed:
+                own.on_train_epoch_begin(run)
+            for inputs in _steps(train_dataset, sink_size):
+                params.cur_step_num += 1
+                for own in listed:
+                    own.on_train_step_begin(run)
+                params.net_outputs = network(*inputs)
+                for own in listed:
+                    own.on_train_step_end(run)
+                if run.get_stop_requested():
+                    break
+            for own in listed:
+                own.on_train_epoch_end(run)
+            if run.get_stop_requested():
+                break
+        for own in listed:
+            own.on_train_end(run)
+
+    def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
+        """The metrics over a dataset: name -> value."""
+        if self._eval_network is None:
+            raise ValueError(problem("Model.eval has nothing to measure", fix="Model(..., metrics={'loss'})"))
+        network = self._eval_network
+        network.eval()
+        params = CallbackParams(network=self._network, valid_dataset=valid_dataset, mode="eval",
+                                batch_num=_size(valid_dataset, -1))  # fmt: skip
+        run, listed = RunContext(params), callbacks_of(callbacks)
+        for metric in self._metrics.values():
+            metric.clear()
+        for own in listed:
+            own.on_eval_begin(run)
+        for inputs in _steps(valid_dataset, -1):
+            params.cur_step_num += 1
+            with torch.no_grad():
+                params.net_outputs = network(*inputs)
+            outputs = params.net_outputs if isinstance(params.net_outputs, tuple) else (params.net_outputs,)
+            for metric in self._metrics.values():
+                metric.update_from(outputs)
+        params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
+        for own in listed:
+            own.on_eval_end(run)
+        return params.metrics
+
+    def predict(self, *predict_data: Any) -> Any:
+        """What the network returns in evaluation mode."""
+        self._network.eval()
+        with torch.no_grad():
+            return self._network(*predict_data)
+
+    def _broadcast(self) -> None:
+        """``parameter_broadcast``: rank 0's parameters on every rank, before data-parallel training. (Where cells are
+        split, rank 0's values are taken anyway.)"""
+        options = context.options()
+        if options.parameter_broadcast and not options.distributed and torch.distributed.is_initialized():
+            for tensor in [*self._network.parameters(), *self._network.buffers()]:
+                torch.distributed.broadcast(tensor.data, src=0)
+
+
+def _size(dataset: Any, sink_size: int) -> int:
+    if sink_size > 0:
+        return sink_size
+    return int(dataset.get_dataset_size() if hasattr(dataset, "get_dataset_size") else len(dataset))
+
+
+def _steps(dataset: Any, sink_size: int) -> Iterator[tuple[Any, ...]]:
+    rows: Iterable[Any] = (
+        dataset.create_tuple_iterator(num_epochs=1) if hasattr(dataset, "create_tuple_iterator") else dataset
+    )
+    for number, row in enumerate(rows):
+        if 0 < sink_size <= number:
+            return
+        yield tuple(row) if isinstance(row, (tuple, list)) else (row,)
