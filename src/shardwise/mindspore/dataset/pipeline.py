@@ -40,7 +40,7 @@ class Dataset(ABC):
     def get_dataset_size(self) -> int:
         """How many rows a pass has."""
 
-    def get_colnames_of(self) -> list[str]:
+    def get_col_names(self) -> list[str]:
         """The names of the columns."""
         return list(self._columns)
 
@@ -120,7 +120,7 @@ class _Passes(Iterator[Any]):
     ) -> None:
         if num_epochs != -1:
             count_of("num_epochs", num_epochs)
-        names = dataset.get_colnames_of()
+        names = dataset.get_col_names()
         self._names = list(named(columns, names)) if columns is not None else names
         self._positions = [names.index(name) for name in self._names]
         self._dataset, self._left, self._form = dataset, num_epochs, form
@@ -148,7 +148,7 @@ class _Over(Dataset):
     """A dataset made of another one's rows; by default as many."""
 
     def __init__(self, source: Dataset, columns: Sequence[str] | None = None) -> None:
-        super().__init__(source.get_colnames_of() if columns is None else columns)
+        super().__init__(source.get_col_names() if columns is None else columns)
         self._source = source
 
     def get_dataset_size(self) -> int:
@@ -205,7 +205,7 @@ class _Map(_Over):
     def __init__(
         self, source: Dataset, functions: Sequence[Callable[..., Any]], inputs: Sequence[str], outputs: Sequence[str]
     ) -> None:
-        own = source.get_colnames_of()
+        own = source.get_col_names()
         first = own.index(inputs[0])
         kept = [name for name in own if name not in inputs]
         place = sum(name not in inputs for name in own[:first])
@@ -214,7 +214,7 @@ class _Map(_Over):
         self._functions, self._inputs, self._outputs = functions, tuple(inputs), tuple(outputs)
 
     def rows(self, number: int) -> Iterator[Row]:
-        names = self._source.get_colnames_of()
+        names = self._source.get_col_names()
         for row in self._source.rows(number):
             values = dict(zip(names, row, strict=True))
             found: tuple[Any, ...] = tuple(values[name] for name in self._inputs)
@@ -230,7 +230,7 @@ class _Map(_Over):
 
 class _Project(_Over):
     def rows(self, number: int) -> Iterator[Row]:
-        own = self._source.get_colnames_of()
+        own = self._source.get_col_names()
         positions = [own.index(name) for name in self._columns]
         for row in self._source.rows(number):
             yield tuple(row[i] for i in positions)

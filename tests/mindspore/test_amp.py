@@ -1,0 +1,200 @@
+"""Finite checks, loss scales and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.mindspore import communication as D
+from shardwise.mindspore.amp import (
+    DynamicLossScaleManager,
+    DynamicLossScaler,
+    FixedLossScaleManager,
+    StaticLossScaler,
+    all_finite,
+    init_register,
+    init_status,
+)
+from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
+from shardwise.mindspore.ops.communication import counting
+
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_bad_element_anywhere_is_found(bad: float, dtype: torch.dtype) -> None:
+    good = [torch.ones(3, dtype=dtype), (torch.ones((), dtype=dtype), None), torch.arange(3)]
+    assert all_finite(good).item() is True
+    assert all_finite(good, init_status()).item() is True
+    for place in range(3):
+        wrong = torch.ones(3, dtype=dtype)
+        wrong[place] = bad
+        assert all_finite([*good, (wrong,)]).item() is False
+        assert not all_finite(wrong)
+    assert all_finite([])
+    assert init_register().tolist() == [0.0] * 8
+    with pytest.raises(TypeError, match="is not a tensor"):
+        all_finite([1.0])
+
+
+def agreed() -> Any:
+    D.init()
+    grads = [torch.tensor([1.0, math.inf if dist.get_rank() == 1 else 2.0])]
+    with counting() as record:
+        own = all_finite(grads)
+        together = all_finite(grads, group=D.HCCL_WORLD_COMM_GROUP)
+        fine = all_finite([torch.ones(2)], group=D.HCCL_WORLD_COMM_GROUP)
+    return own.item(), together.item(), fine.item(), [exchange.kind for exchange in record]
+
+
+def test_ranks_agree_when_they_are_asked_to(run_ranks: RunRanks) -> None:
+    assert run_ranks(agreed, 2) == [(own, False, True, ["all_reduce"] * 2) for own in (True, False)]
+
+
+# ------------------------------------------------------------------------------------------------------------ scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_scaling_and_unscaling_keep_dtypes_and_nests(dtype: torch.dtype) -> None:
+    scaler = StaticLossScaler(1024)
+    given = (torch.tensor([1.0, -0.5], dtype=dtype), [torch.tensor(2.0, dtype=dtype)])
+    scaled = scaler.scale(given)
+    assert scaled[0].tolist() == [1024, -512]
+    assert scaled[1][0].tolist() == 2048
+    assert (scaled[0].dtype, type(scaled[1])) == (dtype, list)
+    back = scaler.unscale(scaled)
+    assert torch.equal(back[0], given[0])
+    assert torch.equal(back[1][0], given[1][0])
+    assert scaler.adjust(False) is False
+    assert float(scaler.scale_value) == 1024
+    with pytest.raises(TypeError, match="is not a tensor"):
+        scaler.scale(3.0)
+
+
+def test_a_scaled_loss_has_scaled_gradients() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    scaler = DynamicLossScaler(4096, 2, 10)
+    scaler.scale((x**2).sum()).backward()
+    assert torch.equal(scaler.unscale((x.grad,))[0], 2 * x.detach())
+
+
+SERIES = [*[True] * 4, False, True, True, *[False] * 9, True]
+
+
+def reference_scales(scale: float, factor: float, window: int) -> list[float]:
+    """In plain words: what the scale is after every step of the series."""
+    good, found = 0, []
+    for finite in SERIES:
+        good = good + 1 if finite else 0
+        if not finite:
+            scale = max(1.0, scale / factor)
+        elif good == window:
+            scale, good = scale * factor, 0
+        found.append(scale)
+    return found
+
+
+@pytest.mark.parametrize(("factor", "window"), [(2, 2), (2, 1), (4, 3)])
+def test_a_dynamic_scale_grows_after_good_steps_and_shrinks_after_bad_ones(factor: float, window: int) -> None:
+    scaler, manager = DynamicLossScaler(8, factor, window), DynamicLossScaleManager(8, factor, window)
+    found, managed = [], []
+    for finite in SERIES:
+        assert scaler.adjust(torch.tensor(finite)) is True
+        manager.update_loss_scale(not finite)
+        found.append(float(scaler.scale_value))
+        managed.append(manager.get_loss_scale())
+    assert found == managed == reference_scales(8, factor, window)
+    assert min(found) == 1.0
+
+
+def test_a_scale_does_not_grow_out_of_float32() -> None:
+    scaler = DynamicLossScaler(2.0**127, 2, 1)
+    scaler.adjust(True)
+    assert float(scaler.scale_value) == 2.0**127
+    scaler.adjust(False)
+    assert float(scaler.scale_value) == 2.0**126
+
+
+def test_managers_tell_what_happens_on_overflow() -> None:
+    fixed = FixedLossScaleManager(64, drop_overflow_update=False)
+    fixed.update_loss_scale(True)
+    assert (fixed.get_loss_scale(), fixed.get_drop_overflow_update(), fixed.get_update_cell()) == (64, False, None)
+    assert (FixedLossScaleManager().get_loss_scale(), FixedLossScaleManager().get_drop_overflow_update()) == (128, True)
+    dynamic = DynamicLossScaleManager()
+    assert (dynamic.get_loss_scale(), dynamic.get_drop_overflow_update()) == (2**24, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: StaticLossScaler(0), ValueError),
+        (lambda: StaticLossScaler("1"), TypeError),
+        (lambda: DynamicLossScaler(8, 1, 2), ValueError),
+        (lambda: DynamicLossScaler(8, 2, 0), ValueError),
+        (lambda: DynamicLossScaler(8, 2, 1.5), TypeError),
+        (lambda: FixedLossScaleManager(0.5), ValueError),
+        (lambda: DynamicLossScaleManager(True), TypeError),
+    ],
+)
+def test_wrong_scales_are_refused(make: Callable[[], Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="fix: "):
+        make()
+
+
+# ---------------------------------------------------------------------------------------------------------- clipping
+
+
+def test_gradients_are_clipped_to_their_common_norm() -> None:
+    random = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, dtype=torch.float64, generator=random) for shape in [(3, 4), (5,), ()]]
+    norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads))
+    parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    clipped = clip_by_global_norm(tuple(grads), clip_norm=1.0)
+    for one, grad, parameter in zip(clipped, grads, parameters, strict=True):
+        torch.testing.assert_close(one, grad / norm, rtol=1e-14, atol=0)
+        assert parameter.grad is not None
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-6, atol=0)  # torch's adds 1e-6 to the norm
+    assert all(map(torch.equal, clip_by_global_norm(grads, clip_norm=norm * 1.01), grads))
+    torch.testing.assert_close(clip_by_global_norm(grads, 1.0, use_norm=2 * norm)[0], grads[0] / (2 * norm))
+
+
+def test_the_norm_of_halves_does_not_overflow() -> None:
+    (clipped,) = clip_by_global_norm([torch.full((4,), 60000.0, dtype=torch.float16)], 2.0)
+    assert clipped.dtype == torch.float16
+    assert clipped.tolist() == [1.0] * 4
+
+
+def test_clipping_is_differentiable() -> None:
+    x = torch.tensor([3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: clip_by_global_norm((x,), 1.0)[0], (x,))
+
+
+def test_values_are_clipped_to_bounds() -> None:
+    x = torch.arange(5)
+    assert clip_by_value(x, 1, 3).tolist() == [1, 1, 2, 3, 3]
+    assert clip_by_value((x, [x]), clip_value_max=2)[1][0].tolist() == [0, 1, 2, 2, 2]
+    assert clip_by_value(x.double(), torch.full((5,), 2.5, dtype=torch.float64)).tolist() == [2.5, 2.5, 2.5, 3, 4]
+    assert clip_by_value(x, 3, 1).tolist() == [1] * 5
+
+
+def test_wrong_clips_are_refused() -> None:
+    ones = [torch.ones(2)]
+    for make, kind in [
+        (lambda: clip_by_global_norm(ones, 0), ValueError),
+        (lambda: clip_by_global_norm(ones, "1"), TypeError),
+        (lambda: clip_by_global_norm(ones[0]), TypeError),
+        (lambda: clip_by_global_norm([]), TypeError),
+        (lambda: clip_by_value(ones[0]), ValueError),
+        (lambda: clip_by_value(1.0, 0), TypeError),
+    ]:
+        with pytest.raises(kind, match="fix: "):
+            make()

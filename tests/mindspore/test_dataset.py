@@ -1,0 +1,265 @@
+"""Datasets: where rows come from, what is made of them, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.mindspore import dataset as ds
+from shardwise.mindspore.common import seed
+
+
+@pytest.fixture(autouse=True)
+def fresh_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seed, "_random", type(seed._random)())
+
+
+def get_dataset(batch_size: int, step_per_epoch: int, in_dim: int, out_dim: int) -> Callable[[], Iterator[Any]]:
+    """As document 003 does it (with the arguments in the order in which it calls it)."""
+    np.random.seed(1)
+    input_data = np.random.rand(batch_size, in_dim).astype(np.float32)
+    label_data = np.random.rand(batch_size, out_dim).astype(np.float32)
+
+    def generate() -> Iterator[Any]:
+        for _ in range(step_per_epoch):
+            yield (input_data, label_data)
+
+    return generate
+
+
+class Indexed:
+    """Seven rows: the index, and a vector of it."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return np.int64(index), np.full(2, index, np.float32)
+
+    def __len__(self) -> int:
+        return 7
+
+
+def firsts(dataset: ds.Dataset) -> list[Any]:
+    return [row[0].tolist() for row in dataset.create_tuple_iterator(num_epochs=1)]
+
+
+def test_the_dataset_of_document_003_has_one_item_a_step_in_every_epoch() -> None:
+    dataset = ds.GeneratorDataset(get_dataset(2, 4, 32, 16), ["input", "label"])
+    assert (dataset.get_dataset_size(), len(dataset), dataset.get_col_names()) == (4, 4, ["input", "label"])
+    np.random.seed(1)
+    expected = np.random.rand(2, 32).astype(np.float32)
+    iterator = dataset.create_dict_iterator()
+    for _ in range(2):
+        rows = list(iterator)
+        assert len(rows) == 4
+        for row in rows:
+            assert row["input"].dtype == row["label"].dtype == torch.float32
+            assert torch.equal(row["input"], torch.from_numpy(expected))
+            assert row["label"].shape == (2, 16)
+
+
+def test_items_are_copies() -> None:
+    data = np.zeros(2, np.float32)
+    (row,) = ds.GeneratorDataset(lambda: iter([(data,)]), ["x"])
+    row[0] += 1
+    assert data.tolist() == [0, 0]
+
+
+def test_dtypes_stay_and_column_types_convert() -> None:
+    def source() -> Iterator[Any]:
+        yield 1.5, 2, True, torch.tensor([1.0]), np.float16(3)
+
+    names = list("abcde")
+    (row,) = ds.GeneratorDataset(source, names)
+    kinds = [torch.float64, torch.int64, torch.bool, torch.float32, torch.float16]
+    assert [item.dtype for item in row] == kinds
+    (row,) = ds.GeneratorDataset(source, names, column_types=[torch.float32, np.int32, np.uint8, "float64", torch.int8])
+    assert [item.dtype for item in row] == [torch.float32, torch.int32, torch.uint8, torch.float64, torch.int8]
+
+
+def test_one_column_may_be_a_bare_array() -> None:
+    assert firsts(ds.GeneratorDataset(lambda: iter(np.arange(3.0)), "x")) == [0, 1, 2]
+    assert firsts(ds.GeneratorDataset([np.arange(2), np.arange(2)], ["x"], shuffle=False)) == [[0, 1], [0, 1]]
+    assert firsts(ds.GeneratorDataset([[1, 2], [3, 4]], ["x"], shuffle=False)) == [[1, 2], [3, 4]]
+
+
+def test_rows_come_as_tuples_or_dictionaries_of_tensors_or_arrays() -> None:
+    dataset = ds.GeneratorDataset(Indexed(), ["i", "x"], shuffle=False)
+    tensors = next(iter(dataset))
+    assert isinstance(tensors, list)
+    assert torch.equal(tensors[1], torch.zeros(2))
+    arrays = next(dataset.create_dict_iterator(num_epochs=1, output_numpy=True))
+    assert isinstance(arrays["x"], np.ndarray)
+    assert [list(row) for row in dataset.create_tuple_iterator(["i"], num_epochs=1)][3] == [torch.tensor(3)]
+    with pytest.raises(ValueError, match="there is no column"):
+        dataset.create_tuple_iterator(["y"])
+
+
+def test_an_iterator_gives_its_number_of_epochs_and_ends() -> None:
+    iterator = ds.GeneratorDataset(Indexed(), ["i", "x"]).create_tuple_iterator(num_epochs=2)
+    assert [len(list(iterator)) for _ in range(4)] == [7, 7, 0, 0]
+
+
+# ------------------------------------------------------------------------------------------------------------ order
+
+
+def test_rows_by_index_are_shuffled_differently_in_every_pass_and_alike_in_every_process() -> None:
+    orders = []
+    for _ in range(2):
+        dataset = ds.GeneratorDataset(Indexed(), ["i", "x"])
+        orders.append([firsts(dataset), firsts(dataset)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+    assert sorted(orders[0][0]) == sorted(orders[0][1]) == list(range(7))
+    seed.set_seed(5)
+    assert firsts(ds.GeneratorDataset(Indexed(), ["i", "x"])) != orders[0][0]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_shards_are_equally_long_and_have_every_row(num_shards: int, shuffle: bool) -> None:
+    shards = [
+        ds.GeneratorDataset(Indexed(), ["i", "x"], shuffle=shuffle, num_shards=num_shards, shard_id=own)
+        for own in range(num_shards)
+    ]
+    rows = [firsts(shard) for shard in shards]
+    assert {len(one) for one in rows} == {-(-7 // num_shards)} == {len(shard) for shard in shards}
+    assert {row for one in rows for row in one} == set(range(7))
+
+
+def test_a_sampler_decides_the_order() -> None:
+    assert firsts(ds.GeneratorDataset(Indexed(), ["i", "x"], sampler=[5, 5, 0])) == [5, 5, 0]
+    assert firsts(ds.GeneratorDataset(Indexed(), ["i", "x"], shuffle=False, num_samples=2)) == [0, 1]
+    assert len(ds.GeneratorDataset(Indexed(), ["i", "x"], num_samples=20)) == 7
+
+
+def test_a_buffer_shuffles_what_has_no_index() -> None:
+    dataset = ds.GeneratorDataset(lambda: iter(np.arange(20)), ["x"]).shuffle(4)
+    first, second = firsts(dataset), firsts(dataset)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert all(row <= place + 3 for place, row in enumerate(first))  # none is drawn before it is read
+    assert firsts(ds.GeneratorDataset(lambda: iter(np.arange(20)), ["x"]).shuffle(4)) == first
+    assert firsts(ds.GeneratorDataset(lambda: iter(np.arange(5)), ["x"]).shuffle(1)) == list(range(5))
+
+
+# ------------------------------------------------------------------------------------------------------- operations
+
+
+def plain() -> ds.Dataset:
+    return ds.GeneratorDataset(Indexed(), ["i", "x"], shuffle=False)
+
+
+def test_batches_are_stacked() -> None:
+    assert firsts(plain().batch(3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert firsts(plain().batch(3, drop_remainder=True)) == [[0, 1, 2], [3, 4, 5]]
+    assert [row[1].shape for row in plain().batch(7)] == [(7, 2)]
+    assert (len(plain().batch(3)), len(plain().batch(3, drop_remainder=True))) == (3, 2)
+    assert plain().batch(3).batch(2).get_batch_size() == 6
+
+
+def test_repetitions_follow_each_other() -> None:
+    assert firsts(plain().repeat(2)) == [*range(7), *range(7)]
+    assert len(plain().repeat(3)) == 21
+    endless = plain().repeat().create_tuple_iterator(num_epochs=1)
+    assert [int(next(endless)[0]) for _ in range(15)] == [i % 7 for i in range(15)]
+    shuffled = ds.GeneratorDataset(Indexed(), ["i", "x"]).repeat(2)
+    rows = firsts(shuffled) + firsts(shuffled)
+    assert len({tuple(rows[i : i + 7]) for i in range(0, 28, 7)}) == 4
+
+
+def test_rows_are_taken_and_skipped() -> None:
+    assert firsts(plain().take(2)) == [0, 1]
+    assert firsts(plain().take()) == list(range(7))
+    assert firsts(plain().skip(5)) == [5, 6]
+    assert firsts(plain().skip(2).take(3)) == [2, 3, 4]
+    assert [len(plain().take(9)), len(plain().skip(9)), len(plain().skip(2).take(3))] == [7, 0, 3]
+
+
+def test_functions_are_mapped_over_columns() -> None:
+    assert firsts(plain().map(lambda i: i * 10).take(3)) == [0, 10, 20]
+    dataset = plain().map([lambda x: x + 1, np.sum], input_columns="x")
+    assert [row[1].item() for row in dataset.take(2)] == [2, 4]
+    both = plain().map(lambda i, x: (x * i, i, i + 0.5), ["i", "x"], output_columns=["p", "q", "r"])
+    assert both.get_col_names() == ["p", "q", "r"]
+    assert [item.tolist() for item in list(both)[3]] == [[9, 9], 3, 3.5]
+    last = plain().map(lambda x: (x, -x), "x", output_columns=["a", "b"])
+    assert last.get_col_names() == ["i", "a", "b"]
+    assert [item.tolist() for item in list(last)[2]] == [2, [2, 2], [-2, -2]]
+    assert plain().project(["x", "i"]).get_col_names() == ["x", "i"]
+    assert firsts(plain().project("x").take(2)) == [[0, 0], [1, 1]]
+
+
+def test_a_generator_is_counted_when_asked_and_once() -> None:
+    passes = []
+
+    def source() -> Iterator[Any]:
+        passes.append(1)
+        yield from np.arange(5)
+
+    dataset = ds.GeneratorDataset(source, ["x"]).batch(2)
+    assert passes == []
+    assert (len(dataset), len(dataset), len(passes)) == (3, 3, 1)
+
+
+def test_arrays_are_sliced() -> None:
+    a, b = np.arange(6, dtype=np.float32).reshape(3, 2), np.arange(3)
+    named = ds.NumpySlicesDataset({"a": a, "b": b}, shuffle=False)
+    assert (named.get_col_names(), firsts(named)) == (["a", "b"], a.tolist())
+    assert next(iter(named))[0].dtype == torch.float32
+    assert ds.NumpySlicesDataset((a, b)).get_col_names() == ["column_0", "column_1"]
+    assert firsts(ds.NumpySlicesDataset([1, 2, 3], ["n"], shuffle=False)) == [1, 2, 3]
+    assert sorted(firsts(ds.NumpySlicesDataset(a, num_shards=3, shard_id=1))) in [[row] for row in a.tolist()]
+
+
+# --------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes_are_named() -> None:
+    def source() -> Iterator[Any]:
+        yield 1, np.zeros(2)
+        yield 2, np.zeros(3)
+
+    mistakes: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: ds.GeneratorDataset(3, ["x"]), TypeError, "int is no source of rows"),
+        (lambda: ds.GeneratorDataset(source, []), TypeError, "names of columns"),
+        (lambda: ds.GeneratorDataset(source, ["x", "x"]), ValueError, "two columns"),
+        (
+            lambda: ds.GeneratorDataset(source, ["x", "y"], shuffle=True),
+            ValueError,
+            "shuffle needs rows by their index",
+        ),
+        (
+            lambda: ds.GeneratorDataset(source, ["x", "y"], num_shards=2, shard_id=0),
+            ValueError,
+            "num_shards needs rows",
+        ),
+        (lambda: ds.GeneratorDataset(source, ["x"], column_types=[1, 2]), TypeError, "."),
+        (lambda: ds.GeneratorDataset(source, ["x"], column_types=["int8", "int8"]), ValueError, "1 columns and 2"),
+        (lambda: ds.GeneratorDataset(Indexed(), ["x"], num_shards=2), ValueError, "give both"),
+        (lambda: ds.GeneratorDataset(Indexed(), ["x"], num_shards=2, shard_id=2), ValueError, "there are 2 shards"),
+        (lambda: ds.GeneratorDataset(Indexed(), ["x"], shuffle=True, sampler=[1]), ValueError, "decides the order"),
+        (lambda: list(ds.GeneratorDataset(source, ["a", "b", "c"])), RuntimeError, "gives 2 values a row"),
+        (lambda: list(ds.GeneratorDataset(source, ["a", "b"]).batch(2)), RuntimeError, 'column "b" has rows of the'),
+        (lambda: plain().batch(0), ValueError, "batch_size is 0"),
+        (lambda: plain().batch(2.0), TypeError, "of type float"),  # type: ignore[arg-type]
+        (lambda: plain().map(abs, "y"), ValueError, 'no column "y"'),
+        (lambda: list(plain().map(lambda i: (i, i))), RuntimeError, "output_columns"),
+        (lambda: plain().map(abs, "i", output_columns="x"), ValueError, "two columns"),
+        (lambda: list(ds.GeneratorDataset([np.array("a")], ["s"])), TypeError, 'column "s" holds'),
+        (lambda: ds.NumpySlicesDataset((np.ones(2), np.ones(3))), ValueError, r"\[2\], \[3\]"),
+    ]
+    for make, kind, message in mistakes:
+        with pytest.raises(kind, match=message):
+            make()
+
+
+def test_a_used_up_iterator_is_no_second_epoch() -> None:
+    dataset = ds.GeneratorDataset(iter(np.arange(3)), ["x"])
+    with pytest.raises(RuntimeError, match="cannot be counted"):
+        len(dataset)
+    assert firsts(dataset) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="only one pass"):
+        firsts(dataset)
