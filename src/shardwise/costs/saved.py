@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
-from shardwise.costs.footprints import Footprints, Form
+from shardwise.costs.footprints import Call, Footprints, Form
 from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
 
 
@@ -30,6 +31,11 @@ def saved_by(op: Op, operands: Sequence[Value]) -> Saved:
         return map_refs(arg, lambda _: Ref(str(next(position))))
 
     call = op.target, tuple(map(numbered, op.args)), tuple((key, numbered(arg)) for key, arg in op.kwargs)
-    found = Footprints().forward(call, tuple(Form.of(value) for value in operands))
+    return _saved(call, tuple(Form.of(value) for value in operands))
+
+
+@lru_cache(maxsize=4096)
+def _saved(call: Call, operands: tuple[Form, ...]) -> Saved:
+    found = Footprints().forward(call, operands)
     kept = {kind: tuple(i for own, i in found.saved if own == kind) for kind in ("operand", "result")}
     return Saved(kept["operand"], kept["result"], found.saved_bytes)

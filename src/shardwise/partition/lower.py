@@ -18,11 +18,11 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.graph.capture import capture_function
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
+from shardwise.graph.ir import Graph, Op, Ref, Value, map_refs
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
-from shardwise.rules.atoms import factor_graph
+from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule, takes_runs
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.propagate import Propagation, where_of
@@ -60,21 +60,84 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     if not needs_lowering(rule, strategy):
         return [placed], ()
     assert rule.lowering is not None, f"{op.name}: the rule {rule} has a lowered factor and no lowering"
-    operands = apply_strategy(rule, strategy, mesh).operands
-    told = (("runs", _runs(operands[0])),) if takes_runs(rule.lowering) else ()
-    fragment = _fragment(op, rule.lowering, told, graph)
-    given = dict(zip(op.operands, operands, strict=True))
-    rules = {inner.name: _rule_within(rule.lowering, inner, fragment) for inner in fragment.ops}
-    factored = factor_graph(fragment, rules, {name: layout.atoms for name, layout in given.items()})
-    sources = {name: where_of(_over(layout, factored.atoms[name])) for name, layout in given.items()}
+    layouts = dict(zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True))
+    order = tuple(layouts)
+
+    def slot(name: str) -> Slot:
+        value = graph.by_name[name]
+        return Slot(order.index(name), value.shape, value.dtype, value.requires_grad)
+
+    args = tuple(map_refs(arg, slot) for arg in op.args)
+    kwargs = tuple((key, map_refs(arg, slot)) for key, arg in op.kwargs)
+    if takes_runs(rule.lowering):
+        kwargs += (("runs", _runs(layouts[op.operands[0]])),)
+    found = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh)
+    names = dict(zip(found.sources, order, strict=True)) | dict(zip(found.outputs, op.results, strict=True))
+
+    def named(name: str) -> str:
+        return names.get(name) or f"{op.name}.{name}"
+
+    def renamed(item: PlacedOp) -> PlacedOp:
+        inner = item.op
+        own = Op(
+            f"{op.name}.{inner.name}",
+            inner.target,
+            tuple(map_refs(arg, lambda name: Ref(named(name))) for arg in inner.args),
+            tuple((key, map_refs(arg, lambda name: Ref(named(name)))) for key, arg in inner.kwargs),
+            tuple(map(named, inner.results)),
+            op.source,
+            op.scope,
+        )
+        return replace(item, op=own)
+
+    return list(map(renamed, found.items)), tuple(replace(value, name=named(value.name)) for value in found.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """A lowering in names of its own: those of its operands and results, its operators, and the values between."""
+
+    sources: tuple[str, ...]
+    outputs: tuple[str, ...]
+    items: tuple[PlacedOp, ...]
+    values: tuple[Value, ...]
+
+
+@lru_cache(maxsize=4096)
+def _lowered(
+    lowering: Lowering,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    layouts: tuple[Layout, ...],
+    mesh: Mesh,
+) -> _Lowered:
+    """A lowering of operands in some layouts. Equal layers share it."""
+    fragment, factored = _divided(lowering, args, kwargs, tuple(layout.atoms for layout in layouts))
+    named = dict(zip((source.value for source in fragment.sources), layouts, strict=True))
+    sources = {name: where_of(_over(layout, factored.atoms[name])) for name, layout in named.items()}
     strategies = Propagation(fragment, factored.rules, mesh, sources=sources).run()
-    found: list[PlacedOp] = []
-    values = [value for value in fragment.values if value.name not in graph.by_name]
+    outputs = tuple(output.name for output in fragment.outputs)
+    items: list[PlacedOp] = []
+    values = [value for value in fragment.values if value.name not in named and value.name not in outputs]
     for inner in fragment.ops:
         deeper, added = lower(PlacedOp(inner, factored.rules[inner.name], strategies[inner.name]), fragment, mesh)
-        found.extend(deeper)
+        items.extend(deeper)
         values.extend(added)
-    return found, tuple(values)
+    return _Lowered(tuple(named), outputs, tuple(items), tuple(values))
+
+
+@lru_cache(maxsize=4096)
+def _divided(
+    lowering: Lowering,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    atoms: tuple[tuple[tuple[int, ...], ...], ...],
+) -> tuple[Graph, Factored]:
+    """The captured lowering and its rules, divided as its operands are."""
+    fragment = _capture_lowering(lowering, args, kwargs)
+    rules = {inner.name: _rule_within(lowering, inner, fragment) for inner in fragment.ops}
+    names = (source.value for source in fragment.sources)
+    return fragment, factor_graph(fragment, rules, dict(zip(names, atoms, strict=True)))
 
 
 def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
@@ -111,46 +174,9 @@ def _runs(layout: Layout) -> tuple[int, ...]:
     return tuple(map(run, layout.dims))
 
 
-def _fragment(op: Op, lowering: Lowering, told: tuple[tuple[str, Arg], ...], graph: Graph) -> Graph:
-    """The captured lowering with the operator's own value names at its ends. ``told``: what it is given besides."""
-    order = tuple(dict.fromkeys(op.operands))
-
-    def slot(name: str) -> Slot:
-        value = graph.by_name[name]
-        return Slot(order.index(name), value.shape, value.dtype, value.requires_grad)
-
-    args = tuple(map_refs(arg, slot) for arg in op.args)
-    kwargs = tuple((key, map_refs(arg, slot)) for key, arg in op.kwargs) + told
-    captured = _capture_lowering(lowering, args, kwargs)
-    names: dict[str, str] = {source.value: order[i] for i, source in enumerate(captured.sources)}
-    produced = [output.name for output in captured.outputs]
-    names.update(dict(zip(produced, op.results, strict=True)))
-    for value in captured.values:
-        names.setdefault(value.name, f"{op.name}.{value.name}")
-
-    def rename(arg: Arg) -> Arg:
-        return map_refs(arg, lambda name: Ref(names[name]))
-
-    ops = tuple(
-        Op(
-            f"{op.name}.{inner.name.rpartition('/')[2]}",
-            inner.target,
-            tuple(rename(arg) for arg in inner.args),
-            tuple((key, rename(arg)) for key, arg in inner.kwargs),
-            tuple(names[name] for name in inner.results),
-            op.source,
-            op.scope,
-        )
-        for inner in captured.ops
-    )
-    values = tuple(replace(value, name=names[value.name]) for value in captured.values)
-    sources = tuple(replace(source, value=names[source.value]) for source in captured.sources)
-    outputs = tuple(Ref(name) for name in op.results)
-    return Graph(values, sources, ops, outputs)
-
-
 @lru_cache(maxsize=4096)
 def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Graph:
+    """The lowering of operands of some shapes as a graph, whose sources are the operands."""
     slots: dict[int, Slot] = {}
 
     def collect(arg: Any) -> None:
@@ -174,7 +200,8 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
 
         return lowering(*[fill(arg) for arg in args], **{key: fill(value) for key, value in kwargs})
 
-    return capture_function(call, examples)
+    graph = capture_function(call, examples)
+    return replace(graph, ops=tuple(replace(op, name=op.name.rpartition("/")[2]) for op in graph.ops))
 
 
 def lower_all(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 from shardwise.search.domains import Domain, Domains
-from shardwise.search.elimination import Interner, Problem, Scope
+from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 
 COMPONENTS = ("exposed", "compute", "traffic", "bytes")
 EXPOSED, COMPUTE, TRAFFIC, BYTES = range(4)
@@ -81,29 +82,56 @@ class CostGraph:
 
     def weighted(self, weights: Weights) -> Problem:
         """The problem of minimising the weighted sum of the components."""
-        interner = Interner()
-        numbers: list[int] = []
-        for components in self.kinds:
+        weighted: list[Floats] = []
+        for components in self._tables:
             total: Floats | None = None
             for weight, table in zip(weights.vector, components, strict=True):
                 if table is not None and weight:
                     total = table * weight if total is None else total + table * weight
             shape = next(table.shape for table in components if table is not None)
-            numbers.append(interner.add(np.zeros(shape) if total is None else total))
-        return Problem(
-            [variable.size for variable in self.variables],
-            [(scope, numbers[kind]) for scope, kind in self.factors],
-            interner,
-        )
+            weighted.append(np.zeros(shape) if total is None else total)
+        sizes = [variable.size for variable in self.variables]
+        return Problem(sizes, self._scopes, Interner(weighted), self._eliminations)
+
+    @cached_property
+    def _distinct(self) -> dict[int, int]:
+        """Kind -> its number among those of different content."""
+        numbers: dict[object, int] = {}
+        found = {}
+        for kind, components in enumerate(self.kinds):
+            key = tuple(None if table is None else (table.shape, table.tobytes()) for table in components)
+            found[kind] = numbers.setdefault(key, len(numbers))
+        return found
+
+    @cached_property
+    def _tables(self) -> list[Components]:
+        return list({number: self.kinds[kind] for kind, number in self._distinct.items()}.values())
+
+    @cached_property
+    def _scopes(self) -> list[tuple[Scope, int]]:
+        return [(scope, self._distinct[kind]) for scope, kind in self.factors]
+
+    @cached_property
+    def _eliminations(self) -> dict[tuple[tuple[tuple[Scope, int], ...], int | None], Elimination]:
+        """Whatever the weights, variables are eliminated in the same steps (``Problem.known``)."""
+        return {}
+
+    @cached_property
+    def by_kind(self) -> list[tuple[Components, Ints]]:
+        """The tables of different content, and the scopes of each."""
+        scopes: list[list[Scope]] = [[] for _ in self._tables]
+        for scope, number in self._scopes:
+            scopes[number].append(scope)
+        return [(table, np.array(own, dtype=np.int64)) for table, own in zip(self._tables, scopes, strict=True)]
 
     def components(self, assignment: list[int]) -> Floats:
         """The four components of a complete assignment."""
-        total = np.zeros(4)
-        for scope, kind in self.factors:
-            at = tuple(assignment[v] for v in scope)
-            for i, table in enumerate(self.kinds[kind]):
+        total, values = np.zeros(4), np.array(assignment, dtype=np.int64)
+        for tables, scopes in self.by_kind:
+            at = tuple(values[scopes].T)
+            for i, table in enumerate(tables):
                 if table is not None:
-                    total[i] += table[at]
+                    total[i] += table[at].sum()
         return total
 
 

@@ -10,13 +10,14 @@ multiplier, in seconds per byte. What is left between the best choice found and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardwise.layouts.routes import Floats
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
-from shardwise.search.elimination import restricted
+from shardwise.search.elimination import Scope, restricted
 from shardwise.search.solving import Solver, minimise
 
 # Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a picosecond.
@@ -219,13 +220,13 @@ class _Run:
         self.mix(low, high)
         self.mix(high, low)
         if self.best.seconds > bound * (1 + NEAR) and self.largest_joint <= CHEAP_JOINT:
-            for variable in self.deciding(low, high):
-                for value in (low.assignment[variable], high.assignment[variable]):
-                    for multiplier in (HIDDEN, self.multiplier, 1.0 - HIDDEN):
-                        weights = Weights(1.0, 1.0 - multiplier, multiplier, TIE)
-                        found = self.solver(restricted(self.cost.weighted(weights), {variable: value}))
+            deciding = self.deciding(low, high)
+            for multiplier in (HIDDEN, self.multiplier, 1.0 - HIDDEN):
+                problem = self.cost.weighted(Weights(1.0, 1.0 - multiplier, multiplier, TIE))
+                for variable in deciding:
+                    for value in (low.assignment[variable], high.assignment[variable]):
+                        self.add(self.solver(restricted(problem, {variable: value})).assignment)
                         self.solves += 1
-                        self.add(found.assignment)
         self.descend()
 
     def deciding(self, low: _Seen, high: _Seen) -> list[int]:
@@ -246,16 +247,18 @@ class _Run:
             return
         count = len(self.cost.variables)
         change = np.zeros((count + 2, 4))
-        for scope, kind in self.cost.factors:
-            tables = self.cost.kinds[kind]
-            ends = [tuple(item.assignment[v] for v in scope) for item in (first, second)]
-            pieces = [(scope[-1] + 1, count + 1, ends[0]), (0, scope[0] + 1, ends[1])]
-            if len(scope) == 2:
-                pieces.append((scope[0] + 1, scope[1] + 1, (ends[0][0], ends[1][1])))
+        ends = [np.array(item.assignment, dtype=np.int64) for item in (first, second)]
+        for tables, scopes in self.cost.by_kind:
+            before, after = scopes[:, 0] + 1, scopes[:, -1] + 1
+            own = [tuple(values[scopes].T) for values in ends]
+            pieces = [(after, np.full_like(after, count + 1), own[0]), (np.zeros_like(before), before, own[1])]
+            if scopes.shape[1] == 2:
+                pieces.append((before, after, (own[0][0], own[1][1])))
             for start, stop, at in pieces:
-                price = [0.0 if table is None else table[at] for table in tables]
-                change[start] += price
-                change[stop] -= price
+                for i, table in enumerate(tables):
+                    if table is not None:
+                        np.add.at(change[:, i], start, table[at])
+                        np.subtract.at(change[:, i], stop, table[at])
         totals = np.cumsum(change, axis=0)[: count + 1]
         seconds = totals[:, EXPOSED] + np.maximum(totals[:, COMPUTE], totals[:, TRAFFIC])
         if self.memory_bytes is not None:
@@ -267,29 +270,47 @@ class _Run:
     def descend(self) -> None:
         """Change single variables while that makes the step faster."""
         assert self.best is not None, "nothing to improve"
-        at: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        for scope, kind in self.cost.factors:
-            for variable in scope:
-                at.setdefault(variable, []).append((scope, kind))
+        at: dict[int, list[tuple[Scope, int]]] = {}
+        for number, (_, scopes) in enumerate(self.cost.by_kind):
+            for scope in map(tuple, scopes.tolist()):
+                for variable in scope:
+                    at.setdefault(variable, []).append((scope, number))
         assignment, total = list(self.best.assignment), self.best.components.copy()
+        known: dict[object, Floats] = {}  # tables and values of the neighbours -> components per value
+        settled: set[object] = set()  # those of them, with the value beside them, that nothing better is known for
         improved = True
         while improved:
             improved = False
-            for variable, factors in at.items():
-                options = np.zeros((self.cost.variables[variable].size, 4))
-                for scope, kind in factors:
-                    index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
-                    for i, table in enumerate(self.cost.kinds[kind]):
-                        if table is not None:
-                            options[:, i] += table[index]
-                there = total - options[assignment[variable]] + options
+            for variable in sorted(at):
+                beside = tuple(
+                    [(number, *[-1 if v == variable else assignment[v] for v in own]) for own, number in at[variable]]
+                )
+                if (beside, assignment[variable]) in settled:
+                    continue
+                if beside not in known:
+                    known[beside] = self._components_beside(beside, self.cost.variables[variable].size)
+                there = total - known[beside][assignment[variable]] + known[beside]
                 seconds = there[:, EXPOSED] + np.maximum(there[:, COMPUTE], there[:, TRAFFIC])
                 if self.memory_bytes is not None:
                     seconds = np.where(there[:, BYTES] <= self.memory_bytes, seconds, np.inf)
                 choice = int(seconds.argmin())
                 if seconds[choice] < step_seconds(total) * (1 - EXACT):
                     total, assignment[variable], improved = there[choice], choice, True
+                    settled.clear()
+                else:
+                    settled.add((beside, assignment[variable]))
         self.add(assignment)
+
+    def _components_beside(self, beside: Iterable[tuple[int, ...]], size: int) -> Floats:
+        """[values, components] of a variable: the sum over its tables (number, values of their variables; -1: its
+        own)."""
+        found = np.zeros((size, 4))
+        for number, *values in beside:
+            index = tuple(slice(None) if value < 0 else value for value in values)
+            for i, table in enumerate(self.cost.by_kind[number][0]):
+                if table is not None:
+                    found[:, i] += table[index]
+        return found
 
 
 def _order(item: _Seen) -> tuple[float, float]:
