@@ -24,7 +24,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.partition.buckets import BUCKET_BYTES, Bucket
 from shardwise.partition.memory import Memory, memory_of
-from shardwise.partition.pricing import Fragments
+from shardwise.partition.pricing import Fragments, price_program
 from shardwise.partition.simulate import SimulatedStep, simulate
 from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
@@ -34,7 +34,7 @@ from shardwise.plans.kept import Kept, keep
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.rules.atoms import Factored
-from shardwise.search.auto import PRICED_SEARCHES, Search, candidate_meshes
+from shardwise.search.auto import PRICED_SEARCHES, Prediction, Search, candidate_meshes
 from shardwise.search.modes import MODES, Choice, batch_size
 
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
@@ -141,7 +141,16 @@ def plan(
     if spmd is None:
         spmd = _spmd(captured.graph, found.factored, choice, found.mesh, bucket_bytes)
     plan = _plan_of(captured.graph, found.factored.rules, choice, spmd, settings)
-    return replace(plan, pricing=found.pricing, prediction=found.prediction, found=found.search)
+    prediction = _as_emitted(found.prediction, spmd, found.search)
+    return replace(plan, pricing=found.pricing, prediction=prediction, found=found.search)
+
+
+def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Prediction:
+    """The prediction with the seconds of the program that the plan is."""
+    domains = search.cost.domains
+    free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
+    price = price_program(spmd, domains.prices, free)
+    return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
 
 
 def compare(

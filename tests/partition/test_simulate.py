@@ -171,6 +171,13 @@ def test_the_fastest_simulated_plan_that_fits_is_taken(own: Verdict, its: Verdic
     assert found.excess == 0
     expected: Mapping[str, Verdict] = {"other": its, "first": own}
     assert found.prediction.simulated_seconds == expected[taken].seconds
+    passed_over = found.prediction.passed_over
+    if taken == "first":
+        assert passed_over is None
+    else:
+        assert passed_over is not None
+        assert (passed_over.simulated_seconds, passed_over.peak_bytes) == (own.seconds, own.peak_bytes)
+        assert passed_over.objective == search.outcome.seconds
 
 
 def test_a_peak_beyond_the_limit_is_told() -> None:

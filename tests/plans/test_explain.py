@@ -134,7 +134,7 @@ def test_top_starts_with_the_plan_and_goes_on_by_seconds(plan: sw.Plan) -> None:
     ranking = plan.top(4)
     seconds = [prediction.step_seconds for prediction, _ in ranking.plans]
     assert plan.prediction is not None
-    assert seconds[0] == plan.prediction.step_seconds
+    assert seconds[0] == plan.prediction.objective
     assert seconds[1:] == sorted(seconds[1:])
     assert [bool(changed) for _, changed in ranking.plans] == [False, True, True, True]
 

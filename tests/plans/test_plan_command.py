@@ -61,7 +61,8 @@ def test_a_model_is_planned_from_the_command_line_and_its_plan_is_written(folder
 def test_all_searches_are_shown_side_by_side(capsys):
     assert cli.main(["plan", "planned_model.py:build", "--cluster", "h100", "--compare", "-o", "plan.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert " ".join(lines[0].split()) == "search planned in mesh predicted step compute exposed communication peak gap"
+    titles = "search planned in mesh simulated step compute exposed communication peak price gap"
+    assert " ".join(lines[0].split()) == titles
     assert [line.split()[0] for line in lines[2:6]] == list(SEARCHES)
     assert sw.Plan.load("plan.json").mesh.num_devices == 8
 

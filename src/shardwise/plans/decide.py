@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import log10
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster
@@ -108,7 +109,19 @@ def decide_by_price(
         "" if own is None else format_dtype(own) for own in (precision.compute, precision.parameter, precision.reduce)
     )
     pricing = PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
-    return Decided(best.mesh, factored, best.choice(), pricing, chosen.prediction, best)
+    prediction = _over_all_meshes(chosen.prediction, searches) if searches else chosen.prediction
+    return Decided(best.mesh, factored, best.choice(), pricing, prediction, best)
+
+
+def _over_all_meshes(prediction: Prediction, searches: Sequence[Search]) -> Prediction:
+    """A prediction whose bound holds for the plans of all searches."""
+    counts = [search.log10_plans for search in searches]
+    most = max(counts)
+    return replace(
+        prediction,
+        bound=min(float(search.outcome.bound) for search in searches),
+        log10_plans=most + log10(sum(10.0 ** (count - most) for count in counts)),
+    )
 
 
 def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:

@@ -27,7 +27,7 @@ from shardwise.plans.cost_graph_file import write_cost_graph
 from shardwise.plans.difference import Difference, difference
 from shardwise.plans.explain import Explanation, explain
 from shardwise.plans.printing import format_bytes, format_plan
-from shardwise.search.auto import Prediction, Search
+from shardwise.search.auto import PassedOver, Prediction, Search
 
 FORMAT = "shardwise-plan"
 VERSION = 3
@@ -135,8 +135,10 @@ class Plan:
 
     @property
     def optimality_gap(self) -> float | None:
-        """How much slower than the best plan of the searched space this one is predicted to be, at most, as a share; 0:
-        proven optimal; None: nothing was searched."""
+        """By which share the predicted step of this plan is longer, at most, than the shortest predicted of any plan
+        of the searched space; 0: proven to be the shortest; None: nothing was searched. It says nothing about simulated
+        steps: where a simulation preferred this plan to the one of the shortest predicted step
+        (``prediction.passed_over``), the gap shows by how much the two predictions differ."""
         return None if self.prediction is None else self.prediction.optimality_gap
 
     @cached_property
@@ -382,8 +384,17 @@ def _from_body(body: dict[str, Any]) -> Plan:
         conversions=tuple(conversion(entry, f"conversions[{i}]") for i, entry in enumerate(listed)),
         shared=table(SharedEntry, "shared"),
         pricing=_optional(PricingEntry, body.get("pricing"), "pricing"),
-        prediction=_optional(Prediction, body.get("prediction"), "prediction"),
+        prediction=_prediction(body.get("prediction")),
     )
+
+
+def _prediction(data: Any) -> Any:
+    """The prediction of a searched plan, which may have another plan's inside."""
+    if not isinstance(data, dict):
+        return _optional(Prediction, data, "prediction")
+    other = _optional(PassedOver, data.get("passed_over"), "prediction.passed_over")
+    rest = {key: own for key, own in data.items() if key != "passed_over"}
+    return _entry(Prediction, rest, "prediction", passed_over=other)
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:
@@ -391,7 +402,7 @@ def _optional(kind: Any, data: Any, where: str) -> Any:
     return None if data is None else _entry(kind, data, where)
 
 
-def _entry(kind: Any, data: Any, where: str, **given: str) -> Any:
+def _entry(kind: Any, data: Any, where: str, **given: Any) -> Any:
     """An entry of ``kind`` from the object at ``where``: every field there, and of its type."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} is {_shown(data)}, not an object")

@@ -56,14 +56,20 @@ def _predicted(own: Prediction) -> list[str]:
         "(overlaps with compute)"
     ]
     if own.simulated_seconds:
-        lines.append(
-            f"    simulated {format_seconds(own.simulated_seconds)}; peak memory {format_bytes(own.peak_bytes)} in "
-            f"{own.peak_at}"
-        )
+        seconds = format_seconds(own.passes * own.simulated_seconds)
+        lines.append(f"    simulated step {seconds}; peak memory {format_bytes(own.peak_bytes)} in {own.peak_at}")
     lines.append(f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}")
     if own.optimality_gap is not None:
+        price, bound = (format_seconds(own.passes * seconds) for seconds in (own.objective, own.bound))
         gap = f"optimality gap {own.optimality_gap:.2%}" if own.optimality_gap else "proven optimal"
-        lines.append(f"    {gap} over 10^{own.log10_plans:.0f} plans")
+        lines.append(f"    additive price {price}: {gap}, none of 10^{own.log10_plans:.0f} plans is below {bound}")
+    if own.passed_over is not None:
+        other = own.passed_over
+        lines.append(
+            "    chosen by simulation: the plan of the least additive price, "
+            f"{format_seconds(own.passes * other.objective)}, takes "
+            f"{format_seconds(own.passes * other.simulated_seconds)} simulated, peak {format_bytes(other.peak_bytes)}"
+        )
     return lines
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from shardwise.search.auto import Prediction, Search, searched
+from shardwise.search.auto import PassedOver, Prediction, Search, searched
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 
 MAX_CANDIDATES = 4
@@ -83,6 +83,10 @@ def ranked(search: Search, limit: float, simulate: Simulate | None) -> Ranked:
                 best = item
     assignment, simulated = best
     rest = [own for own in [outcome.assignment, *outcome.candidates] if own != assignment]
+    passed_over = None
+    if assignment != outcome.assignment:
+        _, first = found[0]
+        passed_over = PassedOver(outcome.seconds, first.seconds, float(first.peak_bytes))
     chosen = replace(outcome, assignment=assignment, components=search.cost.components(assignment), candidates=rest)
     search = replace(search, outcome=chosen)
     prediction = replace(
@@ -90,6 +94,7 @@ def ranked(search: Search, limit: float, simulate: Simulate | None) -> Ranked:
         simulated_seconds=simulated.seconds,
         peak_bytes=float(simulated.peak_bytes),
         peak_at=simulated.peak_at,
+        passed_over=passed_over,
     )
     return Ranked(search, prediction, max(0.0, simulated.peak_bytes - limit), simulated.peak_parts)
 

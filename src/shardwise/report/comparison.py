@@ -54,9 +54,9 @@ class Comparison:
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("search", "planned in", "mesh", "predicted step", "compute", "exposed", "communication", "peak"):
+        for title in ("search", "planned in", "mesh", "simulated step", "compute", "exposed", "communication", "peak"):
             table.add_column(title, justify="left" if title in ("search", "mesh") else "right", no_wrap=True)
-        table.add_column("gap", justify="right", no_wrap=True)
+        table.add_column("price gap", justify="right", no_wrap=True)
         faults = []
         for row in self.rows:
             if row.plan is None or row.step is None:

@@ -37,15 +37,31 @@ PRICED_SEARCHES = ("dynamic_programming", "ilp", "recursive_programming")
 
 
 @dataclass(frozen=True, slots=True)
+class PassedOver:
+    """The plan of the lowest objective, where a simulation preferred another: its objective, and what the simulation
+    says of the seconds of a pass and of its peak."""
+
+    objective: float
+    simulated_seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What a plan is expected to take, per pass (forward and backward of one batch).
 
     Seconds of collectives that nothing hides (``exposed``), of operators (``compute``), of gathers of parameters and
     reductions of gradients (``traffic``, hidden behind operators as far as these last); ``num_bytes`` per device of
-    parameters, gradients, optimizer states and values kept for backward. ``bound``: no plan of the searched space is
-    faster (0: not known); ``log10_plans``: how many plans that are, as a power of ten. ``simulated_seconds``: of a
-    simulated pass with overlap and buckets; ``peak_bytes``: the most memory of a device, ``peak_at`` which operator's
-    forward or backward (0 and empty where nothing was simulated). ``passes``: to a step of the optimizer.
+    parameters, gradients, optimizer states and values kept for backward. ``passes``: to a step of the optimizer.
+
+    ``objective``: the seconds that the search minimised, those of the emitted program or more: a conversion that
+    several consumers share counts for each of them unless it leads to the layout they all convert from (0: not known).
+    ``bound``: no plan of the searched space has a lower one (0: not known); ``log10_plans``: how many plans that are,
+    as a power of ten.
+
+    ``simulated_seconds``: of a simulated pass with overlap and buckets; ``peak_bytes``: the most memory of a device,
+    ``peak_at`` which operator's forward or backward (0 and empty where nothing was simulated). ``passed_over``: the
+    plan of the lowest objective, if this is another.
     """
 
     exposed: float
@@ -58,6 +74,8 @@ class Prediction:
     peak_bytes: float = 0.0
     peak_at: str = ""
     passes: int = 1
+    objective: float = 0.0
+    passed_over: PassedOver | None = None
 
     @property
     def pass_seconds(self) -> float:
@@ -69,10 +87,10 @@ class Prediction:
 
     @property
     def optimality_gap(self) -> float | None:
-        """How much slower than the bound, as a share of the bound; 0: proven optimal; None: not known."""
+        """By which share of the bound the objective is higher; 0: proven to be the lowest; None: not known."""
         if not self.bound:
             return None
-        gap = self.pass_seconds / self.bound - 1
+        gap = self.objective / self.bound - 1
         return gap if gap > 1e-9 else 0.0
 
 
@@ -108,6 +126,7 @@ class Search:
             float(self.outcome.bound),
             self.log10_plans,
             passes=self.cost.domains.prices.passes,
+            objective=step_seconds(components),
         )
 
 
