@@ -20,8 +20,11 @@ from shardwise.mindspore.amp import (
     init_register,
     init_status,
 )
+from shardwise.mindspore.context import reset_auto_parallel_context, set_auto_parallel_context
+from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.communication import counting
+from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean
 
 RunRanks = Callable[..., list[Any]]
 
@@ -198,3 +201,58 @@ def test_wrong_clips_are_refused() -> None:
     ]:
         with pytest.raises(kind, match="fix: "):
             make()
+
+
+# ----------------------------------------------------------------------------------------------- a step of document 004
+
+
+def half_of_a_step(in_order_of_the_document: bool) -> Any:
+    """Gradients of a loss over this rank's half of the batch, through everything that document 004's step does."""
+    D.init()
+    set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    weights, rows = weights_and_rows()
+    reducer = DistributedGradReducer(weights, _get_gradients_mean(), _get_device_num())
+    scaler = DynamicLossScaler(1024, 2, 1)
+    with counting() as record:
+        status = init_register()
+        grads = torch.autograd.grad(scaler.scale(loss_of(weights, rows.chunk(2)[D.get_rank()])), weights)
+        if in_order_of_the_document:  # which clips this rank's own, scaled gradients
+            grads = reducer(clip_by_global_norm(grads, clip_norm=1.0))
+            status = all_finite(grads, status)
+            grads = scaler.unscale(grads)
+        else:
+            grads = scaler.unscale(reducer(grads))
+            status = all_finite(grads, status)
+            grads = clip_by_global_norm(grads, clip_norm=1.0)
+        scaler.adjust(status)
+    reset_auto_parallel_context()
+    return grads, bool(status), float(scaler.scale_value), [exchange.kind for exchange in record]
+
+
+def weights_and_rows() -> tuple[list[torch.Tensor], torch.Tensor]:
+    random = torch.Generator().manual_seed(2)
+    weights = [torch.randn(shape, dtype=torch.float64, generator=random) for shape in [(4, 5), (5, 3)]]
+    return [w.requires_grad_() for w in weights], torch.randn(6, 4, dtype=torch.float64, generator=random)
+
+
+def loss_of(weights: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    return ((rows @ weights[0]).tanh() @ weights[1]).square().mean()
+
+
+def test_a_step_in_the_right_order_is_that_of_one_device_and_sends_its_gradients_only(run_ranks: RunRanks) -> None:
+    weights, rows = weights_and_rows()
+    whole = clip_by_global_norm(torch.autograd.grad(loss_of(weights, rows), weights), 1.0)
+    for grads, finite, scale, kinds in run_ranks(half_of_a_step, 2, False):
+        assert (finite, scale, kinds) == (True, 2048, ["all_reduce"])
+        for own, expected in zip(grads, whole, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_the_order_of_the_document_runs_and_clips_every_ranks_scaled_gradients(run_ranks: RunRanks) -> None:
+    weights, rows = weights_and_rows()
+    halves = [torch.autograd.grad(1024 * loss_of(weights, half), weights) for half in rows.chunk(2)]
+    clipped = [clip_by_global_norm(grads, 1.0) for grads in halves]
+    for grads, finite, scale, kinds in run_ranks(half_of_a_step, 2, True):
+        assert (finite, scale, kinds) == (True, 2048, ["all_reduce"])
+        for own, *parts in zip(grads, *clipped, strict=True):
+            torch.testing.assert_close(own, torch.stack(parts).mean(0) / 1024, rtol=1e-12, atol=1e-15)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launch.gloo_ranks import run_on_ranks
 from shardwise.mindspore import communication as D
 from shardwise.mindspore.communication import management
 from shardwise.mindspore.context import reset_auto_parallel_context, set_auto_parallel_context
@@ -54,23 +57,6 @@ def inputs(shape: tuple[int, ...], num_ranks: int = 4) -> list[Tensor]:
 
 def cotangents(shape: tuple[int, ...], rank: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
-
-
-def run_operator(make: Callable[[str | None], Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """(result, gradient) of this rank, in every group that it is in."""
-    D.init()
-    found = {}
-    for name, members in GROUPS.items():
-        group = None if name == "world" else name
-        if group is not None:
-            D.create_group(group, list(members))
-        if D.get_rank() in members:
-            x = inputs(shape)[D.get_rank()].requires_grad_()
-            result = make(group)(x)
-            result.backward(cotangents(tuple(result.shape), D.get_rank()))
-            assert x.grad is not None
-            found[name] = result.detach(), x.grad
-    return found
 
 
 def all_reduce_sum(group: str | None) -> Any:
@@ -122,32 +108,61 @@ WHOLE: dict[Callable[..., Any], Callable[[list[Tensor]], list[Tensor]]] = {
 SHAPE = (12, 12, 24)
 
 
+EXTREMA: dict[Callable[..., Any], Callable[..., Tensor]] = {all_reduce_max: torch.amax, all_reduce_min: torch.amin}
+
+
+def run_operators() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+    """(result, gradient) on this rank, by operator and group, of the groups that it is in."""
+    D.init()
+    found = {}
+    for name, members in GROUPS.items():
+        group = None if name == "world" else name
+        if group is not None:
+            D.create_group(group, list(members))
+        if D.get_rank() in members:
+            for make in (*WHOLE, *EXTREMA):
+                x = inputs(SHAPE)[D.get_rank()].requires_grad_()
+                result = make(group)(x)
+                result.backward(cotangents(tuple(result.shape), D.get_rank()))
+                assert x.grad is not None
+                found[make.__name__, name] = result.detach(), x.grad
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], tuple[Tensor, Tensor]]]:
+    """What every rank gets from every operator; the ranks are started once for all of them."""
+    return run_on_ranks(run_operators, 4, (), tmp_path_factory.mktemp("ranks"), 60.0)
+
+
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("make", WHOLE, ids=lambda make: make.__name__)
-def test_an_operator_is_the_derivative_of_the_sum_of_all_losses(run_ranks: RunRanks, make: Callable[..., Any]) -> None:
-    found = run_ranks(run_operator, 4, make, SHAPE)
-    for group, members in GROUPS.items():
-        xs = [inputs(SHAPE)[rank].requires_grad_() for rank in members]
-        results = WHOLE[make](xs)
-        losses = [(y * cotangents(tuple(y.shape), rank)).sum() for y, rank in zip(results, members, strict=True)]
-        gradients = torch.autograd.grad(torch.stack(losses).sum(), xs)
-        assert [group in one for one in found] == [rank in members for rank in range(4)]
-        for rank, result, gradient in zip(members, results, gradients, strict=True):
-            torch.testing.assert_close(found[rank][group][0], result.detach(), rtol=1e-13, atol=1e-13)
-            torch.testing.assert_close(found[rank][group][1], gradient, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("make", "extremum"), [(all_reduce_max, torch.amax), (all_reduce_min, torch.amin)])
-def test_an_extremum_sends_its_gradient_to_every_element_that_is_it(
-    run_ranks: RunRanks, make: Callable[..., Any], extremum: Callable[..., Tensor]
+def test_an_operator_is_the_derivative_of_the_sum_of_all_losses(
+    on_ranks: list[dict[Any, Any]], make: Callable[..., Any], group: str
 ) -> None:
-    found = run_ranks(run_operator, 4, make, SHAPE)
-    for group, members in GROUPS.items():
-        xs = torch.stack([inputs(SHAPE)[rank] for rank in members])
-        result = extremum(xs, 0)
-        total = torch.stack([cotangents(SHAPE, rank) for rank in members]).sum(0)
-        for rank, x in zip(members, xs, strict=True):
-            assert torch.equal(found[rank][group][0], result)
-            torch.testing.assert_close(found[rank][group][1], total * (x == result), rtol=1e-12, atol=1e-12)
+    members, key = GROUPS[group], (make.__name__, group)
+    xs = [inputs(SHAPE)[rank].requires_grad_() for rank in members]
+    results = WHOLE[make](xs)
+    losses = [(y * cotangents(tuple(y.shape), rank)).sum() for y, rank in zip(results, members, strict=True)]
+    gradients = torch.autograd.grad(torch.stack(losses).sum(), xs)
+    assert [key in found for found in on_ranks] == [rank in members for rank in range(4)]
+    for rank, result, gradient in zip(members, results, gradients, strict=True):
+        torch.testing.assert_close(on_ranks[rank][key][0], result.detach(), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(on_ranks[rank][key][1], gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("make", EXTREMA, ids=lambda make: make.__name__)
+def test_an_extremum_sends_its_gradient_to_every_element_that_is_it(
+    on_ranks: list[dict[Any, Any]], make: Callable[..., Any], group: str
+) -> None:
+    members, key = GROUPS[group], (make.__name__, group)
+    xs = torch.stack([inputs(SHAPE)[rank] for rank in members])
+    result = EXTREMA[make](xs, 0)
+    total = torch.stack([cotangents(SHAPE, rank) for rank in members]).sum(0)
+    for rank, x in zip(members, xs, strict=True):
+        assert torch.equal(on_ranks[rank][key][0], result)
+        torch.testing.assert_close(on_ranks[rank][key][1], total * (x == result), rtol=1e-12, atol=1e-12)
 
 
 def broadcast_from_each() -> Any:
@@ -296,14 +311,19 @@ def test_ranks_of_a_launcher_are_asked_to_call_init_first(monkeypatch: pytest.Mo
         D.release()
 
 
-def connected(backends: list[str | None]) -> str:
-    for name in backends:
-        D.init(name)
-    return dist.get_backend()
+def connected(backends: list[str | None]) -> tuple[str, str]:
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        for name in backends:
+            D.init(name)
+    return dist.get_backend(), told.getvalue()
 
 
-def test_init_takes_what_the_machine_has(run_ranks: RunRanks) -> None:
-    assert run_ranks(connected, 1, ["hccl", "nccl", None, "gloo"]) == ["gloo"]
+def test_init_takes_what_the_machine_has_and_rank_0_says_so_once(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(connected, 2, [None, "gloo", "hccl", "nccl", "hccl"])
+    expected = 'the ranks talk through gloo, which serves the CPU of this machine, not through "hccl"'
+    assert first == ("gloo", f"shardwise.mindspore: {expected}\n")
+    assert second == ("gloo", "")
 
 
 def test_init_refuses_other_backends() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.mindspore import context, options
+from shardwise.mindspore import context, notes, options
 from shardwise.mindspore.context import (
     GRAPH_MODE,
     PYNATIVE_MODE,
@@ -378,7 +378,36 @@ def test_wrong_settings_are_named(values: dict[str, Any], kind: type[Exception],
     assert context.settings() == context.Settings()
 
 
-def test_a_setting_that_changes_no_result_is_taken_with_one_note(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("has_gpu", "target", "said"),
+    [
+        (False, "Ascend", "the CPU"),
+        (False, "GPU", "the CPU"),
+        (True, "Ascend", "the GPU"),
+        (True, "GPU", ""),
+        (True, "CPU", ""),
+        (False, "CPU", ""),
+    ],
+)
+def test_one_note_says_what_the_machine_has_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_gpu: bool, target: str, said: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr(notes, "_told", set())
+    for _ in range(2):
+        set_context(device_target=target, mode=GRAPH_MODE)
+    told = capsys.readouterr().err
+    assert told == (
+        f'shardwise.mindspore: device_target="{target}": the program runs on what this machine has, {said}\n'
+        if said
+        else ""
+    )
+
+
+def test_a_setting_that_changes_no_result_is_taken_with_one_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(notes, "_told", set())
     for _ in range(2):
         set_context(enable_graph_kernel=True)
     assert capsys.readouterr().err.count("set_context(enable_graph_kernel=...) has no effect here") == 1

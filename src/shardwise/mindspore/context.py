@@ -20,6 +20,7 @@ from shardwise.mindspore.options import ALGO_CHECKS, ALIASES, CHECKS, AlgoParame
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 GIGABYTE = 2**30
+MACHINE = "machine"  # the topic of the one note on what this machine has instead of what the program names
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,10 @@ def set_context(**values: Any) -> None:
         if name in _IDLE:
             note(f"set_context({name}=...) has no effect here: {_IDLE[name]}")
     _context.settings = replace(_context.settings, **stored)
+    target = stored.get("device_target", "CPU")  # which every machine has
+    has = {"cuda": "GPU", "cpu": "CPU"}[_context.settings.device_type]
+    if target not in ("CPU", has):
+        note(f'device_target="{target}": the program runs on what this machine has, the {has}', MACHINE)
 
 
 def get_context(name: str) -> Any:

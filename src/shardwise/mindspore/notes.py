@@ -9,9 +9,9 @@ from shardwise.runtime.ranks import rank
 _told: set[str] = set()  # of this process
 
 
-def note(text: str) -> None:
-    """Print ``text``, the first time and on rank 0 only."""
-    if text not in _told:
-        _told.add(text)
+def note(text: str, topic: str = "") -> None:
+    """Print ``text`` on rank 0, unless it, or anything on the same ``topic``, has been said."""
+    if (topic or text) not in _told:
+        _told.add(topic or text)
         if rank() == 0:
             print(f"shardwise.mindspore: {text}", file=sys.stderr)

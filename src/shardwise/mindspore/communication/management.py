@@ -42,7 +42,8 @@ _groups: dict[str, RankGroup] = {}  # by the name that the program gave
 def init(backend_name: str | None = None) -> None:
     """Join the other ranks, with the backend that this machine has: nccl if there is a GPU for every rank, else gloo.
 
-    ``backend_name``: "hccl", "nccl", "mccl" or "gloo"; if another one is used, a note on rank 0 says so. "gloo", "mccl"
+    ``backend_name``: "hccl", "nccl", "mccl" or "gloo"; if another one is used, a note on rank 0 says so, unless
+    ``set_context`` has said what the machine lacks. "gloo", "mccl"
     and the device target CPU keep to the CPU. Called again, it changes nothing. LaunchError (a ValueError) if the ranks
     do not come.
     """
@@ -56,7 +57,10 @@ def init(backend_name: str | None = None) -> None:
         ranks.init_ranks("gloo" if on_cpu else None)
     if backend_name not in (None, backend()):
         have = "a GPU for every rank" if backend() == "nccl" else "the CPU"
-        note(f'the ranks talk through {backend()}, which serves {have} of this machine, not through "{backend_name}"')
+        note(
+            f'the ranks talk through {backend()}, which serves {have} of this machine, not through "{backend_name}"',
+            context.MACHINE,
+        )
     GlobalComm.BACKEND = backend_name or backend()
     GlobalComm.WORLD_COMM_GROUP = WORLD_GROUPS[GlobalComm.BACKEND]
     GlobalComm.INITED = True
@@ -182,10 +186,10 @@ def group_name(rank_ids: Sequence[int]) -> str:
     >>> group_name([0, 1, 2, 3])
     '4-6301172352641561019'
     """
-    return f"{len(rank_ids)}-{_gnu_hash(group_ranks_name(rank_ids).encode())}"
+    return f"{len(rank_ids)}-{gnu_hash(group_ranks_name(rank_ids).encode())}"
 
 
-def _gnu_hash(text: bytes, seed: int = 0xC70F6907) -> int:
+def gnu_hash(text: bytes, seed: int = 0xC70F6907) -> int:
     """``_Hash_bytes`` of libstdc++ (hash_bytes.cc, 64 bits), which is Appleby's MurmurHash64A."""
     multiplier, mask = 0xC6A4A7935BD1E995, 2**64 - 1
 
