@@ -115,7 +115,7 @@ def test_algo_parameters_have_the_defaults_of_case_cost_defaults() -> None:
     stated = CASES.get("cost-defaults", {"expected": {}})["expected"]
     for name in ALGO_CHECKS:
         assert get_algo_parameters(name) == stated.get(name, get_algo_parameters(name))
-    set_algo_parameters(fully_use_devices=False, tensor_slice_align_enable=True, tensor_slice_align_size=1024)
+    set_algo_parameters(algo_approxi_epsilon=1, tensor_slice_align_size=1024)
     assert get_algo_parameters("tensor_slice_align_size") == 1024
     reset_algo_parameters()
     assert context.algo_parameters() == AlgoParameters(True, False, False, 0.1, False, 16)
@@ -136,7 +136,6 @@ VALUES: dict[str, Any] = {  # one that is not the default, of every option that 
     "full_batch": True,
     "dataset_strategy": "full_batch",
     "force_fp32_communication": True,
-    "enable_alltoall": False,
     "all_reduce_fusion_config": (20, 35),
     "comm_fusion": {"openstate": True, "allreduce": {"mode": "size", "config": 32}},
     "strategy_ckpt_config": {"load_file": "a", "save_file": "b", "only_trainable_params": True},
@@ -156,7 +155,13 @@ LATER: dict[str, Any] = {
     "dump_device_local_norm": True,
     "grad_accumulation_step": 4,
 }
-MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False}
+MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False, "enable_alltoall": False}
+ALGO_MEANINGLESS: dict[str, Any] = {
+    "fully_use_devices": False,
+    "elementwise_op_strategy_follow": True,
+    "enable_algo_approxi": True,
+    "tensor_slice_align_enable": True,
+}
 
 
 def test_every_option_is_in_one_of_these_lists() -> None:
@@ -194,9 +199,15 @@ def test_a_wrong_entry_is_found_before_what_follows_later() -> None:
 
 
 def test_what_means_nothing_here_says_why() -> None:
-    with pytest.raises(ValueError, match=r"means nothing here: a loss that several ranks hold is one loss"):
-        set_auto_parallel_context(loss_repeated_mean=False)
-    set_auto_parallel_context(loss_repeated_mean=True)
+    for name, value in MEANINGLESS.items():
+        with pytest.raises(ValueError, match=rf"{name}=False means nothing here: an? \w+"):
+            set_auto_parallel_context(**{name: value})
+        set_auto_parallel_context(**{name: not value})
+    for name, value in ALGO_MEANINGLESS.items():
+        with pytest.raises(ValueError, match=rf"{name}={value} means nothing here: \w+ \w+"):
+            set_algo_parameters(**{name: value})
+        set_algo_parameters(**{name: not value})
+    assert context.algo_parameters() == AlgoParameters()
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

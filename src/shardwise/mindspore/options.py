@@ -244,7 +244,7 @@ CHECKS: dict[str, Check] = {
     "dataset_strategy": _dataset_strategy,
     "enable_parallel_optimizer": later(flag, False, _LATER_ZERO),
     "force_fp32_communication": flag,
-    "enable_alltoall": flag,
+    "enable_alltoall": meaningless(flag, True, "an all-to-all moves less than gathering and slicing, on every machine"),
     "all_reduce_fusion_config": _indices,
     "pipeline_stages": later(whole(1, 4096), 1, _LATER_PIPELINE),
     "pipeline_segments": later(whole(1, 4096), 1, _LATER_PIPELINE),
@@ -297,7 +297,8 @@ ALIASES = {"auto_parallel_search_mode": "search_mode"}
 
 @dataclass(frozen=True, slots=True)
 class AlgoParameters:
-    """What ``set_algo_parameters`` may change about the searches."""
+    """What ``set_algo_parameters`` may say about the searches. The reference's switches have one setting here; the two
+    numbers are kept, and mean as little as in the reference while their switches are off."""
 
     fully_use_devices: bool = True
     elementwise_op_strategy_follow: bool = False
@@ -308,10 +309,12 @@ class AlgoParameters:
 
 
 ALGO_CHECKS: dict[str, Check] = {
-    "fully_use_devices": flag,
-    "elementwise_op_strategy_follow": flag,
-    "enable_algo_approxi": flag,
+    "fully_use_devices": meaningless(flag, True, "the search prices splits over all devices and over fewer of them"),
+    "elementwise_op_strategy_follow": meaningless(
+        flag, False, "the search prices conversions, so that elementwise operators follow where that is cheaper"
+    ),
+    "enable_algo_approxi": meaningless(flag, False, "the search keeps what can be best, and a plan tells its gap"),
     "algo_approxi_epsilon": fraction,
-    "tensor_slice_align_enable": flag,
+    "tensor_slice_align_enable": meaningless(flag, False, "no device here computes in units of one slice size"),
     "tensor_slice_align_size": whole(1, 1024),
 }
