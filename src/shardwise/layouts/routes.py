@@ -35,7 +35,7 @@ SHARDED = len(STATES)  # codes from here on: the atom that the axis shards
 # be seen in a price: the shortest message takes about 1e-6 s.
 STEP = 1e-15
 FEW = 8
-COLUMNS = 64  # targets that are relaxed together: a block of prices that stays in the cache
+COLUMNS = 128  # targets that are relaxed together: a block of prices that stays in the cache
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class Axes:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(self.mesh.size_of(group) for group in self.groups)
+
+    @cached_property
+    def steps(self) -> dict[object, tuple[_Steps, ...]]:
+        """Steps between layouts, by the layouts that there are (``Routes._steps``)."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -198,13 +203,17 @@ class Routes:
         for start in range(0, len(targets), COLUMNS):
             wanted = targets[start : start + COLUMNS]
             best = np.full((len(self.codes), len(wanted)), np.inf)
-            best[wanted, np.arange(len(wanted))] = 0.0
+            best[edges.rank[wanted], np.arange(len(wanted))] = 0.0
+            through = np.empty_like(best)
             while True:
                 known = best.copy()
-                for before, after, price in edges.by_rank:
-                    best[before] = np.minimum(best[before], best[after] + price[:, None])
+                for after, price in edges.by_rank:
+                    own = np.take(best, after, axis=0, out=through[: len(after)], mode="clip")
+                    own += price[:, None]
+                    np.minimum(best[: len(after)], own, out=best[: len(after)])
                 if np.array_equal(known, best):
                     break
+            best = best[edges.rank]
             for i, target in enumerate(wanted):
                 self._prices[target] = best[:, i]
 
@@ -224,45 +233,53 @@ class Routes:
     @cached_property
     def _edges(self) -> _Edges:
         """Every single step."""
-        found: list[tuple[Ints, Ints, Floats, int]] = []
-        changes: list[tuple[int, ...]] = []
+        groups = self._steps()
+        if not groups:
+            none = np.zeros(0, dtype=np.int64)
+            return _Edges(len(self.codes), none, none, none, np.zeros(0), none, ())
+        source, target = (np.concatenate([getattr(own, end) for own in groups]) for end in ("sources", "targets"))
+        price = np.concatenate([self._step_price(own) + STEP for own in groups])
+        changes = tuple(dict.fromkeys(own.chosen for own in groups))
+        numbers = np.repeat([changes.index(own.chosen) for own in groups], [len(own.sources) for own in groups])
+        order = np.argsort(source, kind="stable")
+        sources, starts = np.unique(source[order], return_index=True)
+        return _Edges(len(self.codes), sources, starts, target[order], price[order], numbers[order], changes)
+
+    def _steps(self) -> tuple[_Steps, ...]:
+        """The single steps between the layouts, which tensors of other sizes share."""
+        key = self.base, self.codes.tobytes()
+        found = self.axes.steps.get(key)
+        if found is None:
+            found = self.axes.steps[key] = tuple(self._make_steps())
+        return found
+
+    def _make_steps(self) -> Iterator[_Steps]:
         num_axes = len(self.axes.groups)
-        places = range(SHARDED, self.base)
         for count in range(1, num_axes + 1):
             for chosen in combinations(range(num_axes), count):
-                changes.append(chosen)
+                mine = self.codes[:, chosen]
                 for before in (*range(SHARDED), SHARDED):
-                    mine = self.codes[:, chosen]
                     held = (mine == before).all(axis=1) if before < SHARDED else (mine >= SHARDED).all(axis=1)
                     sources = np.flatnonzero(held)
                     if not len(sources):
                         continue
-                    ends = [(after,) * count for after in range(SHARDED) if after != before]
+                    ends = [[(after,) * count] for after in range(SHARDED) if after != before]
                     if before < SHARDED or count == 1:
-                        ends.extend(product(places, repeat=count))
-                    for end in ends:
-                        found.extend(self._steps(sources, chosen, end, len(changes) - 1))
-        if not found:
-            none = np.zeros(0, dtype=np.int64)
-            return _Edges(none, none, none, np.zeros(0), none, ())
-        columns = [np.concatenate([step[i] for step in found]) for i in range(3)]
-        numbers = np.concatenate([np.full(len(step[0]), step[3], dtype=np.int64) for step in found])
-        order = np.argsort(columns[0], kind="stable")
-        sources, starts = np.unique(columns[0][order], return_index=True)
-        return _Edges(sources, starts, columns[1][order], columns[2][order], numbers[order], tuple(changes))
+                        ends.append(list(product(range(SHARDED, self.base), repeat=count)))
+                    for same in ends:  # to one state, or to any atoms
+                        found = [self._steps_to(sources, chosen, end) for end in same]
+                        both = [np.concatenate([own[i] for own in found]) for i in range(2)] if found else [sources[:0]]
+                        if len(both[0]):
+                            yield _Steps(chosen, both[0], both[1])
 
-    def _steps(
-        self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...], number: int
-    ) -> Iterator[tuple[Ints, Ints, Floats, int]]:
+    def _steps_to(self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> tuple[Ints, Ints]:
         """The steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""
         codes = self.codes[sources].copy()
         codes[:, chosen] = after
         targets = self.node(codes)
         kept = (targets >= 0) & (targets != sources)
         kept &= self._is_prefix(self.codes[sources], codes, chosen)
-        sources, targets = sources[kept], targets[kept]
-        if len(sources):
-            yield sources, targets, self._step_price(sources, targets, chosen) + STEP, number
+        return sources[kept], targets[kept]
 
     def _is_prefix(self, before: Ints, after: Ints, chosen: tuple[int, ...]) -> NDArray[np.bool_]:
         """Whether on every atom the axes that stay are major to those that come or go."""
@@ -275,7 +292,8 @@ class Routes:
                     good &= ~((side[:, axis] >= SHARDED) & (side[:, axis] == side[:, other]))
         return good
 
-    def _step_price(self, sources: Ints, targets: Ints, chosen: tuple[int, ...]) -> Floats:
+    def _step_price(self, steps: _Steps) -> Floats:
+        chosen, sources, targets = steps.chosen, steps.sources, steps.targets
         cell = CELLS[self._state(sources[0], chosen), self._state(targets[0], chosen)]
         axes = tuple(part for axis in chosen for part in self.axes.groups[axis])
         price = np.zeros(len(sources))
@@ -320,10 +338,20 @@ class Routes:
 
 
 @dataclass(frozen=True, eq=False)
+class _Steps:
+    """Steps from one state to another on the ``chosen`` axes."""
+
+    chosen: tuple[int, ...]
+    sources: Ints
+    targets: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class _Edges:
     """Steps sorted by source: those of ``sources[i]`` begin at ``starts[i]``. Per step its target, its price in seconds
-    and the number, in ``changes``, of the axes that it changes."""
+    and the number, in ``changes``, of the axes that it changes. ``num_nodes``: layouts that there are."""
 
+    num_nodes: int
     sources: Ints
     starts: Ints
     targets: Ints
@@ -332,12 +360,27 @@ class _Edges:
     changes: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def by_rank(self) -> tuple[tuple[Ints, Ints, Floats], ...]:
-        """The first step of every node, the second of those that have two, ...: sources, targets and prices."""
-        counts = np.diff(np.append(self.starts, len(self.price)))
+    def counts(self) -> Ints:
+        """Steps per node."""
+        found = np.zeros(self.num_nodes, dtype=np.int64)
+        found[self.sources] = np.diff(np.append(self.starts, len(self.price)))
+        return found
+
+    @cached_property
+    def rank(self) -> Ints:
+        """Node -> its place where those of most steps are first."""
+        found = np.empty(self.num_nodes, dtype=np.int64)
+        found[np.argsort(-self.counts, kind="stable")] = np.arange(self.num_nodes)
+        return found
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Ints, Floats], ...]:
+        """The first step of every node, the second of those that have two, ...: targets (by rank) and prices. Nodes in
+        the order of their ranks, so that those which have a step are the first."""
+        counts = self.counts[self.sources]
+        order = np.argsort(self.rank[self.sources])
         found = []
-        for rank in range(int(counts.max(initial=0))):
-            has = counts > rank
-            steps = self.starts[has] + rank
-            found.append((self.sources[has], self.targets[steps], self.price[steps]))
+        for number in range(int(counts.max(initial=0))):
+            steps = (self.starts + number)[order[: int((counts > number).sum())]]
+            found.append((self.rank[self.targets[steps]], self.price[steps]))
         return tuple(found)
