@@ -201,19 +201,19 @@ class Part:
     def __init__(self, have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int]) -> None:
         local = have.local_atoms(holder)
         self.opened: tuple[int, ...] = ()  # shape of the part, with the dims that are cut inside opened into atoms
-        self._whole: tuple[int, ...] = ()  # shape of the tensor, opened in the same way
+        self.whole: tuple[int, ...] = ()  # shape of the tensor, opened in the same way
         self.narrow: list[tuple[int, int, int]] = []  # (opened dim, start, length)
-        self._index: list[tuple[int, torch.Tensor]] = []  # (opened dim, rows), where atoms do not nest
+        self.index: list[tuple[int, torch.Tensor]] = []  # (opened dim, rows), where atoms do not nest
         shape: list[int] = []
         for d, sizes in enumerate(local):
-            at = len(self._whole)
+            at = len(self.whole)
             if have.atoms[d] != other.atoms[d]:
                 own = rows(have, d, holder)
                 common = sorted(set(own) & set(rows(other, d, member)))
                 where = {row: i for i, row in enumerate(own)}
-                self._index.append((at, torch.tensor([where[row] for row in common], dtype=torch.int64)))
+                self.index.append((at, torch.tensor([where[row] for row in common], dtype=torch.int64)))
                 self.opened += (len(common),)
-                self._whole += (len(own),)
+                self.whole += (len(own),)
                 shape.append(len(common))
                 continue
             cuts = []
@@ -225,37 +225,37 @@ class Part:
             shape.append(prod(count for _, count in cuts))
             if all(cut == (0, length) for cut, length in zip(cuts, sizes, strict=True)):
                 self.opened += (prod(sizes),)
-                self._whole += (prod(sizes),)
+                self.whole += (prod(sizes),)
                 continue
             self.opened += tuple(count for _, count in cuts)
-            self._whole += tuple(sizes)
+            self.whole += tuple(sizes)
             self.narrow += [
                 (at + i, *cut) for i, (cut, length) in enumerate(zip(cuts, sizes, strict=True)) if cut != (0, length)
             ]
         self.shape = tuple(shape)
-        self._is_open = len(self._whole) > len(self.shape)
+        self.is_open = len(self.whole) > len(self.shape)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part, of shape ``shape``, as a view where that is possible."""
-        if self._is_open:
-            tensor = tensor.reshape(self._whole)
+        if self.is_open:
+            tensor = tensor.reshape(self.whole)
         for dim, start, length in self.narrow:
             tensor = tensor.narrow(dim, start, length)
-        for dim, index in self._index:
+        for dim, index in self.index:
             tensor = tensor.index_select(dim, index.to(tensor.device))
-        return tensor.reshape(self.shape) if self._is_open else tensor
+        return tensor.reshape(self.shape) if self.is_open else tensor
 
     def write(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Put the part into a contiguous tensor; returns that tensor."""
-        view = tensor.view(self._whole) if self._is_open else tensor
+        view = tensor.view(self.whole) if self.is_open else tensor
         for dim, start, length in self.narrow:
             view = view.narrow(dim, start, length)
         part = part.reshape(self.opened)
-        if not self._index:
+        if not self.index:
             view.copy_(part)
             return tensor
         where: list[torch.Tensor | slice] = [slice(None)] * view.ndim
-        places = [(dim, index.to(tensor.device)) for dim, index in self._index]
+        places = [(dim, index.to(tensor.device)) for dim, index in self.index]
         for count, (dim, index) in enumerate(places):
             where[dim] = index.view(-1, *[1] * sum(1 for later, _ in places[count + 1 :] if later > dim))
         if len(places) == 1:
@@ -271,8 +271,8 @@ class Part:
 
 def _join_along(parts: list[Part]) -> int | None:
     """The (opened) dim along which parts lie one behind the other, all else being whole; None if they do not."""
-    dims = {tuple(dim for dim, _, _ in part.narrow) for part in parts if part.narrow or part._index}
-    if len(dims) != 1 or any(part._index for part in parts) or any(len(part.narrow) != 1 for part in parts):
+    dims = {tuple(dim for dim, _, _ in part.narrow) for part in parts if part.narrow or part.index}
+    if len(dims) != 1 or any(part.index for part in parts) or any(len(part.narrow) != 1 for part in parts):
         return None
     ((dim,),) = dims
     end = 0
@@ -281,13 +281,13 @@ def _join_along(parts: list[Part]) -> int | None:
         if length and start != end:
             return None
         end += length
-    return dim if end == parts[0]._whole[dim] else None
+    return dim if end == parts[0].whole[dim] else None
 
 
 def _lie_in_order(parts: list[Part]) -> bool:
     """Whether the parts, one behind the other, are the contiguous tensor that they are parts of."""
     dim = _join_along(parts)
-    return dim is not None and prod(parts[0]._whole[:dim]) == 1
+    return dim is not None and prod(parts[0].whole[:dim]) == 1
 
 
 def _members(move: Move, coordinates: Mapping[str, int]) -> list[dict[str, int]]:

@@ -1,0 +1,38 @@
+"""The whole graph before the split: every operator with its strategy and its whole shapes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import shardwise as sw
+from shardwise.graph.ir import Graph
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.strategy import apply_strategy
+from shardwise.mindspore.ir.lines import Strategy
+from shardwise.mindspore.ir.origins import Origins
+from shardwise.mindspore.ir.page import Page
+from shardwise.plans.bind import bind
+
+
+def strategies(graph: Graph, plan: sw.Plan, training: bool) -> dict[str, Strategy]:
+    """Operator -> into how many parts each of its tensors is split, per dim: as the user said, or as the search has
+    found."""
+    factored, choice = bind(plan, graph, training=training)
+    applied = {
+        op.name: apply_strategy(factored.rules[op.name], choice.strategies[op.name], plan.mesh) for op in graph.ops
+    }
+    return {name: tuple(map(counts, own.operands)) for name, own in applied.items()}
+
+
+def counts(layout: Layout) -> tuple[int, ...]:
+    """Into how many parts a layout splits each dim."""
+    return tuple(prod(layout.mesh.size_of(atom.axes) for atom in dim) for dim in layout.dims)
+
+
+def begin(graph: Graph, found: dict[str, Strategy], origins: Origins) -> Page:
+    """The operators of a graph."""
+    page = Page(graph, {source.value: graph.by_name[source.value].shape for source in graph.sources}, found, origins)
+    for op in graph.ops:
+        args = (*op.args, *(arg for _, arg in op.kwargs if arg is not None))
+        page.call(op, args, tuple(graph.by_name[name].shape for name in op.results))
+    return page

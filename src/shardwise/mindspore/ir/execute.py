@@ -1,0 +1,197 @@
+"""What a rank runs: its operators with the shapes that it holds, and between them its collectives and local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.graph.ir import Ref
+from shardwise.layouts.conversions import Move
+from shardwise.mindspore.communication.management import group_name, group_ranks_name
+from shardwise.mindspore.ir import names
+from shardwise.mindspore.ir.lines import Strategy, attribute
+from shardwise.mindspore.ir.origins import Origins
+from shardwise.mindspore.ir.page import Page, Shape
+from shardwise.partition.buckets import Bucket
+from shardwise.partition.program import LocalOp, Program
+from shardwise.partition.spmd import Spmd, conversions_of
+from shardwise.partition.steps import Conversion
+from shardwise.runtime.moves import Part, local_move
+
+
+class Execution:
+    """The lines of a rank's program."""
+
+    def __init__(self, program: Program, found: dict[str, Strategy], origins: Origins) -> None:
+        self.spmd, self.rank = program.spmd, program.rank
+        self.coordinates = self.spmd.mesh.coordinates(self.rank)
+        graph = self.spmd.graph
+        shapes = {source.value: self._shape(source.value) for source in graph.sources}
+        self.page, self.origins = Page(graph, shapes, found, origins), origins
+        self._buckets = 0
+        for instruction in program.instructions:
+            if isinstance(instruction, LocalOp):
+                self._call(instruction)
+            else:
+                self._convert(instruction)
+
+    def text(self) -> Iterator[str]:
+        yield from self.page.text(self.spmd.outputs)
+        yield from backward(self.spmd, self.rank)
+
+    def _shape(self, name: str) -> Shape:
+        return self.spmd.layouts[name].local_shape(self.coordinates)
+
+    def _call(self, local: LocalOp) -> None:
+        op, call = self.spmd.graph.op_by_name[local.op], local.call
+        here = replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
+        args = (*call.args, *(arg for _, arg in call.kwargs if arg is not None))
+        self.page.call(here, args, tuple(map(self._shape, local.results)))
+
+    def _convert(self, step: Conversion | Bucket) -> None:
+        """One line for every message and for every local step that changes anything."""
+        conversions = conversions_of(step)
+        fusion = 0
+        if isinstance(step, Bucket):
+            self._buckets += 1
+            fusion = self._buckets
+        at = [conversion.value for conversion in conversions]
+        for number, together in enumerate(zip(*(conversion.moves for conversion in conversions), strict=True)):
+            results = [f"{conversion.result}, after move {number}" for conversion in conversions]
+            if local_move(together[0], self.coordinates, backward=False).kind is not None:
+                self._message(conversions, at, results, together, fusion, number)
+            else:
+                for conversion, value, result, move in zip(conversions, at, results, together, strict=True):
+                    self._local(conversion, value, result, move)
+            at = results
+        for conversion, value in zip(conversions, at, strict=True):
+            self.page.same(conversion.result, value)
+
+    def _message(
+        self,
+        conversions: Sequence[Conversion],
+        values: Sequence[str],
+        results: Sequence[str],
+        moves: Sequence[Move],
+        fusion: int,
+        number: int,
+    ) -> None:
+        own, move = local_move(moves[0], self.coordinates, backward=False), moves[0]
+        assert own.kind is not None, "a message"
+        operator = names.COLLECTIVES[own.kind]
+        role = "forward_op" if move.cell[0].startswith("P") else "redistribution_op"
+        suffix = operator if role == "redistribution_op" else ""
+        attrs = {**group_attrs(self.spmd, move.axes, self.rank), "fusion": fusion, "index": number}
+        if own.kind in ("all_reduce", "reduce_scatter"):
+            attrs["op"] = own.reduction
+        attrs |= _dims(move)
+        self._add(
+            operator, conversions, values, results, moves, f"{role}_{_number(conversions, number)}{suffix}", attrs
+        )
+
+    def _add(
+        self,
+        operator: str,
+        conversions: Sequence[Conversion],
+        values: Sequence[str],
+        results: Sequence[str],
+        moves: Sequence[Move],
+        instance: str,
+        attrs: dict[str, Any],
+    ) -> None:
+        self.page.add(
+            operator,
+            tuple(map(Ref, values)),
+            tuple(results),
+            tuple(self.spmd.graph.by_name[conversion.origin].dtype for conversion in conversions),
+            tuple(move.target.local_shape(self.coordinates) for move in moves),
+            self.origins.scope(conversions[0].op),
+            instance=instance,
+            attrs=attrs,
+            variable=_variable(conversions),
+        )
+
+    def _local(self, conversion: Conversion, value: str, result: str, move: Move) -> None:
+        own = local_move(move, self.coordinates, backward=False)
+        if own.is_identity:
+            self.page.same(result, value)
+            return
+        primitive = move.entry.forward
+        number = conversion.moves.index(move)
+        if primitive == "slice":
+            self._slice(conversion, value, result, move, number)
+            return
+        operator = "ZerosLike" if primitive == "keep_one" else "".join(p.capitalize() for p in primitive.split("_"))
+        instance = f"redistribution_op_{_number([conversion], number)}{operator}"
+        self._add(operator, [conversion], [value], [result], [move], instance, {})
+
+    def _slice(self, conversion: Conversion, value: str, result: str, move: Move, number: int) -> None:
+        """The rank's part of a tensor: a slice of it, with the dims that are cut inside opened into their factors."""
+        part = Part(move.source, self.coordinates, move.target, self.coordinates)
+        dtype, scope = self.spmd.graph.by_name[conversion.origin].dtype, self.origins.scope(conversion.op)
+
+        def add(operator: str, args: tuple[Any, ...], name: str, shape: Shape) -> None:
+            instance = f"redistribution_op_{_number([conversion], number)}{operator}"
+            inputs = {"StridedSlice": ["x", "begin", "end", "strides"], "Reshape": ["tensor", "shape"]}
+            attrs = {"input_names": inputs.get(operator, ["x", "indices", "axis"]), "output_names": ["output"]}
+            self.page.add(operator, args, (name,), (dtype,), (shape,), scope, instance=instance, attrs=attrs,
+                          variable=_variable([conversion]))  # fmt: skip
+
+        at = value
+        if part.is_open:
+            add("Reshape", (Ref(at), part.whole), f"{result}, opened", part.whole)
+            at = f"{result}, opened"
+        begins, ends = [0] * len(part.whole), list(part.whole)
+        for dim, start, length in part.narrow:
+            begins[dim], ends[dim] = start, start + length
+        shape = tuple(end - start for start, end in zip(begins, ends, strict=True))
+        name = f"{result}, cut" if part.is_open or part.index else result
+        add("StridedSlice", (Ref(at), tuple(begins), tuple(ends), (1,) * len(shape)), name, shape)
+        for count, (dim, rows) in enumerate(part.index):
+            shape = tuple(len(rows) if i == dim else size for i, size in enumerate(shape))
+            last = not part.is_open and count == len(part.index) - 1
+            taken = result if last else f"{name}, rows {count}"
+            add("Gather", (Ref(name), tuple(rows.tolist()), dim), taken, shape)
+            name = taken
+        if part.is_open:
+            add("Reshape", (Ref(name), part.shape), result, part.shape)
+
+
+def group_attrs(spmd: Spmd, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
+    """The group of a collective of this rank."""
+    members = tuple(sorted(spmd.mesh.group(axes, rank)))
+    return {
+        "group": group_name(members),
+        "rank_list": members,
+        "group_ranks": group_ranks_name(members),
+        "group_rank_ids": tuple(range(len(members))),
+    }
+
+
+def backward(spmd: Spmd, rank: int) -> Iterator[str]:
+    """The collectives of backward, in order, as comments: autograd makes them from the operators of the file."""
+    if spmd.loss is None:
+        first = next((output for output in spmd.outputs if isinstance(output, Ref)), None)
+        spmd = replace(spmd, loss=None if first is None else first.name)
+    yield "# Backward: its collectives, in order."
+    for collective in spmd.backward_collectives():
+        inner = ", ".join(f"{k}: {attribute(v)}" for k, v in group_attrs(spmd, collective.axes, rank).items())
+        yield f"#   {names.COLLECTIVES[collective.kind]} {{{inner}}} {collective.num_bytes} bytes"
+
+
+def _dims(move: Move) -> dict[str, Any]:
+    """Which dims are gathered and which are split."""
+    before, after = move.source.positions, move.target.positions
+    gathered = sorted({before[axis][0] for axis in move.axes if axis in before})
+    split = sorted({after[axis][0] for axis in move.axes if axis in after})
+    found = {"concat_dim": gathered, "split_dim": split}
+    return {name: dims[0] if len(dims) == 1 else tuple(dims) for name, dims in found.items() if dims}
+
+
+def _number(conversions: Sequence[Conversion], number: int) -> int:
+    return names.hashed(*(conversion.result for conversion in conversions), number)
+
+
+def _variable(conversions: Sequence[Conversion]) -> str:
+    return "-".join(conversion.origin for conversion in conversions)

@@ -1,0 +1,52 @@
+"""Writing the files of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.mindspore import context
+from shardwise.mindspore.ir.begin import begin, strategies
+from shardwise.mindspore.ir.execute import Execution
+from shardwise.mindspore.ir.origins import Origins
+from shardwise.partition.program import localize
+
+EXECUTE = 18  # the number of the phase that prints it in the reference
+WITH_PLAN = 3  # the level of save_graphs from which the plan is written, too
+
+HEADER = """\
+# Written by shardwise, in the format of the reference, which it differs from in this:
+# - only forward is a list of operators. Backward is autograd's, whose collectives are listed at the end of the file of
+#   what is executed; the update is the optimizer's. Nothing is printed for a gradient that needs no collective.
+# - operators that PyTorch makes of one primitive are printed one by one, each with its strategy (given or found), that
+#   of one tensor as ((2, 4),). Operators without a primitive have no instance name.
+# - a collective includes how its pieces are put together (concat_dim, split_dim). Several tensors in one line are one
+#   message, whose number is `fusion`; messages with parameters may leave earlier than they are printed.
+# - only the innermost line of source code is known. UMonad orders nothing: parameters are read where they are used.
+"""
+_numbers = count()  # of the files of this process
+
+
+def save(cell: nn.Module, par: sw.Parallel) -> None:
+    """Write the program that was compiled last, as ``set_context(save_graphs=...)`` says."""
+    settings, rank = context.settings(), dist.get_rank()
+    folder = Path(settings.save_graphs_path) / f"rank_{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled = par.compiled[-1]
+    graph = compiled.captured.graph
+    origins = Origins(cell, graph)
+    found = strategies(graph, par.plan, par.training)
+    execution = Execution(localize(compiled.spmd, rank), found, origins)
+    _write(folder / f"step_parallel_begin_{next(_numbers):04}.ir", begin(graph, found, origins).text(graph.outputs))
+    _write(folder / f"{EXECUTE}_execute_{next(_numbers):04}.ir", execution.text())
+    if settings.save_graphs >= WITH_PLAN:
+        par.plan.save(folder / f"plan_{next(_numbers):04}.json")
+
+
+def _write(path: Path, lines: Iterator[str]) -> None:
+    path.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")

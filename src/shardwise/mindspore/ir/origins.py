@@ -1,0 +1,143 @@
+"""Where printed operators come from: scopes, lines of the user's files, and the primitives that were called there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import re
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from torch import nn
+
+from shardwise.graph.ir import Graph, Op, Source
+from shardwise.mindspore.ir import names
+from shardwise.mindspore.ops.primitive import Primitive
+
+
+class Origins:
+    """The user's side of the operators of a cell's graph."""
+
+    def __init__(self, cell: nn.Module, graph: Graph) -> None:
+        self.cell, self.graph = cell, graph
+        name = type(cell).__name__
+        self.root = (
+            f"Default/network-{name}" if cell.training else "Default"
+        )  # in training a TrainOneStepCell's network
+
+    def scope(self, op: str) -> str:
+        """``Default/network-WithLossCell/_backbone-Net``: the cells around an operator, by its name."""
+        parts, at = [self.root], self.cell
+        for leaf in filter(None, op.rpartition("/")[0].split(".")):
+            at = getattr(at, leaf)
+            parts.append(f"{leaf}-{type(at).__name__}")
+        return "/".join(parts)
+
+    def key(self, source: Source) -> str:
+        """The name of a parameter in checkpoints; that of another source in the call."""
+        name = source.names[0] if source.names else source.value
+        if source.kind not in ("parameter", "buffer"):
+            return name
+        owner, _, leaf = name.rpartition(".")
+        given: str | None = getattr(getattr(self.cell.get_submodule(owner), leaf, None), "param_name", None)
+        return name if given is None or given == leaf else given
+
+    def code(self, source: str) -> tuple[str, ...]:
+        """``/home/me/net.py(45)/ out = self.matmul(x, self.weight)`` for ``net.py:45``."""
+        name, _, line = source.rpartition(":")
+        if not name:
+            return ()
+        path = self._files.get(name, name)
+        return (f"{path}({line})/ {linecache.getline(path, int(line)).strip()}",)
+
+    def variable(self, source: str) -> str:
+        """The variable to which a line of code assigns, or ''."""
+        found = [re.match(r"\s*(\w+)\s*=[^=]", code.partition(")/")[2]) for code in self.code(source)]
+        return found[0][1] if found and found[0] else ""
+
+    @cached_property
+    def primitives(self) -> dict[str, tuple[str, Primitive | None]]:
+        """Operator -> the name of the primitive that called it, and the primitive.
+
+        A primitive with a strategy leaves its name in the graph. Another one is found by the line of the call: the
+        calls of primitives in it, in the order in which Python makes them, are the line's operators of these names.
+        """
+        found: dict[str, tuple[str, Primitive | None]] = {}
+        lines: dict[tuple[str, str], list[Op]] = {}
+        for op in self.graph.ops:
+            if op.scope.startswith(f"{op.module}/"):
+                name = op.scope.removeprefix(f"{op.module}/")
+                held = self._held(op.module)
+                name = name if name in held else re.sub(r"_\d+$", "", name)
+                own = held.get(name)
+                if own is None or names.operator(op.target) == own.name or self._is_alone(op):
+                    found[op.name] = name, own
+            elif op.source:
+                lines.setdefault((op.module, op.source), []).append(op)
+        for (module, source), ops in lines.items():
+            held = self._held(module)
+            called = [(name, held[name]) for name in self._called(source) if name in held]
+            called = [item for item in called if item[1].in_strategy is None]
+            for op in ops:
+                same = next((item for item in called if item[1].name == names.operator(op.target)), None)
+                if same is None and len(called) == len(_shown(ops)) == 1 and op in _shown(ops):
+                    same = called[0]
+                if same is not None:
+                    called.remove(same)
+                    found[op.name] = same
+        return found
+
+    def _is_alone(self, op: Op) -> bool:
+        return sum(other.scope == op.scope for other in _shown(self.graph.ops)) == 1
+
+    def _held(self, module: str) -> dict[str, Primitive]:
+        """The primitives of a cell by attribute."""
+        return {k: v for k, v in vars(self.cell.get_submodule(module)).items() if isinstance(v, Primitive)}
+
+    def _called(self, source: str) -> Iterator[str]:
+        """The attributes of ``self`` that a line calls, in order."""
+        name, _, line = source.rpartition(":")
+        if name in self._files:
+            yield from _calls(self._files[name]).get(int(line), ())
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        """Name of a file -> its path, for all files in which the classes of the cells are."""
+        found: dict[str, str] = {}
+        for own in {type(module) for module in self.cell.modules()}:
+            for base in own.__mro__[:-1]:
+                try:
+                    path = inspect.getsourcefile(base)
+                except TypeError:  # made without a file
+                    path = None
+                if path is not None:
+                    found.setdefault(Path(path).name, path)
+        return found
+
+
+@lru_cache(maxsize=64)
+def _calls(path: str) -> dict[int, tuple[str, ...]]:
+    """Line -> the attributes of ``self`` that are called there, in the order of evaluation: arguments before the call
+    that takes them."""
+    found: dict[int, list[str]] = {}
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)):
+                found.setdefault(node.lineno, []).append(name)
+
+    visit(ast.parse("".join(linecache.getlines(path))))
+    return {line: tuple(called) for line, called in found.items()}
+
+
+def is_marker(op: Op) -> bool:
+    """Whether an operator only carries what the user said about a value."""
+    return str(op.target) == "aten.alias.default"
+
+
+def _shown(ops: tuple[Op, ...] | list[Op]) -> list[Op]:
+    return [op for op in ops if not is_marker(op)]
