@@ -43,12 +43,13 @@ TOLERANCE = 1e-9
 LEAST = {"output": 1e-3, "gradient": 1e-6, "parameter": 1e-3, "buffer": 1e-3}
 
 MODELS = {name: ZOO[name] for name in ("llama", "bert", "t5", "mixtral", "unet", "lstm", "dlrm")}
-MODELS["resnet"] = replace(tiny_models.resnet(), strategies=ZOO["resnet"].strategies)
-LABELS = {
+MODELS["resnet"] = tiny_models.resnet()
+LABELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "dlrm", "lstm"), ("by hand", "searched")),
     **dict.fromkeys(("bert", "mixtral"), ("by hand",)),
     "t5": ("searched",),
-    **dict.fromkeys(("unet", "resnet"), ("searched", "rows")),
+    "unet": ("searched", "rows"),
+    "resnet": ("rows",),
 }
 ROWS = {"resnet": {"*.embedder.convolution": "y0@tp"}, "unet": {"first.0": "y0@tp"}}
 # AdamW makes a step of full size of the noise of a gradient that is zero by mathematics: a bias before a norm.
