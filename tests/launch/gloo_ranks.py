@@ -38,7 +38,7 @@ def run_on_ranks(
     """``function(*args)`` on every rank; returns the results in the order of ranks (see the fixture ``run_ranks``)."""
     assert "<locals>" not in function.__qualname__, f"{function.__qualname__} must be a module-level function"
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "shardwise.mindspore"])
     source = (function.__module__, inspect.getfile(function), function.__qualname__)
     store, payload = str(folder / f"store-{uuid4().hex}"), pickle.dumps(args)
     deadline = time.monotonic() + time_limit_seconds

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, strict
-from shardwise.mindspore.common.seed import get_seed
+from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.tensor import Tensor
 from shardwise.runtime.agree import from_rank_zero
@@ -98,13 +99,21 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The outermost call of a cell: every tensor it returns, whole; where ranks feed their parts of a batch, this
     rank's rows of whatever has a batch."""
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
-    if not is_split():
+    if not is_split() or _runs_by_itself(cell, (args, kwargs)):
         with inside():
             return pytree.tree_map(_ours, nn.Module.__call__(cell, *args, **kwargs))
     split, result = run(cell, args, kwargs)
     if split.local:
         result = pytree.tree_map(partial(_own_rows, rows=_rows(split.par)), result)
     return pytree.tree_map(_ours, result)
+
+
+def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
+    """Whether a cell needs no plan: a loss of what another cell returned, in a loop that the user wrote."""
+    if getattr(cell, "is_loss", False):
+        return True
+    computed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs))
+    return computed and not any(parameter.requires_grad for parameter in cell.parameters())
 
 
 def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Split, Any]:
@@ -157,13 +166,13 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         for path, x in leaves
     ]
     meta_args, meta_kwargs = pytree.tree_unflatten(whole, spec)
-    plan = from_rank_zero(lambda: _plan(cell, model, meta_args, meta_kwargs, counts, options))
+    plan = from_rank_zero(lambda: _decided(cell, model, meta_args, meta_kwargs, counts, options))
     local = bool(counts)
     par = sw.parallelize(
         model,
         plan,
         inputs="local" if local else "global",
-        seed=get_seed() or 0,
+        seed=data_seed(),
         init=_no_values,
         host=_on_host(model),
     )
@@ -203,6 +212,32 @@ def _fed(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             )
         counts[name] = tuple(own)
     return counts if any(prod(own) > 1 for own in counts.values()) else {}
+
+
+def _decided(
+    cell: nn.Module,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    counts: dict[str, tuple[int, ...]],
+    options: Options,
+) -> sw.Plan:
+    """The plan of a cell: for training the one of ``strategy_ckpt_load_file``, if there is one; and
+    ``strategy_ckpt_save_file`` keeps it."""
+    load, save = (options.strategy_ckpt_load_file, options.strategy_ckpt_save_file) if cell.training else ("", "")
+    if options.fusion_cuts:
+        raise ValueError(
+            problem(
+                f"gradients are to be fused up to the positions {options.fusion_cuts}: in {options.parallel_mode} mode "
+                "they travel in the order in which backward computes them",
+                fix="comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB",
+            )
+        )
+    plan = sw.Plan.load(load) if load else _plan(cell, model, args, kwargs, counts, options)
+    if save:
+        Path(save).parent.mkdir(parents=True, exist_ok=True)
+        plan.save(save)
+    return plan
 
 
 def _plan(

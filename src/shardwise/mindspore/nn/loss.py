@@ -16,6 +16,8 @@ REDUCTIONS = ("mean", "sum", "none")
 class LossBase(Cell):
     """Base: ``get_loss`` applies the reduction, and weights."""
 
+    is_loss = True
+
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
         if reduction not in REDUCTIONS:
