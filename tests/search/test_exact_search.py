@@ -107,6 +107,24 @@ def test_the_claimed_price_is_that_of_the_emitted_program(name, mesh):
         assert check_emitted(found, found.outcome.assignment, f"{name} {mesh} {search}") or search != PRICED_SEARCHES[0]
 
 
+def test_a_search_that_is_beaten_by_another_mesh_stops_with_a_bound_that_says_so():
+    stopped = 0
+    for number, name in enumerate(TINY):
+        cost = tiny_cost(name, sw.Mesh(x=4, y=2), seed=number % 3)
+        full = searched(cost, "dynamic_programming", None).outcome
+        for share in (0.5, 0.99, 1.0, 1.1):
+            cutoff = share * full.bound
+            found = searched(cost, "dynamic_programming", None, cutoff).outcome
+            assert found.bound <= full.seconds * (1 + 1e-9), "a bound holds for every assignment"
+            assert found.seconds >= full.seconds * (1 - 1e-9)
+            if share < 1:
+                assert found.bound > cutoff, f"{name}: not beaten"
+                stopped += found.solves < full.solves
+            else:
+                assert found.assignment == full.assignment
+    assert stopped, "nothing was saved"
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import log10
+from math import inf, log10
 
 import numpy as np
 
@@ -157,13 +157,14 @@ def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
     return frozenset(found)
 
 
-def searched(cost: CostGraph, search: str, memory_bytes: float | None) -> Search:
-    """The best assignment of a cost graph. Raises DoesNotFit."""
+def searched(cost: CostGraph, search: str, memory_bytes: float | None, cutoff: float = inf) -> Search:
+    """The best assignment of a cost graph; ``cutoff``: seconds of a step on another mesh, so that a search which proves
+    that it comes to more than that may stop there. Raises DoesNotFit."""
     if search == "recursive_programming":
         from shardwise.search.recursive_programming import halve
 
         return Search(cost, halve(cost, memory_bytes))
-    return Search(cost, solve_step(cost, memory_bytes, solver_of(search)))
+    return Search(cost, solve_step(cost, memory_bytes, solver_of(search), cutoff))
 
 
 def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:

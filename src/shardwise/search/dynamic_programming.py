@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -73,13 +74,18 @@ class DoesNotFit(Exception):
         self.assignment, self.num_bytes = assignment, num_bytes
 
 
-def search(cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise) -> Outcome:
-    """The fastest assignment whose bytes are within ``memory_bytes``. Raises DoesNotFit."""
-    run = _Run(cost, memory_bytes, solver)
+def search(
+    cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise, cutoff: float = inf
+) -> Outcome:
+    """The fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is known
+    elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far will do. Raises
+    DoesNotFit."""
+    run = _Run(cost, memory_bytes, solver, cutoff)
     bound = run.overlapped(TIE)
     if memory_bytes is not None and not run.fits(run.best_of_last):
         bound = max(bound, run.within_memory())
-    run.improve(bound)
+    if bound <= cutoff:
+        run.improve(bound)
     best = run.best
     assert best is not None, "a search that fits nothing raises"
     others = sorted((item for item in run.seen.values() if run.fits(item)), key=lambda item: item.seconds)
@@ -110,8 +116,8 @@ class _Run:
     """One search: the assignments seen so far, and the best that fits. ``slack``: how much lower than the last solve's
     value its proven bound is; 0 unless a solver stopped early."""
 
-    def __init__(self, cost: CostGraph, memory_bytes: float | None, solver: Solver) -> None:
-        self.cost, self.memory_bytes, self.solver = cost, memory_bytes, solver
+    def __init__(self, cost: CostGraph, memory_bytes: float | None, solver: Solver, cutoff: float) -> None:
+        self.cost, self.memory_bytes, self.solver, self.cutoff = cost, memory_bytes, solver, cutoff
         self.seen: dict[tuple[int, ...], _Seen] = {}
         self.best: _Seen | None = None
         self.solves = self.largest_joint = 0
@@ -148,14 +154,15 @@ class _Run:
         # What is hidden is weighed a little all the same, so that there is no more of it than need be.
         low = self.solved(weights(HIDDEN))
         self.best_of_last, self.bracket = low, (low, low)
-        if low.components[TRAFFIC] <= low.components[COMPUTE]:
-            return self._without_ties(low.at(weights(HIDDEN)) - self.slack, low, per_byte)
+        bound = self._without_ties(low.at(weights(HIDDEN)) - self.slack, low, per_byte)
+        if low.components[TRAFFIC] <= low.components[COMPUTE] or self._is_beaten(bound, per_byte):
+            return bound
         high = self.solved(weights(1.0 - HIDDEN))
         self.bracket = (low, high)
+        bound = max(bound, self._without_ties(high.at(weights(1.0 - HIDDEN)) - self.slack, high, per_byte))
         if high.components[COMPUTE] <= high.components[TRAFFIC]:
             self.best_of_last = high
-            return self._without_ties(high.at(weights(1.0 - HIDDEN)) - self.slack, high, per_byte)
-        bound = 0.0
+            return bound
         for _ in range(MAX_SOLVES):
             slopes = [item.components[TRAFFIC] - item.components[COMPUTE] for item in (low, high)]
             starts = [item.at(weights(0.0)) for item in (low, high)]
@@ -164,7 +171,7 @@ class _Run:
             found = self.solved(weights(multiplier))
             value = found.at(weights(multiplier))
             bound = max(bound, value - self.slack)
-            if value >= meet * (1 - NEAR):
+            if value >= meet * (1 - NEAR) or self._is_beaten(bound, per_byte):
                 break
             if found.components[TRAFFIC] > found.components[COMPUTE]:
                 low = found
@@ -173,6 +180,10 @@ class _Run:
         self.bracket = (low, high)
         self.best_of_last = min((low, high), key=lambda item: item.seconds + per_byte * item.components[BYTES])
         return bound if per_byte > TIE else bound - TIE * max(low.components[BYTES], high.components[BYTES])
+
+    def _is_beaten(self, bound: float, per_byte: float) -> bool:
+        """Whether a better step is known elsewhere (bytes that have a price are in the bound, too)."""
+        return per_byte == TIE and bound > self.cutoff
 
     @staticmethod
     def _without_ties(value: float, item: _Seen, per_byte: float) -> float:
