@@ -353,7 +353,11 @@ def _own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:
 
 
 class _Rows(torch.autograd.Function):
-    """This rank's rows of a tensor that all ranks hold; its gradient is gathered, since all ranks hold that, too."""
+    """This rank's rows of a tensor that all ranks hold; its gradient is gathered, since all ranks hold that, too.
+
+    Every rank differentiates a loss of its rows: what is differentiated is the sum of these losses, with
+    ``gradients_mean`` their mean.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
@@ -368,4 +372,4 @@ class _Rows(torch.autograd.Function):
         whole = own.new_zeros(ctx.shape)
         for (start, stop), part in zip(ctx.rows, parts, strict=True):
             whole[start:stop] = part
-        return whole, None
+        return whole / len(set(ctx.rows)) if context.options().gradients_mean else whole, None

@@ -69,7 +69,8 @@ def value_and_grad(
     ``weights``, as a pair where both are asked for.
 
     With ``has_aux`` only the first output is differentiated, else the sum of all of them. Gradients of inputs need
-    parallel modes other than semi_auto and auto.
+    parallel modes other than semi_auto and auto. In these, where every rank has rows of its own, the losses of the
+    ranks are summed, with ``gradients_mean`` averaged.
     """
     if return_ids:
         raise NotImplementedError("value_and_grad(return_ids=True): gradients are returned in order, without names")
@@ -94,8 +95,6 @@ def value_and_grad(
             own.grad = grad
         found = tuple(grad.as_subclass(Tensor) for grad in grads)
         of_inputs, of_weights = found[: len(positions)], found[len(positions) :]
-        if engine.is_split() and context.options().gradients_mean:
-            of_weights = tuple(g / engine.copies(w) for g, w in zip(of_weights, listed or (), strict=True))
         first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
         return engine.detached(result), both
