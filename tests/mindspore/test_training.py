@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.test_modes import BATCH, Net, batches, trained
 from shardwise.mindspore import engine
@@ -77,6 +78,8 @@ def loops_on_rank(folder: str) -> dict[str, Any]:
     net.set_train(False)
     x = own[0][0]
     found["other shapes"] = [net(torch.cat([x, x])), net(x)]
+    net(x), net(torch.cat([x, x]))
+    found["programs"] = len(engine._SPLITS[net].par.compiled)
     found["strategies"] = {op.name: op.strategy for op in engine._SPLITS[net].par.plan.operators}
     return found
 
@@ -92,6 +95,7 @@ def test_custom_loops_strategy_files_and_cells_that_split_their_batch(run_ranks:
         for kind in ("saved", "loaded", "data parallel"):
             assert [float(loss) for loss in found[kind]] == pytest.approx(want, rel=1e-10), kind
         assert "12@" in found["layout"]
+        assert found["programs"] == 2  # one for each shape
         assert found["strategies"]["/matmul"].startswith("m@")
     assert np.mean([found["parts"] for found in ranks], 0) == pytest.approx(want, rel=1e-10)
     assert json.loads((tmp_path / "plan.json").read_text())
@@ -130,6 +134,22 @@ def test_the_lines_of_the_monitors_and_the_files_of_checkpoints(capsys: Any, tmp
     assert extra == ["other"]
     with pytest.raises(RuntimeError, match=r"\[12, 16\] in the checkpoint and \[16, 8\]"):
         ms.load_param_into_net(fresh, {"w2": found["w"]})
+
+
+class Reduces(ms.nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = ms.ops.AllReduce()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.reduce(x)
+
+
+def test_a_plan_takes_no_communication_by_hand() -> None:
+    with pytest.raises(sw.CaptureError, match="AllReduce is called in a cell that is split"):
+        sw.plan(Reduces(), torch.zeros(4, 4), 2)
+    x = torch.arange(3.0)
+    assert torch.equal(Reduces()(x), x)
 
 
 def test_a_loss_that_is_no_number_ends_the_training() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import problem
+from shardwise.errors import CaptureError, problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm, find_group
+from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.runtime import rank_groups
 from shardwise.runtime.rank_groups import Exchange, RankGroup
 
@@ -36,10 +37,11 @@ def counting() -> AbstractContextManager[list[Exchange]]:
     return rank_groups.recording()
 
 
-class _Communication:
-    """What the operators share: the group, found when the operator is called."""
+class _Communication(Primitive):
+    """What the operators share: the group, found when the operator is called. They take no strategy."""
 
     def __init__(self, group: str | None) -> None:
+        super().__init__(group=group)
         if group is not None and not isinstance(group, str):
             what = f"{type(self).__name__}: the group is {group!r}, of type {type(group).__name__}"
             raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
@@ -51,6 +53,14 @@ class _Communication:
         return GlobalComm.WORLD_COMM_GROUP if self._given is None else self._given
 
     def _members(self) -> RankGroup:
+        if torch.compiler.is_exporting():
+            raise CaptureError(
+                problem(
+                    f"{self.name} is called in a cell that is split by a plan, which inserts what ranks exchange",
+                    op=self.instance_name,
+                    fix="leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand",
+                )
+            )
         return find_group(self.group)
 
     def _divisible(self, tensor: Tensor, dim: int, parts: int) -> None:
