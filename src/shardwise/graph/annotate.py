@@ -46,12 +46,13 @@ class Annotation:
 class Region:
     """An annotation before its scope is known.
 
-    ``name``: the function's name, or "" for a module. ``path``: the module's path.
+    ``name``: the function's name, or "" for a module. ``path``: the module's path. ``strategy``: None if the region only
+    says which operators belong together.
     """
 
     name: str
     path: str
-    strategy: Strategy
+    strategy: Strategy | None
     out_strategy: Strategy | None
     source: str
 
@@ -101,9 +102,9 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
     annotated and returned. The strategy is that of the one operator inside that does the work: casts, views and a bias
     follow it. ``in_strategy``: axes per factor, ``"m@dp n@tp"``, with how many indices each device has where these are
     not equally many, ``"v@tp{10,20,30,4}"``; or split counts, one tuple per tensor operand with one count per dim:
-    ``((2, 4), (4, 1))``. ``out_strategy``: split counts per result, or a layout text as in ``constrain``
-    if there is one result. Raises ShardwiseError at once for a strategy that is nested wrongly or has a count that is
-    not a whole number from 1.
+    ``((2, 4), (4, 1))``; or None, where several operators do the work: they follow what is constrained inside.
+    ``out_strategy``: split counts per result, or a layout text as in ``constrain`` if there is one result. Raises
+    ShardwiseError at once for a strategy that is nested wrongly or has a count that is not a whole number from 1.
     """
     source = _caller_line()
     name = getattr(target, "__name__", type(target).__name__)
@@ -127,7 +128,8 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
 
 
 def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
-    """Fixes the layout of a value: ``constrain(x, "[32@dp, 512, 4096@tp]")``. Returns x.
+    """Fixes the layout of a value: ``constrain(x, "[32@dp, 512, 4096@tp]")``, or split counts of its dims,
+    ``"((2, 1, 4),)"``. Returns x.
 
     ``constrain(x, "summed")``: whatever layout the value gets, partial sums become whole by an all-reduce here, and
     consumers that want a part slice it (the searches that go by price ignore this).
@@ -173,10 +175,12 @@ def module_region(module: nn.Module) -> Region | None:
 
 def checked_strategy(strategy: Any, name: str, source: str = "") -> Strategy:
     """The strategy with lists as tuples. Raises ShardwiseError if its form is wrong."""
-    return _checked_pair(strategy, None, name, source)[0]
+    checked, _ = _checked_pair("" if strategy is None else strategy, None, name, source)
+    assert checked is not None
+    return checked
 
 
-def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> tuple[Strategy, Strategy | None]:
+def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> tuple[Strategy | None, Strategy | None]:
     if _is_flat(strategy):
         pair = [strategy] + ([out_strategy] if _is_flat(out_strategy) else [])
         given, meant = _tuples(strategy), _tuples(pair)
@@ -190,7 +194,7 @@ def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> t
             )
         )
     out = None if out_strategy is None else _checked(out_strategy, "out_strategy", name, source)
-    return _checked(strategy, "in_strategy", name, source), out
+    return None if strategy is None else _checked(strategy, "in_strategy", name, source), out
 
 
 def _is_flat(strategy: Any) -> bool:

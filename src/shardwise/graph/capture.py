@@ -99,7 +99,7 @@ def capture(
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
         for scope, region in zip(scopes, traced.regions, strict=True)
-        if scope
+        if scope and region.strategy is not None
     )
     return Capture(graph, in_spec, traced.outcome.spec, constants, annotations)
 

@@ -7,13 +7,13 @@ own checks remain.
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LayoutError, problem
 
 if TYPE_CHECKING:
-    from shardwise.mindspore.ops.primitive import Primitive, Strategy
+    from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
 
 
 class StrategyError(LayoutError, RuntimeError):
@@ -57,12 +57,18 @@ def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Str
     return tuple(tuple(counts) for counts in strategy)
 
 
-def check(primitive: Primitive, strategy: Strategy, shapes: tuple[tuple[int, ...], ...], devices: int) -> None:
+def check(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], devices: int) -> None:
     """The checks that all operators share, in the order of the reference, and then the operator's own.
 
     Raises StrategyError with the operator, the numbers and the mend.
     """
-    name = f"{primitive.name} {primitive.instance_name}".strip()
+    name = primitive.title
+    if not primitive.splittable:
+        raise failure(
+            name,
+            f"the strategy is {strategy}, but {primitive.name} takes none: its layout is that of its neighbours",
+            "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)",
+        )
     if len(strategy) != len(shapes):
         raise failure(
             name,
@@ -70,37 +76,70 @@ def check(primitive: Primitive, strategy: Strategy, shapes: tuple[tuple[int, ...
             f"one tuple for each of the inputs {list(map(list, shapes))}",
         )
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
-        if len(counts) != len(shape):
+        if counts:
+            _check_counts(name, index, counts, shape)
+    if any(shape and not counts for counts, shape in zip(strategy, shapes, strict=True)):
+        return  # () leaves an operand to the others: the library completes and checks it
+    primitive.check_strategy(strategy, shapes, args)
+    required = primitive.required_devices(strategy, shapes, args)
+    if required > devices or devices % required:
+        raise failure(
+            name,
+            f"The strategy is {strategy}, it requires {required} devices, but the device number of this stage is "
+            f"{devices}, it can not be divisible by {required}",
+            f"numbers whose product divides {devices}",
+        )
+
+
+def _check_counts(name: str, index: int, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if len(counts) != len(shape):
+        raise failure(
+            name,
+            f"strategy len: {len(counts)} is not equal to inputs len: {len(shape)}, index: {index}",
+            f"one number for each dim of {list(shape)}",
+        )
+    for count, size in zip(counts, shape, strict=True):
+        if count <= 0:
+            raise failure(name, f"the value of strategy must be larger than 0, but get {count}", "1: not split")
+        if count & (count - 1):
             raise failure(
                 name,
-                f"strategy len: {len(counts)} is not equal to inputs len: {len(shape)}, index: {index}",
-                f"one number for each dim of {list(shape)}",
+                f"the value of strategy must be the power of 2, but get {count}",
+                "a power of two, or set_auto_parallel_context(strict=False)",
             )
-        for count, size in zip(counts, shape, strict=True):
-            if count <= 0:
-                raise failure(name, f"the value of strategy must be larger than 0, but get {count}", "1: not split")
-            if count & (count - 1):
-                raise failure(
-                    name,
-                    f"the value of strategy must be the power of 2, but get {count}",
-                    "a power of two, or set_auto_parallel_context(strict=False)",
-                )
-            if size % count:
-                raise failure(
-                    name,
-                    f"shape {size} cannot be divisible by strategy value {count}: {size} % {count} = {size % count}",
-                    "a divisor, or set_auto_parallel_context(strict=False), which splits unevenly",
-                )
-    primitive.check_strategy(strategy, shapes)
-    for counts in strategy:
-        required = prod(counts)
-        if required > devices or devices % required:
+        if size % count:
             raise failure(
                 name,
-                f"The strategy is {strategy}, it requires {required} devices, but the device number of this stage is "
-                f"{devices}, it can not be divisible by {required}",
-                f"numbers whose product divides {devices}",
+                f"shape {size} cannot be divisible by strategy value {count}: {size} % {count} = {size % count}",
+                "a divisor, or set_auto_parallel_context(strict=False), which splits unevenly",
             )
+
+
+def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str) -> None:
+    """Raises StrategyError where one of the dims is split. ``why``: what the operator does with it."""
+    for dim in dims:
+        if counts[dim] != 1:
+            raise failure(
+                name,
+                f"the strategy {counts} splits dim {dim}, {why}: its value must be 1, but get {counts[dim]}",
+                "1 for that dim, or set_auto_parallel_context(strict=False), which can split it",
+            )
+
+
+def equal(name: str, strategy: Strategy, what: str = "the strategies of all inputs must be equal") -> None:
+    """Raises StrategyError unless all inputs are split alike."""
+    for own in strategy[1:]:
+        if own != strategy[0]:
+            raise failure(name, f"{what}, but get {strategy[0]} and {own}", f"{strategy[0]} for both")
+
+
+def dim_of(name: str, dim: int, rank: int) -> int:
+    """A dim counted from 0. Raises StrategyError where there is none."""
+    if not -rank <= dim < rank:
+        raise failure(
+            name, f"axis {dim} is out of range for an input of {rank} dims", f"an axis from {-rank} to {rank - 1}"
+        )
+    return dim % rank
 
 
 def failure(name: str, what: str, fix: str) -> StrategyError:

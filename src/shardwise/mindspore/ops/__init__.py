@@ -1,7 +1,15 @@
 """Operators: primitives (objects), functions, and communication."""
 
+from shardwise.mindspore.ops import functions, operations
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
-from shardwise.mindspore.ops.communication import AllGather, AllReduce, AlltoAll, Broadcast, ReduceOp, ReduceScatter
-from shardwise.mindspore.ops.functional import depend, grad, stop_gradient, value_and_grad
-from shardwise.mindspore.ops.operations import MatMul, ReLU
-from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.ops.composite import GradOperation, HyperMap, Map, MultitypeFuncGraph
+from shardwise.mindspore.ops.functional import depend, grad, shard, stop_gradient, value_and_grad
+from shardwise.mindspore.ops.functions import *
+from shardwise.mindspore.ops.operations import *
+
+__all__ = [
+    "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "clip_by_global_norm", "clip_by_value", "depend", "grad",
+    "shard", "stop_gradient", "value_and_grad",
+]  # fmt: skip
+__all__ += functions.__all__
+__all__ += operations.__all__

@@ -1,42 +1,25 @@
-"""The operators as primitives."""
+"""The operators as primitives, of all families."""
 
 from __future__ import annotations
 
-from typing import Any
+from shardwise.mindspore.ops import arithmetic, images, indexing, linear, losses, normalization, reductions, shape
+from shardwise.mindspore.ops.arithmetic import *
+from shardwise.mindspore.ops.communication import AllGather, AllReduce, AlltoAll, Broadcast, ReduceOp, ReduceScatter
+from shardwise.mindspore.ops.images import *
+from shardwise.mindspore.ops.indexing import *
+from shardwise.mindspore.ops.linear import *
+from shardwise.mindspore.ops.losses import *
+from shardwise.mindspore.ops.normalization import *
+from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.ops.reductions import *
+from shardwise.mindspore.ops.shape import *
 
-import torch
-
-from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import Primitive, Strategy
-
-
-class MatMul(Primitive):
-    """The product of two matrices."""
-
-    sums = True
-
-    def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
-        super().__init__(transpose_a=transpose_a, transpose_b=transpose_b)
-        self.transpose_a, self.transpose_b = transpose_a, transpose_b
-
-    def compute(self, x: Any, y: Any) -> Any:
-        x = x.transpose(-1, -2) if self.transpose_a else x
-        y = y.transpose(-1, -2) if self.transpose_b else y
-        return torch.matmul(x, y)
-
-    def check_strategy(self, strategy: Strategy, shapes: tuple[tuple[int, ...], ...]) -> None:
-        first, second = strategy
-        columns = first[-2] if self.transpose_a else first[-1]
-        rows = second[-1] if self.transpose_b else second[-2]
-        if columns != rows:
-            raise strict.failure(
-                self.name,
-                f"the transpose_b is {str(self.transpose_b).lower()}, the shard num of first input's column is {columns}, "
-                f"but the shard num of second input's row is {rows}",
-                "both are the dim that the product sums over: split it equally in both inputs",
-            )
-
-
-class ReLU(Primitive):
-    def compute(self, x: Any) -> Any:
-        return torch.relu(x)
+__all__ = ["AllGather", "AllReduce", "AlltoAll", "Broadcast", "Primitive", "ReduceOp", "ReduceScatter"]
+__all__ += arithmetic.__all__
+__all__ += images.__all__
+__all__ += indexing.__all__
+__all__ += linear.__all__
+__all__ += losses.__all__
+__all__ += normalization.__all__
+__all__ += reductions.__all__
+__all__ += shape.__all__

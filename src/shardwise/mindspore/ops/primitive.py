@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from math import prod
 from typing import Any, Self
 
 import torch
+from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import context, strict
 
 Strategy = tuple[tuple[int, ...], ...]
+Shapes = tuple[tuple[int, ...], ...]
+
+_HOST_OPERANDS: ContextVar[list[torch.Tensor] | None] = ContextVar("shardwise_host_operands", default=None)
+
+
+@contextmanager
+def host_operands() -> Iterator[list[torch.Tensor]]:
+    """The tensors that primitives with ``primitive_target`` "CPU" keep on the host, of those called meanwhile."""
+    found: list[torch.Tensor] = []
+    token = _HOST_OPERANDS.set(found)
+    try:
+        yield found
+    finally:
+        _HOST_OPERANDS.reset(token)
+
+
+def aligned(strategy: Strategy) -> tuple[int, ...]:
+    """The counts of what operands are broadcast to."""
+    rank = max(map(len, strategy), default=0)
+    return tuple(map(max, zip(*((1,) * (rank - len(own)) + own for own in strategy), strict=True)))
+
+
+def counted(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """A value that is split so many ways per dim."""
+    return sw.constrain(x, repr((counts,)))
 
 
 class Primitive:
@@ -19,27 +49,38 @@ class Primitive:
 
     A strategy (one tuple of split counts per tensor operand) acts in the modes semi_auto_parallel and auto_parallel
     only. ``sums``: the operator sums over a dim, so that splitting it leaves partial sums. ``instance_name``: the
-    attribute of the cell that holds the primitive; ``attrs``: what the printed IR shows as ``primitive_attrs``.
+    attribute of the cell that holds the primitive; ``data_parallel``: without a strategy it splits dim 0 of its first
+    operand (``Cell.set_data_parallel``); ``attrs``: what the printed IR shows as ``primitive_attrs``. ``lead``: where
+    several operators do the work, the number of the tensor operand that takes its counts, and which they follow;
+    ``splittable``: whether strict mode lets it have a strategy.
     """
 
     sums = False
     splittable = True
+    lead: int | None = None
 
     def __init__(self, **attrs: Any) -> None:
         self.attrs: dict[str, Any] = attrs
         self.in_strategy: Strategy | None = None
         self.out_strategy: Strategy | None = None
         self.instance_name = ""
+        self.data_parallel = False
 
     @property
     def name(self) -> str:
         return type(self).__name__
 
+    @property
+    def title(self) -> str:
+        """The operator and the attribute that holds it, for messages: ``MatMul matmul2``."""
+        return f"{self.name} {self.instance_name}".strip()
+
     def compute(self, *args: Any) -> Any:
         raise NotImplementedError(f"{self.name} computes nothing")
 
-    def check_strategy(self, strategy: Strategy, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """What strict mode asks of this operator beyond what it asks of all (``strict.check``)."""
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        """What strict mode asks of this operator beyond what it asks of all (``strict.check``). ``args``: of the
+        call."""
 
     def shard(self, in_strategy: Any = None, out_strategy: Any = None) -> Self:
         """Fixes how the operator is split: ``ops.MatMul().shard(((2, 4), (4, 1)))``. Returns itself."""
@@ -82,29 +123,69 @@ class Primitive:
         )
 
     def __call__(self, *args: Any) -> Any:
-        call: Callable[..., Any] = self.compute
+        hosts = _HOST_OPERANDS.get()
+        if hosts is not None and self.attrs.get("primitive_target") == "CPU":
+            hosts.extend(self.host_operands(args))
         options = context.options()
         if not (options.distributed and torch.compiler.is_exporting()):
-            return call(*args)
+            return self.compute(*self.prepared(None, args))
+        shapes = self.strategy_shapes(args)
+        strategy = self.in_strategy
+        if strategy is not None and options.strict:
+            strict.check(self, strategy, shapes, args, options.devices)
+        if strategy is None and self.data_parallel and shapes and shapes[0]:
+            strategy = ((options.devices, *(1,) * (len(shapes[0]) - 1)), *((),) * (len(shapes) - 1))
+        out = self.out_counts(strategy, shapes, args, strict=options.strict) if strategy is not None else None
         text = self.strategy_text(args)
-        if self.in_strategy is not None and text is None:
-            shapes = tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
-            if options.strict:
-                strict.check(self, self.in_strategy, shapes, options.devices)
-            call = sw.shard(_named(call, self), self.in_strategy, self._out_strategy(shapes))
-        elif text is not None:
-            call = sw.shard(_named(call, self), text)
-        result = call(*args)
-        if self.sums and options.strict and self.out_strategy is None and isinstance(result, torch.Tensor):
+        call: Callable[..., Any] = self.compute
+        if text is not None:
+            call = sw.shard(_named(call, self), text, out)
+        elif strategy is not None and self.lead is not None:
+            call = sw.shard(_named(partial(self.led, strategy), self), None, out)
+        elif strategy is not None:
+            call = sw.shard(_named(call, self), self.operand_counts(strategy, shapes, args), out)
+        result = call(*self.prepared(strategy, args))
+        if self.sums and options.strict and out is None and isinstance(result, torch.Tensor):
             return sw.constrain(result, "summed")
         return result
+
+    def led(self, strategy: Strategy, *args: Any) -> Any:
+        """``compute`` of several operators: the operand ``lead`` is split by its counts, and what is inside follows."""
+        leaves, spec = pytree.tree_flatten(args)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        assert self.lead is not None
+        if strategy[self.lead]:
+            leaves[tensors[self.lead]] = counted(leaves[tensors[self.lead]], strategy[self.lead])
+        return self.compute(*pytree.tree_unflatten(leaves, spec))
+
+    def prepared(self, strategy: Strategy | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of ``compute``, after what has to be done before it."""
+        return args
+
+    def strategy_shapes(self, args: tuple[Any, ...]) -> Shapes:
+        """The shapes of which the strategy speaks, one tuple of counts each: those of the tensor operands."""
+        return tuple(tuple(own.shape) for own in pytree.tree_leaves(args) if isinstance(own, torch.Tensor))
+
+    def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
+        """The counts of the operands of torch's operator, where these have other dims than ours."""
+        return strategy
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        """The devices of the operator's device matrix: by default one dim per dim that operands share, aligned at the
+        right as broadcasting does."""
+        return prod(aligned(strategy))
 
     def strategy_text(self, args: tuple[Any, ...]) -> str | None:
         """A strategy in the library's words, where split counts can not say it."""
         return None
 
-    def _out_strategy(self, shapes: tuple[tuple[int, ...], ...]) -> Strategy | None:
+    def out_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], *, strict: bool) -> Strategy | None:
+        """How results are split; None: as the operator leaves them (in strict mode with its partial sums summed)."""
         return self.out_strategy
+
+    def host_operands(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """The operands that stay on the host where the operator's target is the CPU."""
+        return []
 
     def __repr__(self) -> str:
         return f"{self.name}<{self.in_strategy}>" if self.in_strategy else self.name

@@ -1,0 +1,91 @@
+"""Functions of functions over lists of tensors: mapping, overloading by type, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.ops.functional import grad
+
+
+class Map:
+    """``Map()(function, xs, ys)`` or ``Map(function)(xs, ys)``: a tuple of the function's results, item by item."""
+
+    def __init__(self, ops: Callable[..., Any] | None = None, reverse: bool = False) -> None:
+        self.ops, self.reverse = ops, reverse
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        function, lists = (self.ops, args) if self.ops is not None else (args[0], args[1:])
+        rows = list(zip(*lists, strict=True))
+        found = [self.apply(function, row) for row in (reversed(rows) if self.reverse else rows)]
+        return tuple(reversed(found) if self.reverse else found)
+
+    def apply(self, function: Callable[..., Any], row: tuple[Any, ...]) -> Any:
+        return function(*row)
+
+
+class HyperMap(Map):
+    """Map, also through lists in lists."""
+
+    def apply(self, function: Callable[..., Any], row: tuple[Any, ...]) -> Any:
+        if isinstance(row[0], (tuple, list)):
+            return type(self)(reverse=self.reverse)(function, *row)
+        return function(*row)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor,), "Number": (int, float), "Bool": (bool,), "Int": (int,), "Float": (float,),
+    "String": (str,), "Tuple": (tuple,), "List": (list,), "None": (type(None),),
+}  # fmt: skip
+
+
+class MultitypeFuncGraph:
+    """A function with one body per types of its arguments: ``@scale.register("Tensor", "Number")``."""
+
+    def __init__(self, name: str, read_value: bool = False) -> None:
+        self.name = name
+        self._bodies: list[tuple[tuple[Any, ...], Callable[..., Any]]] = []
+
+    def register(self, *kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        types = tuple(_KINDS[own] if isinstance(own, str) else own for own in kinds)
+
+        def added(body: Callable[..., Any]) -> Callable[..., Any]:
+            self._bodies.append((types, body))
+            return body
+
+        return added
+
+    def __call__(self, *args: Any) -> Any:
+        for types, body in self._bodies:
+            if len(types) == len(args) and all(isinstance(x, own) for x, own in zip(args, types, strict=True)):
+                return body(*args)
+        given = ", ".join(type(own).__name__ for own in args)
+        raise TypeError(problem(f"{self.name} has no body for ({given})", fix=f"@{self.name}.register(...) one"))
+
+
+class GradOperation:
+    """``GradOperation(get_all, get_by_list, sens_param)(network, weights)(*inputs)``: gradients of the first input,
+    of all, or of the weights. ``sens_param``: the last argument is what the gradient of the output starts from."""
+
+    def __init__(self, get_all: bool = False, get_by_list: bool = False, sens_param: bool = False) -> None:
+        self.get_all, self.get_by_list, self.sens_param = get_all, get_by_list, sens_param
+
+    def __call__(self, network: Callable[..., Any], weights: Any = None) -> Callable[..., Any]:
+        if self.get_by_list and weights is None:
+            raise ValueError(
+                problem("GradOperation(get_by_list=True) has no weights", fix="give net.trainable_params()")
+            )
+
+        def gradient(*inputs: Any) -> Any:
+            given, sens = (inputs[:-1], inputs[-1]) if self.sens_param else (inputs, 1.0)
+            positions: Any = tuple(range(len(given))) if self.get_all else None if self.get_by_list else 0
+            scaled = network if not self.sens_param else lambda *own: network(*own) * sens
+            return grad(scaled, positions, weights if self.get_by_list else None)(*given)
+
+        return gradient
+
+
+__all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph"]

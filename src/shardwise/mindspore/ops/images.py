@@ -1,0 +1,235 @@
+"""Convolution and pooling of images (N, C, H, W)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.errors import problem
+from shardwise.mindspore import strict
+from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+
+Sizes = int | Sequence[int]
+MODES = ("valid", "same", "pad")
+
+
+def pair(name: str, value: Sizes) -> tuple[int, int]:
+    """Two numbers for height and width; of four, as the reference also takes them, the last two."""
+    sizes = (value, value) if isinstance(value, int) else tuple(value)[-2:]
+    if len(sizes) != 2 or any(isinstance(own, bool) or not isinstance(own, int) or own < 0 for own in sizes):
+        raise ValueError(problem(f"{name} is {value!r}", fix="a whole number, or two: (height, width)"))
+    return sizes[0], sizes[1]
+
+
+def _four(pad: Sizes) -> tuple[int, int, int, int]:
+    """Top, bottom, left, right."""
+    sizes = (pad,) * 4 if isinstance(pad, int) else tuple(pad)
+    if len(sizes) != 4:
+        raise ValueError(problem(f"pad is {pad!r}", fix="a whole number, or four: (top, bottom, left, right)"))
+    return sizes[0], sizes[1], sizes[2], sizes[3]
+
+
+def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
+    """The padding before and behind with which ``ceil(size / stride)`` windows fit; the odd one is behind."""
+    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+    return total // 2, total - total // 2
+
+
+class _Windowed(Primitive):
+    """An operator that slides a window over height and width."""
+
+    def __init__(self, kernel: Sizes, stride: Sizes, pad_mode: str, pad: Sizes, dilation: Sizes, **attrs: Any) -> None:
+        mode = pad_mode.lower()
+        if mode not in MODES:
+            raise ValueError(problem(f"pad_mode is {pad_mode!r}", fix=f"one of {', '.join(MODES)}"))
+        super().__init__(pad_mode=mode, pad=pad, **attrs)
+        self.kernel_size, self.stride = pair("kernel_size", kernel), pair("stride", stride)
+        self.dilation = pair("dilation", dilation)
+        self.pad_mode, self.pad = mode, _four(pad)
+        if mode != "pad" and any(self.pad):
+            raise ValueError(problem(f"pad is {pad!r} with pad_mode {mode!r}", fix='pad_mode="pad"'))
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The rows and columns that a window spans."""
+        height, width = ((k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        return height, width
+
+    def padding(self, shape: Sequence[int]) -> tuple[int, int, int, int]:
+        """Top, bottom, left, right."""
+        if self.pad_mode == "valid":
+            return (0, 0, 0, 0)
+        if self.pad_mode == "pad":
+            return self.pad
+        top, bottom = same_padding(shape[-2], self.reach[0], self.stride[0])
+        left, right = same_padding(shape[-1], self.reach[1], self.stride[1])
+        return top, bottom, left, right
+
+    def check_windows(self, counts: tuple[int, ...]) -> None:
+        """Height and width are split only in mode "same", or where windows do not overlap in mode "valid"."""
+        for dim in (2, 3):
+            kernel, stride = self.reach[dim - 2], self.stride[dim - 2]
+            if counts[dim] > 1 and (self.pad_mode == "pad" or (self.pad_mode == "valid" and kernel > stride)):
+                raise strict.failure(
+                    self.title,
+                    f"the strategy {counts} splits dim {dim} in {counts[dim]} parts, but in {self.pad_mode} mode with "
+                    f"kernel {kernel} (dilated) and stride {stride} it can not be split",
+                    "1 for height and width, pad_mode='same', or set_auto_parallel_context(strict=False)",
+                )
+
+
+class Conv2D(_Windowed):
+    """``Conv2D(out_channel, kernel_size, ...)(x, weight)``; ``weight`` is (out, in / group, height, width)."""
+
+    sums = True
+
+    def __init__(
+        self,
+        out_channel: int,
+        kernel_size: Sizes,
+        mode: int = 1,
+        pad_mode: str = "valid",
+        pad: Sizes = 0,
+        stride: Sizes = 1,
+        dilation: Sizes = 1,
+        group: int = 1,
+        data_format: str = "NCHW",
+    ) -> None:
+        super().__init__(kernel_size, stride, pad_mode, pad, dilation, out_channel=out_channel, group=group)
+        if data_format != "NCHW":
+            raise NotImplementedError(f"Conv2D(data_format={data_format!r}): channels are dim 1 here; transpose first")
+        self.out_channel, self.group = out_channel, group
+
+    def compute(self, x: Any, weight: Any, padding: Any) -> Any:
+        return F.conv2d(x, weight, None, self.stride, padding, self.dilation, self.group)
+
+    def prepared(self, strategy: Strategy | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """With the padding that the convolution does: where it is not alike on both sides, images are padded first."""
+        x, weight = args
+        top, bottom, left, right = self.padding(x.shape)
+        if (top, left) == (bottom, right):
+            return x, weight, (top, left)
+        if self.pad_mode == "same" and self.stride == (1, 1):
+            return x, weight, "same"
+        pad = F.pad if strategy is None or not strategy[0] else sw.shard(F.pad, strategy[:1])
+        return pad(x, (left, right, top, bottom)), weight, (0, 0)
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        return prod(strategy[0]) * strategy[1][0]
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        images, (co, ci, *kernel) = strategy
+        if prod(kernel) != 1:
+            raise strict.failure(
+                self.title, f"the strategy {strategy[1]} splits the kernel's height or width", f"({co}, {ci}, 1, 1)"
+            )
+        if self.group != 1 and (co > 1 or images[1] > 1 or ci > 1):
+            raise strict.failure(
+                self.title,
+                f"the group is {self.group}, the cout can not be split or the cin can not be split, but get cin "
+                f"{images[1]}, {ci}, cout {co}",
+                "1 for the channels of a grouped convolution",
+            )
+        if images[1] != ci:
+            raise strict.failure(
+                self.title,
+                f"the shard num of cin of x is {images[1]}, but the shard num of cin of the weight is {ci}",
+                "both are the channels that the convolution sums over: split them equally",
+            )
+        self.check_windows(images)
+
+
+class Conv2DTranspose(Primitive):
+    """``Conv2DTranspose(out_channel, kernel_size, ...)(dout, weight, input_size)``: the gradient of Conv2D by its
+    input, of shape ``input_size``; ``weight`` is (channels of dout, out / group, height, width)."""
+
+    lead = 0
+
+    def __init__(
+        self,
+        out_channel: int,
+        kernel_size: Sizes,
+        pad_mode: str = "valid",
+        pad: Sizes = 0,
+        pad_list: Any = None,
+        mode: int = 1,
+        stride: Sizes = 1,
+        dilation: Sizes = 1,
+        group: int = 1,
+        data_format: str = "NCHW",
+    ) -> None:
+        super().__init__(out_channel=out_channel, group=group, pad_mode=pad_mode.lower(), pad=pad)
+        self.group, self.pad_mode, self.pad = group, pad_mode.lower(), _four(pad)
+        self.kernel_size, self.stride = pair("kernel_size", kernel_size), pair("stride", stride)
+        self.dilation = pair("dilation", dilation)
+
+    def compute(self, dout: Any, weight: Any, input_size: Sequence[int]) -> Any:
+        """Without padding, then cut to ``input_size``: what padding would have given."""
+        whole = F.conv_transpose2d(dout, weight, None, self.stride, 0, 0, self.group, self.dilation)
+        begins = []
+        for dim in (0, 1):
+            reach = (self.kernel_size[dim] - 1) * self.dilation[dim] + 1
+            size = input_size[2 + dim]
+            if self.pad_mode == "same":
+                begins.append(same_padding(size, reach, self.stride[dim])[0])
+            else:
+                begins.append(self.pad[2 * dim] if self.pad_mode == "pad" else 0)
+        height, width = input_size[2:]
+        missing = (max(begins[1] + width - whole.shape[3], 0), max(begins[0] + height - whole.shape[2], 0))
+        if any(missing):
+            whole = F.pad(whole, (0, missing[0], 0, missing[1]))
+        return whole[:, :, begins[0] : begins[0] + height, begins[1] : begins[1] + width]
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        return prod(strategy[0]) * strategy[1][1]
+
+
+class _Pool(_Windowed):
+    def __init__(
+        self,
+        kernel_size: Sizes = 1,
+        strides: Sizes = 1,
+        pad_mode: str = "valid",
+        data_format: str = "NCHW",
+    ) -> None:
+        super().__init__(kernel_size, strides, pad_mode, 0, 1, kernel_size=kernel_size, strides=strides)
+        if data_format != "NCHW":
+            raise NotImplementedError(
+                f"{self.name}(data_format={data_format!r}): channels are dim 1 here; transpose first"
+            )
+        self.lead = 0 if self.pad_mode == "same" else None
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        self.check_windows(strategy[0])
+
+
+class MaxPool(_Pool):
+    """The largest element of each window."""
+
+    def compute(self, x: Any) -> Any:
+        top, bottom, left, right = self.padding(x.shape)
+        if top or bottom or left or right:
+            x = F.pad(x, (left, right, top, bottom), value=float("-inf"))
+        return F.max_pool2d(x, self.kernel_size, self.stride)
+
+
+class AvgPool(_Pool):
+    """The mean of each window, over what is inside the image."""
+
+    def compute(self, x: Any) -> Any:
+        padding = self.padding(x.shape)
+        if not any(padding):
+            return F.avg_pool2d(x, self.kernel_size, self.stride)
+        top, bottom, left, right = padding
+        sides = (left, right, top, bottom)
+        inside = F.pad(torch.ones((1, 1, *x.shape[-2:]), dtype=x.dtype, device=x.device), sides)
+        shares = F.avg_pool2d(inside, self.kernel_size, self.stride)
+        return F.avg_pool2d(F.pad(x, sides), self.kernel_size, self.stride) / shares
+
+
+__all__ = ["AvgPool", "Conv2D", "Conv2DTranspose", "MaxPool"]

@@ -1,0 +1,330 @@
+"""Lookups by index, sums by index, and one-hot vectors."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.mindspore import context, strict
+from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy, counted
+from shardwise.search.wishes import axes_of_counts
+
+
+class Gather(Primitive):
+    """``Gather(batch_dims)(params, indices, axis)``: the slices of ``params`` along ``axis`` that ``indices`` names.
+
+    ``add_prim_attr("manual_split", (10, 20, 30, 4))`` gives the devices along the first split so many rows each;
+    ``add_prim_attr("primitive_target", "CPU")`` keeps ``params`` on the host.
+    """
+
+    sums = True
+
+    def __init__(self, batch_dims: int = 0) -> None:
+        super().__init__(batch_dims=batch_dims)
+        self.batch_dims = batch_dims
+        self.lead = 0 if batch_dims else None
+
+    def compute(self, params: Any, indices: Any, axis: int = 0) -> Any:
+        axis, batch = axis % params.dim(), self.batch_dims % max(indices.dim(), 1)
+        if batch:
+            return self._batched(params, indices, axis, batch)
+        if axis == 0 and params.dim() == 2:
+            return F.embedding(indices, params)
+        return params[(slice(None),) * axis + (indices,)]
+
+    def _batched(self, params: Any, indices: Any, axis: int, batch: int) -> Any:
+        """Along dims 0 to ``batch`` the two are paired: ``torch.gather`` with everything else broadcast."""
+        before, after = params.shape[batch:axis], params.shape[axis + 1 :]
+        own = indices.shape[batch:]
+        index = indices.reshape(*indices.shape[:batch], *(1 for _ in before), -1, *(1 for _ in after))
+        index = index.expand(*params.shape[:axis], -1, *after)
+        return params.gather(axis, index).reshape(*params.shape[:axis], *own, *after)
+
+    def host_operands(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        return [args[0]]
+
+    def _axis(self, args: tuple[Any, ...], shapes: Shapes) -> int:
+        return strict.dim_of(self.title, args[2] if len(args) > 2 else 0, len(shapes[0]))
+
+    def _manual(self) -> tuple[int, ...] | None:
+        if "manual_split_with_offset" in self.attrs:
+            raise NotImplementedError(
+                f"{self.title}: manual_split_with_offset: give the lengths alone as manual_split; indices of any "
+                "device's rows are found"
+            )
+        return self.attrs.get("manual_split")
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        params, indices = strategy
+        if self._manual() is not None:
+            return prod(params)
+        return prod(indices) * prod(params[self.batch_dims :])
+
+    def strategy_text(self, args: tuple[Any, ...]) -> str | None:
+        lengths = self._manual()
+        if lengths is None:
+            return None
+        if self.in_strategy is None:
+            raise strict.failure(
+                self.title,
+                f"manual_split is {lengths}, but the operator has no strategy",
+                f"Gather().shard((({len(lengths)}, 1), (1, {len(lengths)})))",
+            )
+        options = context.options()
+        rows, *columns = self.in_strategy[0]
+        axis = self._axis(args, self.strategy_shapes(args))
+        names = {2: ("v", "e")} if axis == 0 else {2: ("d0", "v0")}
+        wanted = dict(zip(names[2], (rows, *columns), strict=True))
+        axes = axes_of_counts(wanted, sw.Mesh(dev=options.devices))
+        words = []
+        for name in wanted:
+            own = [sub for sub, choice in axes.items() if choice == name]
+            cut = "{" + ",".join(map(str, lengths)) + "}" if name.startswith("v") else ""
+            if own or cut:
+                words.append(f"{name}@({','.join(own)}){cut}")
+        return " ".join(words)
+
+    def out_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], *, strict: bool) -> Strategy | None:
+        """Where the rows are split, strict mode scatters the sum over the first dim of the indices, if that divides,
+        as the reference does: without ``out_strategy``."""
+        params, indices = strategy
+        if self.out_strategy is not None or not strict or not params or not indices:
+            return self.out_strategy
+        lengths = self._manual()
+        if lengths is not None:
+            return ((*indices[:-1], params[0], *params[1:]),)
+        axis = self._axis(args, shapes)
+        if axis == 0 and params[0] > 1 and shapes[1] and prod(indices) == 1 and shapes[1][0] % params[0] == 0:
+            return ((params[0], *(1,) * (len(indices) - 1), *params[1:]),)
+        return None
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        params, indices = strategy
+        axis = self._axis(args, shapes)
+        lengths = self._manual()
+        if lengths is not None:
+            self._check_manual(params, indices, shapes, axis, lengths)
+        elif self.batch_dims:
+            strict.whole(self.title, params, (axis,), "along which the batched lookup goes")
+            if params[: self.batch_dims] != indices[: self.batch_dims]:
+                raise strict.failure(
+                    self.title,
+                    f"the strategy {strategy} splits the {self.batch_dims} batch dims differently",
+                    "the same numbers for the batch dims of both inputs",
+                )
+        elif params[axis] > 1:
+            self._check_split_axis(params, indices, shapes, axis)
+
+    def _check_split_axis(self, params: tuple[int, ...], indices: tuple[int, ...], shapes: Shapes, axis: int) -> None:
+        devices = context.options().devices
+        both = axis == 0 and prod(indices) == indices[0] and prod(params) == params[0]
+        if prod(indices) > 1 and not (both and indices[0] * params[0] == devices):
+            raise strict.failure(
+                self.title,
+                f"param is split at dim (axis){axis} ,index can't be split. param: {params}, index: {indices}",
+                f"({params}, {(1,) * len(indices)}); or both first dims, if their product is {devices}",
+            )
+        if len(params) > 2:
+            raise strict.failure(
+                self.title,
+                f"param is split at dim (axis){axis} and has {len(params)} dims, more than 2: {params}",
+                "leave that dim whole, or set_auto_parallel_context(strict=False)",
+            )
+        if axis == 1 and shapes[0][0] % (params[0] * params[1]):
+            raise strict.failure(
+                self.title,
+                f"index_shape[0] {shapes[0][0]} can't be divided by {params[0]} * {params[1]}: the result is scattered",
+                f"numbers whose product divides {shapes[0][0]}",
+            )
+        if axis == 1 and prod(params) != devices:
+            raise strict.failure(
+                self.title,
+                f"param is split at dim (axis)1, repeated calculation is not supported: the strategy {params} uses "
+                f"{prod(params)} of {devices} devices",
+                f"numbers whose product is {devices}",
+            )
+
+    def _check_manual(
+        self, params: tuple[int, ...], indices: tuple[int, ...], shapes: Shapes, axis: int, lengths: Any
+    ) -> None:
+        def fail(what: str, fix: str) -> strict.StrategyError:
+            return strict.failure(self.title, f"manual_split {lengths}: {what}", fix)
+
+        rows, devices = shapes[0][0], context.options().devices
+        if axis != 0:
+            raise fail(f"axis must be 0, but get {axis}", "look up rows; transpose first")
+        if not isinstance(lengths, (tuple, list)) or not all(type(own) is int and own > 0 for own in lengths):
+            raise fail("the numbers must be positive integers", "(10, 20, 30, 4)")
+        if prod(indices[:-1]) != 1:
+            raise fail(
+                f"only the last dim of indices can be split, but get {indices}",
+                f"{(*[1] * (len(indices) - 1), params[0])}",
+            )
+        if indices[-1] != params[0]:
+            raise fail(
+                f"param_strategy[0] {params[0]} must be equal to indices_strategy[-1] {indices[-1]}",
+                f"({params}, {(*indices[:-1], params[0])})",
+            )
+        if len(lengths) != params[0]:
+            raise fail(
+                f"it has {len(lengths)} numbers, and param_strategy[0] is {params[0]}", "one number per part of dim 0"
+            )
+        if sum(lengths) != rows:
+            raise fail(
+                f"Sum of split shapes {sum(lengths)} must be equal to param_shape[0] {rows}",
+                f"numbers whose sum is {rows}",
+            )
+        if prod(params) != devices:
+            raise fail(
+                f"repeated calculation is not supported: the strategy {(params, indices)} uses {prod(params)} of "
+                f"{devices} devices",
+                f"numbers whose product is {devices}",
+            )
+        part = shapes[1][-1] // indices[-1]
+        if min(lengths) < part:
+            raise fail(
+                f"every number must be at least the part of the last dim of indices, {shapes[1][-1]} / {indices[-1]} = "
+                f"{part}",
+                "more rows for each, or fewer fields",
+            )
+
+
+class GatherV2(Gather):
+    """The old name of Gather."""
+
+
+class SparseGatherV2(Gather):
+    """Gather; the gradient of its table is dense here."""
+
+
+class EmbeddingLookup(Gather):
+    """``EmbeddingLookup()(params, indices, offset)``: rows of indices minus ``offset``; 0 for those that are none."""
+
+    def __call__(self, params: Any, indices: Any, offset: int = 0) -> Any:
+        own = indices - offset
+        inside = (own >= 0) & (own < params.shape[0])
+        rows = super().__call__(params, torch.where(inside, own, 0))
+        return torch.where(inside.reshape(*inside.shape, *(1,) * (params.dim() - 1)), rows, 0)
+
+
+class GatherD(Primitive):
+    """``GatherD()(x, dim, index)``: as ``torch.gather``."""
+
+    def compute(self, x: Any, dim: int, index: Any) -> Any:
+        return x.gather(dim, index.long())
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        strict.equal(self.title, strategy)
+        strict.whole(
+            self.title, strategy[0], (strict.dim_of(self.title, args[1], len(shapes[0])),), "which it looks up"
+        )
+
+
+class GatherNd(Primitive):
+    """``GatherNd()(x, indices)``: the last dim of the indices names a place in the first dims of x."""
+
+    lead = 1
+
+    def compute(self, x: Any, indices: Any) -> Any:
+        return x[tuple(indices.unbind(-1))]
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        strict.whole(self.title, strategy[0], range(len(shapes[0])), "which is looked up")
+        strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which names a place")
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        return prod(strategy[1])
+
+
+class OneHot(Primitive):
+    """``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and () for each value:
+    ``((4, 2), (), ())``; the dim of the classes may be split."""
+
+    lead = 0
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(axis=axis)
+        self.axis = axis
+
+    def compute(self, indices: Any, depth: int, on_value: Any = 1.0, off_value: Any = 0.0) -> Any:
+        axis = self.axis % (indices.dim() + 1)
+        classes = torch.arange(depth, device=indices.device).reshape(depth, *(1,) * (indices.dim() - axis))
+        on, off = (
+            own if isinstance(own, torch.Tensor) else torch.tensor(own, device=indices.device)
+            for own in (on_value, off_value)
+        )
+        return torch.where(indices.unsqueeze(axis) == classes, on, off)
+
+    def strategy_shapes(self, args: tuple[Any, ...]) -> Shapes:
+        shape = list(args[0].shape)
+        shape.insert(self.axis % (len(shape) + 1), int(args[1]))
+        return tuple(shape), (), ()
+
+    def led(self, strategy: Strategy, *args: Any) -> Any:
+        return counted(self.compute(*args), strategy[0])
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        if len(shapes[0]) != 2:
+            raise strict.failure(
+                self.title,
+                f"the indices have {len(shapes[0]) - 1} dims, and only one can be split",
+                "reshape them to one dim, or set_auto_parallel_context(strict=False)",
+            )
+
+
+class UnsortedSegmentSum(Primitive):
+    """``UnsortedSegmentSum()(x, segment_ids, num_segments)``: sums of the parts of x that share an id."""
+
+    sums = True
+    lead = 0
+
+    def compute(self, x: Any, segment_ids: Any, num_segments: int) -> Any:
+        count = segment_ids.dim()
+        rows = x.reshape(-1, *x.shape[count:])
+        zeros = torch.zeros((num_segments, *x.shape[count:]), dtype=x.dtype, device=x.device)
+        return zeros.index_add(0, segment_ids.reshape(-1), rows)
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        return prod(strategy[0])
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        first, second = strategy
+        if first[: len(second)] != second:
+            raise strict.failure(
+                self.title,
+                f"the strategy {first} of x splits the first {len(second)} dims otherwise than {second}, that of ids",
+                f"({first}, {first[: len(second)]})",
+            )
+
+
+class TensorScatterUpdate(Primitive):
+    """``TensorScatterUpdate()(x, indices, updates)``: x with other values at the places that the last dim of the
+    indices names."""
+
+    lead = 0
+
+    def compute(self, x: Any, indices: Any, updates: Any) -> Any:
+        return x.index_put(tuple(indices.unbind(-1)), updates)
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        strict.whole(self.title, strategy[0], range(shapes[1][-1]), "in which places are named")
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        return prod(strategy[0])
+
+
+class TensorScatterAdd(TensorScatterUpdate):
+    """``TensorScatterAdd()(x, indices, updates)``: x plus values at the places that the indices name."""
+
+    def compute(self, x: Any, indices: Any, updates: Any) -> Any:
+        return x.index_put(tuple(indices.unbind(-1)), updates, accumulate=True)
+
+
+__all__ = [
+    "EmbeddingLookup", "Gather", "GatherD", "GatherNd", "GatherV2", "OneHot", "SparseGatherV2", "TensorScatterAdd",
+    "TensorScatterUpdate", "UnsortedSegmentSum",
+]  # fmt: skip

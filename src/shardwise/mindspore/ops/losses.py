@@ -1,0 +1,103 @@
+"""Cross entropies as operators: a loss and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.errors import problem
+from shardwise.mindspore import strict
+from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+
+
+class SoftmaxCrossEntropyWithLogits(Primitive):
+    """``(logits, labels)``, labels being probabilities: the cross entropy over the last dim, and the gradient of the
+    logits. Only the loss is differentiated."""
+
+    lead = 0
+
+    def compute(self, logits: Any, labels: Any) -> Any:
+        logarithms = logits.log_softmax(-1)
+        loss = -(labels * logarithms).sum(-1)
+        return loss, (logarithms.exp() - labels).detach()
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        strict.equal(self.title, strategy, "the strategies of logits and labels must be equal")
+        strict.whole(self.title, strategy[0], (len(shapes[0]) - 1,), "the classes")
+
+
+class SparseSoftmaxCrossEntropyWithLogits(Primitive):
+    """``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, labels being class numbers: the mean cross
+    entropy, or the gradient of the logits."""
+
+    sums = True
+    lead = 0
+
+    def __init__(self, is_grad: bool = False) -> None:
+        super().__init__(is_grad=is_grad)
+        self.is_grad = is_grad
+
+    def compute(self, logits: Any, labels: Any) -> Any:
+        if self.is_grad:
+            hot = F.one_hot(labels.long(), logits.shape[-1]).to(logits.dtype)
+            return (logits.softmax(-1) - hot) / logits.shape[0]
+        return F.cross_entropy(logits, labels.long())
+
+    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
+        return super().required_devices(strategy[:1], shapes[:1], args)
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        logits, labels = strategy
+        strict.whole(self.title, logits, (len(logits) - 1,), "the classes")
+        if labels != logits[:-1]:
+            raise strict.failure(
+                self.title,
+                f"the strategy {labels} of the labels is not that of the samples, {logits[:-1]}",
+                f"({logits}, {logits[:-1]})",
+            )
+
+
+class SigmoidCrossEntropyWithLogits(Primitive):
+    """``(logits, label)``: the binary cross entropy of the sigmoid, per element."""
+
+    def compute(self, logits: Any, label: Any) -> Any:
+        return F.binary_cross_entropy_with_logits(logits, label, reduction="none")
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        strict.equal(self.title, strategy, "the strategies of logits and label must be equal")
+
+
+class BinaryCrossEntropy(Primitive):
+    """``BinaryCrossEntropy(reduction)(logits, labels, weight)``, logits being probabilities."""
+
+    sums = True
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(reduction=reduction)
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(problem(f"reduction is {reduction!r}", fix="one of mean, sum, none"))
+        self.reduction = reduction
+
+    def compute(self, logits: Any, labels: Any, weight: torch.Tensor | None = None) -> Any:
+        return F.binary_cross_entropy(logits, labels, weight, reduction=self.reduction)
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        strict.equal(self.title, strategy)
+
+
+class L2Loss(Primitive):
+    """Half the sum of squares."""
+
+    sums = True
+    lead = 0
+
+    def compute(self, x: Any) -> Any:
+        return x.square().sum() / 2
+
+
+__all__ = [
+    "BinaryCrossEntropy", "L2Loss", "SigmoidCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
+    "SparseSoftmaxCrossEntropyWithLogits",
+]  # fmt: skip

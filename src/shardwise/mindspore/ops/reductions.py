@@ -1,0 +1,190 @@
+"""Operators that combine the elements of some dims, that scan or that sort one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.mindspore import strict
+from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+
+Axes = int | Sequence[int]
+
+
+class _Reduce(Primitive):
+    """``ReduceSum(keep_dims)(x, axis)``: any dims, without ``axis`` all. They may be split: results are reduced."""
+
+    def __init__(self, keep_dims: bool = False) -> None:
+        super().__init__(keep_dims=keep_dims)
+        self.keep_dims = keep_dims
+
+    def compute(self, x: Any, axis: Axes = ()) -> Any:
+        dims = (axis,) if isinstance(axis, int) else tuple(axis)
+        return self.reduce(x, dims or tuple(range(x.dim())))
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        raise NotImplementedError
+
+
+class ReduceSum(_Reduce):
+    """The sum over dims."""
+
+    sums = True
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        return x.sum(dims, keepdim=self.keep_dims)
+
+
+class ReduceMean(_Reduce):
+    """The mean over dims."""
+
+    sums = True
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        return x.mean(dims, keepdim=self.keep_dims)
+
+
+class ReduceMax(_Reduce):
+    """The largest element over dims."""
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        return x.amax(dims, keepdim=self.keep_dims)
+
+
+class ReduceMin(_Reduce):
+    """The smallest element over dims."""
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        return x.amin(dims, keepdim=self.keep_dims)
+
+
+class ReduceAll(_Reduce):
+    """Whether all elements over dims are true."""
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        return torch.all(x, dims, keepdim=self.keep_dims)
+
+
+class ReduceAny(_Reduce):
+    """Whether any element over dims is true."""
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        return torch.any(x, dims, keepdim=self.keep_dims)
+
+
+class ReduceProd(_Reduce):
+    """The product over dims."""
+
+    lead = 0
+
+    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
+        for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
+            x = x.prod(dim, keepdim=self.keep_dims)
+        return x
+
+
+class ArgMaxWithValue(Primitive):
+    """Where the largest element of a dim is, and its value."""
+
+    def __init__(self, axis: int = 0, keep_dims: bool = False) -> None:
+        super().__init__(axis=axis, keep_dims=keep_dims)
+        self.axis, self.keep_dims = axis, keep_dims
+
+    def compute(self, x: Any) -> Any:
+        value, index = x.max(self.axis, keepdim=self.keep_dims)
+        return index, value
+
+
+class ArgMinWithValue(ArgMaxWithValue):
+    """Where the smallest element of a dim is, and its value."""
+
+    def compute(self, x: Any) -> Any:
+        value, index = x.min(self.axis, keepdim=self.keep_dims)
+        return index, value
+
+
+class Argmax(Primitive):
+    """Where the largest element of a dim is."""
+
+    def __init__(self, axis: int = -1, output_type: torch.dtype = torch.int32) -> None:
+        super().__init__(axis=axis, output_type=output_type)
+        self.axis, self.output_type = axis, output_type
+
+    def compute(self, x: Any) -> Any:
+        return x.argmax(self.axis).to(self.output_type)
+
+
+class Argmin(Argmax):
+    """Where the smallest element of a dim is."""
+
+    def compute(self, x: Any) -> Any:
+        return x.argmin(self.axis).to(self.output_type)
+
+
+class CumSum(Primitive):
+    """``CumSum(exclusive, reverse)(x, axis)``: sums of the first elements, without the element itself if
+    ``exclusive``, from the last one on if ``reverse``."""
+
+    lead = 0
+
+    def __init__(self, exclusive: bool = False, reverse: bool = False) -> None:
+        super().__init__(exclusive=exclusive, reverse=reverse)
+        self.exclusive, self.reverse = exclusive, reverse
+
+    def compute(self, x: Any, axis: int) -> Any:
+        y = x.flip(axis) if self.reverse else x
+        y = y.cumsum(axis)
+        y = y.flip(axis) if self.reverse else y
+        return y - x if self.exclusive else y
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        axis = strict.dim_of(self.title, args[1], len(shapes[0]))
+        strict.whole(self.title, strategy[0], (axis,), "along which it accumulates")
+
+
+class CumProd(CumSum):
+    """Products of the first elements, as ``CumSum``."""
+
+    def compute(self, x: Any, axis: int) -> Any:
+        y = x.flip(axis) if self.reverse else x
+        if self.exclusive:
+            y = torch.cat((torch.ones_like(y.narrow(axis, 0, 1)), y.narrow(axis, 0, y.shape[axis] - 1)), axis)
+        y = y.cumprod(axis)
+        return y.flip(axis) if self.reverse else y
+
+
+class TopK(Primitive):
+    """``TopK(sorted)(x, k)``: the k largest elements of the last dim, and where they are."""
+
+    def __init__(self, sorted: bool = True) -> None:
+        super().__init__(sorted=sorted)
+        self.sorted = sorted
+
+    def compute(self, x: Any, k: int) -> Any:
+        return tuple(x.topk(k, -1, sorted=self.sorted))
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        strict.whole(self.title, strategy[0], (len(shapes[0]) - 1,), "of which it finds the largest elements")
+
+
+class Sort(Primitive):
+    """The elements of a dim in order, and where they were."""
+
+    def __init__(self, axis: int = -1, descending: bool = False) -> None:
+        super().__init__(axis=axis, descending=descending)
+        self.axis, self.descending = axis, descending
+
+    def compute(self, x: Any) -> Any:
+        return tuple(x.sort(self.axis, descending=self.descending))
+
+    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+        axis = strict.dim_of(self.title, self.axis, len(shapes[0]))
+        strict.whole(self.title, strategy[0], (axis,), "which it sorts")
+
+
+__all__ = [
+    "ArgMaxWithValue", "ArgMinWithValue", "Argmax", "Argmin", "CumProd", "CumSum", "ReduceAll", "ReduceAny",
+    "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Sort", "TopK",
+]  # fmt: skip
