@@ -174,7 +174,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         inputs="local" if local else "global",
         seed=data_seed(),
         init=_no_values,
-        host=_on_host(model),
+        host=_on_host(model, meta_args, meta_kwargs),
     )
     _install(par, cell)
     return Split(par, local)
@@ -279,8 +279,15 @@ def primitives(module: nn.Module) -> Iterator[Any]:
         yield from (value for value in vars(own).values() if isinstance(value, Primitive))
 
 
-def _on_host(model: nn.Module) -> tuple[str, ...]:
-    return ()
+def _on_host(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The parameters that operators with ``primitive_target`` "CPU" read, found in a call without data."""
+    from shardwise.mindspore.ops.primitive import host_operands
+
+    if not any(own.attrs.get("primitive_target") == "CPU" for own in primitives(model)):
+        return ()
+    with inside(), torch.no_grad(), host_operands() as tensors:
+        nn.Module.__call__(model, *args, **kwargs)
+    return tuple(name for name, own in model.named_parameters() if any(own is tensor for tensor in tensors))
 
 
 def _whole_copy(cell: nn.Module) -> nn.Module:

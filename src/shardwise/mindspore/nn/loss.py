@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -36,6 +37,30 @@ class MSELoss(LossBase):
         return self.get_loss((logits - labels).square())
 
 
+class L1Loss(LossBase):
+    """|logits - labels|"""
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return self.get_loss((logits - labels).abs())
+
+
+class MAELoss(L1Loss):
+    """|logits - labels|"""
+
+
+class SmoothL1Loss(LossBase):
+    """0.5 d^2 / beta where d = |logits - labels| is below beta, else d - 0.5 beta. By default one loss per element."""
+
+    def __init__(self, beta: float = 1.0, reduction: str = "none") -> None:
+        super().__init__(reduction)
+        if beta <= 0:
+            raise ValueError(problem(f"beta is {beta}", fix="a number above 0"))
+        self.beta = beta
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return F.smooth_l1_loss(logits, labels, reduction=self.reduction, beta=self.beta)
+
+
 class SoftmaxCrossEntropyWithLogits(LossBase):
     """Cross entropy of the softmax over the last dim. ``sparse``: labels are class numbers, else probabilities of the
     logits' shape. By default one loss per row (``reduction="none"``), as in the reference."""
@@ -48,3 +73,76 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         if self.sparse:
             return F.cross_entropy(logits, labels.long(), reduction=self.reduction)
         return self.get_loss(-(labels * logits.log_softmax(-1)).sum(-1))
+
+
+class CrossEntropyLoss(LossBase):
+    """Cross entropy of the softmax over dim 1; labels are class numbers, or probabilities of the logits' shape."""
+
+    weight: torch.Tensor | None
+
+    def __init__(
+        self, weight: Any = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(reduction)
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.register_buffer("weight", None if weight is None else as_torch(weight))
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return F.cross_entropy(
+            logits,
+            labels if labels.is_floating_point() else labels.long(),
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+class NLLLoss(LossBase):
+    """Minus the logits (logarithms of probabilities over dim 1) of the labels, which are class numbers."""
+
+    weight: torch.Tensor | None
+
+    def __init__(self, weight: Any = None, ignore_index: int = -100, reduction: str = "mean") -> None:
+        super().__init__(reduction)
+        self.ignore_index = ignore_index
+        self.register_buffer("weight", None if weight is None else as_torch(weight))
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return F.nll_loss(logits, labels.long(), self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
+
+
+class BCELoss(LossBase):
+    """Binary cross entropy of probabilities. By default one loss per element."""
+
+    weight: torch.Tensor | None
+
+    def __init__(self, weight: Any = None, reduction: str = "none") -> None:
+        super().__init__(reduction)
+        self.register_buffer("weight", None if weight is None else as_torch(weight))
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return F.binary_cross_entropy(logits, labels, self.weight, reduction=self.reduction)
+
+
+class BCEWithLogitsLoss(LossBase):
+    """Binary cross entropy of the sigmoid of logits. ``pos_weight``: of the labels that are 1."""
+
+    weight: torch.Tensor | None
+    pos_weight: torch.Tensor | None
+
+    def __init__(self, reduction: str = "mean", weight: Any = None, pos_weight: Any = None) -> None:
+        super().__init__(reduction)
+        self.register_buffer("weight", None if weight is None else as_torch(weight))
+        self.register_buffer("pos_weight", None if pos_weight is None else as_torch(pos_weight))
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return F.binary_cross_entropy_with_logits(
+            logits, labels, self.weight, reduction=self.reduction, pos_weight=self.pos_weight
+        )
+
+
+__all__ = [
+    "BCELoss", "BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MAELoss", "MSELoss", "NLLLoss",
+    "SmoothL1Loss", "SoftmaxCrossEntropyWithLogits",
+]  # fmt: skip

@@ -17,9 +17,11 @@ Rate = Any  # a number, one number per step, or a callable from the step to a nu
 
 class Optimizer:
     """Base: ``optimizer(gradients)`` updates ``optimizer.parameters``. ``params``: parameters, or dicts
-    ``{"params": [...], "lr": ..., "weight_decay": ...}`` of groups. ``loss_scale``: what gradients are divided by.
+    ``{"params": [...], "lr": ..., "weight_decay": ...}`` of groups; ``{"order_params": [...]}`` beside them gives the
+    order of gradients. ``loss_scale``: what gradients are divided by.
 
-    ``learning_rate``: a number, a list or tensor with one number per step, or a callable of the step.
+    ``learning_rate``: a number, a list or tensor with one number per step, or a callable of the step. Without groups,
+    parameters whose name has "beta" or "gamma" in it do not decay, as in the reference.
     """
 
     def __init__(
@@ -28,14 +30,23 @@ class Optimizer:
         groups = list(parameters)
         if not groups:
             raise ValueError(problem("the optimizer has no parameters", fix="pass net.trainable_params()"))
-        if not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
+        order = [own for group in groups if isinstance(group, dict) for own in group.get("order_params", ())]
+        if isinstance(groups[0], dict):
+            groups = [group for group in groups if "order_params" not in group]
+        else:
+            order = groups
+            groups = [{"params": own, "weight_decay": decay} for own, decay in _by_decay(groups, weight_decay) if own]
         self.rates = [_rate(group.get("lr", learning_rate)) for group in groups]
         self.weight_decay, self.loss_scale, self.global_step = float(weight_decay), float(loss_scale), 0
-        self.parameters: tuple[nn.Parameter, ...] = tuple(p for group in groups for p in group["params"])
-        for own in self.parameters:
+        grouped = [own for group in groups for own in group["params"]]
+        for own in grouped:
             if not isinstance(own, nn.Parameter):
                 raise TypeError(problem(f"the optimizer got {own!r}", fix="pass parameters: net.trainable_params()"))
+        if order and {id(own) for own in order} != {id(own) for own in grouped}:
+            raise ValueError(
+                problem(f"order_params has {len(order)} parameters, the groups {len(grouped)}", fix="the same ones")
+            )
+        self.parameters: tuple[nn.Parameter, ...] = tuple(order or grouped)
         self._groups = [
             {"params": list(group["params"]), "weight_decay": float(group.get("weight_decay", weight_decay))}
             for group in groups
@@ -71,6 +82,14 @@ class Optimizer:
     construct = __call__
 
 
+def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any], float]]:
+    """The parameters that decay, and the others, if any decays."""
+    if not weight_decay:
+        return [(parameters, 0.0)]
+    kept = [own for own in parameters if any(word in getattr(own, "name", "") for word in ("beta", "gamma"))]
+    return [([own for own in parameters if not any(own is other for other in kept)], weight_decay), (kept, 0.0)]
+
+
 def _rate(rate: Rate) -> Callable[[int], float]:
     if callable(rate):
         return lambda step: float(rate(step))
@@ -103,3 +122,31 @@ class Momentum(Optimizer):
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.use_nesterov)
+
+
+class SGD(Optimizer):
+    """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, with
+    ``nesterov`` * (gradient + momentum * v)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        learning_rate: Rate = 0.1,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        loss_scale: float = 1.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay, loss_scale)
+        for name, value in (("momentum", momentum), ("dampening", dampening)):
+            if value < 0:
+                raise ValueError(problem(f"{name} is {value}", fix="a number from 0"))
+        if nesterov and (not momentum or dampening):
+            raise ValueError(
+                problem(f"nesterov with momentum {momentum} and dampening {dampening}", fix="momentum, no dampening")
+            )
+        self.momentum, self.dampening, self.nesterov = float(momentum), float(dampening), nesterov
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov)

@@ -1,0 +1,178 @@
+"""Learning rates over the steps: as lists, one number per step (lower-case names), and as functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwise.errors import problem
+
+
+def _steps(total_step: int, step_per_epoch: int, epochs: int) -> list[int]:
+    """The epoch of every step."""
+    for name, value in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("epochs", epochs)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 1"))
+    return [step // step_per_epoch for step in range(total_step)]
+
+
+def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
+    """``learning_rates[i]`` up to step ``milestone[i]``."""
+    if len(milestone) != len(learning_rates):
+        raise ValueError(
+            problem(f"{len(milestone)} milestones for {len(learning_rates)} learning rates", fix="one for each")
+        )
+    found: list[float] = []
+    for end, rate in zip(milestone, learning_rates, strict=True):
+        if end < len(found) or end < 1:
+            raise ValueError(problem(f"milestone {end} is not above {len(found)}", fix="ascending numbers of steps"))
+        found += [float(rate)] * (end - len(found))
+    return found
+
+
+def exponential_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """learning_rate * decay_rate^(epoch / decay_epoch), rounded down if ``is_stair``."""
+    epochs = _steps(total_step, step_per_epoch, decay_epoch)
+    return [learning_rate * decay_rate ** _share(epoch, decay_epoch, is_stair) for epoch in epochs]
+
+
+def natural_exp_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """learning_rate * exp(-decay_rate * epoch); ``is_stair``: of the last multiple of ``decay_epoch``."""
+    epochs = _steps(total_step, step_per_epoch, decay_epoch)
+    stairs = [epoch // decay_epoch * decay_epoch if is_stair else epoch for epoch in epochs]
+    return [learning_rate * math.exp(-decay_rate * epoch) for epoch in stairs]
+
+
+def inverse_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """learning_rate / (1 + decay_rate * epoch / decay_epoch), rounded down if ``is_stair``."""
+    epochs = _steps(total_step, step_per_epoch, decay_epoch)
+    return [learning_rate / (1 + decay_rate * _share(epoch, decay_epoch, is_stair)) for epoch in epochs]
+
+
+def cosine_decay_lr(
+    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
+) -> list[float]:
+    """From ``max_lr`` to ``min_lr`` along half a cosine, over ``decay_epoch`` epochs."""
+    _check_range(min_lr, max_lr)
+    epochs = _steps(total_step, step_per_epoch, decay_epoch)
+    return [_cosine(min_lr, max_lr, min(epoch, decay_epoch) / decay_epoch) for epoch in epochs]
+
+
+def polynomial_decay_lr(
+    learning_rate: float,
+    end_learning_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    power: float,
+    update_decay_epoch: bool = False,
+) -> list[float]:
+    """From ``learning_rate`` to ``end_learning_rate`` as (1 - epoch / decay_epoch)^power. ``update_decay_epoch``: the
+    next multiple of ``decay_epoch`` stands for it."""
+    found = []
+    for epoch in _steps(total_step, step_per_epoch, decay_epoch):
+        end = decay_epoch * max(math.ceil(epoch / decay_epoch), 1) if update_decay_epoch else decay_epoch
+        left = 1 - min(epoch, end) / end
+        found.append((learning_rate - end_learning_rate) * left**power + end_learning_rate)
+    return found
+
+
+def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:
+    """From 0 to ``learning_rate`` in equal steps over ``warmup_epoch`` epochs."""
+    epochs = _steps(total_step, step_per_epoch, warmup_epoch)
+    return [learning_rate * min(epoch, warmup_epoch) / warmup_epoch for epoch in epochs]
+
+
+class LearningRateSchedule:
+    """Base of learning rates as functions of the step, from 0: override ``construct``."""
+
+    def construct(self, global_step: int) -> float:
+        raise NotImplementedError(f"{type(self).__name__} does not define construct")
+
+    def __call__(self, global_step: int) -> float:
+        return self.construct(global_step)
+
+
+class ExponentialDecayLR(LearningRateSchedule):
+    """learning_rate * decay_rate^(step / decay_steps), rounded down if ``is_stair``."""
+
+    def __init__(self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False) -> None:
+        self.learning_rate, self.decay_rate = learning_rate, decay_rate
+        self.decay_steps, self.is_stair = decay_steps, is_stair
+
+    def construct(self, global_step: int) -> float:
+        return float(self.learning_rate * self.decay_rate ** _share(global_step, self.decay_steps, self.is_stair))
+
+
+class CosineDecayLR(LearningRateSchedule):
+    """From ``max_lr`` to ``min_lr`` along half a cosine, over ``decay_steps`` steps."""
+
+    def __init__(self, min_lr: float, max_lr: float, decay_steps: int) -> None:
+        _check_range(min_lr, max_lr)
+        self.min_lr, self.max_lr, self.decay_steps = min_lr, max_lr, decay_steps
+
+    def construct(self, global_step: int) -> float:
+        return _cosine(self.min_lr, self.max_lr, min(global_step, self.decay_steps) / self.decay_steps)
+
+
+class PolynomialDecayLR(LearningRateSchedule):
+    """From ``learning_rate`` to ``end_learning_rate`` as (1 - step / decay_steps)^power."""
+
+    def __init__(self, learning_rate: float, end_learning_rate: float, decay_steps: int, power: float) -> None:
+        self.learning_rate, self.end_learning_rate = learning_rate, end_learning_rate
+        self.decay_steps, self.power = decay_steps, power
+
+    def construct(self, global_step: int) -> float:
+        left = 1 - min(global_step, self.decay_steps) / self.decay_steps
+        return float((self.learning_rate - self.end_learning_rate) * left**self.power + self.end_learning_rate)
+
+
+class WarmUpLR(LearningRateSchedule):
+    """From 0 to ``learning_rate`` over ``warmup_steps`` steps."""
+
+    def __init__(self, learning_rate: float, warmup_steps: int) -> None:
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+
+    def construct(self, global_step: int) -> float:
+        return self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps
+
+
+def _share(step: int, of: int, is_stair: bool) -> float:
+    return step // of if is_stair else step / of
+
+
+def _cosine(low: float, high: float, share: float) -> float:
+    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * share))
+
+
+def _check_range(low: float, high: float) -> None:
+    if not 0 <= low < high:
+        raise ValueError(problem(f"min_lr is {low}, max_lr {high}", fix="0 <= min_lr < max_lr"))
+
+
+__all__ = [
+    "CosineDecayLR", "ExponentialDecayLR", "LearningRateSchedule", "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr",
+    "exponential_decay_lr", "inverse_decay_lr", "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr",
+    "warmup_lr",
+]  # fmt: skip
