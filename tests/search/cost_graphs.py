@@ -140,15 +140,6 @@ def priced_twice(cost: CostGraph, assignment: Sequence[int]) -> bool:
     return False
 
 
-def lowers(cost: CostGraph, assignment: Sequence[int]) -> bool:
-    """Whether some strategy lowers its operator: its operands may go straight to where the lowering wants them."""
-    for variable, domain in cost.domain_of.items():
-        rule = cost.domains.rules[cost.variables[variable].name]
-        if any(f.name in domain.choices[assignment[variable]] for f in rule.factors if f.kind == "lowered"):
-            return True
-    return False
-
-
 def random_problem(seed: int, *, widest: int = 3) -> Problem:
     """One to six variables of one to four values, tables over up to ``widest`` of them, some entries infinite."""
     rng = np.random.default_rng(seed)

@@ -19,7 +19,7 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.partition.lower import PlacedOp, lower
-from shardwise.partition.spmd import Builder, Spmd, conversions_of
+from shardwise.partition.spmd import Builder, Spmd, conversions_of, gradient_free
 from shardwise.partition.steps import Conversion, Step
 from shardwise.rules.rule import OpRule
 from shardwise.search.domains import Fragment
@@ -67,9 +67,8 @@ class Fragments:
         named = dict.fromkeys((*op.operands, *op.results))
         values = (*(self.graph.by_name[name] for name in named), *added)
         small = Graph(values, (), tuple(item.op for item in items), ())
-        applied = apply_strategy(rule, strategy, mesh).operands
-        layouts = {name: layout.without_windows for name, layout in zip(op.operands, applied, strict=True)}
-        builder = Builder(small, mesh, layouts, self.router)
+        layouts = self._taken(op, rule, strategy, items)
+        builder = Builder(small, mesh, dict(layouts), self.router)
         for item in items:
             builder.add(item)
         # Operands that an operator inside keeps; those that the whole operator keeps are counted where they come from.
@@ -82,7 +81,30 @@ class Fragments:
                 kept += self._kept_bytes(step, small) + self._kept_operands(op, step, small, outside)
             else:
                 exposed += conversion_seconds(step, small.by_name[step.origin], prices)
-        return Fragment(tuple(builder.layouts[name] for name in op.results), compute, exposed, kept)
+        return Fragment(
+            tuple(layouts[name] for name in op.operands),
+            tuple(builder.layouts[name] for name in op.results),
+            compute,
+            exposed,
+            kept,
+        )
+
+    def _taken(self, op: Op, rule: OpRule, strategy: Strategy, items: Sequence[PlacedOp]) -> dict[str, Layout]:
+        """Operand -> the layout in which a lowering takes it: the one in which it is used inside, or the strategy's
+        where it is used in several, or through windows."""
+        mesh = self.router.axes.mesh
+        used: dict[str, set[Layout]] = {}
+        for item in items:
+            applied = apply_strategy(item.rule, item.strategy, mesh).operands
+            for name, layout in zip(item.op.operands, applied, strict=True):
+                used.setdefault(name, set()).add(layout.canonical())
+        found = {}
+        for name, layout in zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True):
+            inside = used.get(name, set())
+            only = next(iter(inside)) if len(inside) == 1 else layout
+            only = layout.without_windows if only.windows else only
+            found[name] = only if self.graph.by_name[name].requires_grad else gradient_free(only)
+        return found
 
     def _kept_operands(self, op: Op, step: Step, graph: Graph, counted: set[str]) -> float:
         """Bytes of the operands of ``op`` that one operator inside its lowering keeps. Those in ``counted`` are counted

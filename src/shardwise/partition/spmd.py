@@ -187,7 +187,7 @@ class Builder:
         """The name under which ``origin``, available as ``name``, is available in ``target``."""
         info, source = self.graph.by_name[origin], self.layouts[name]
         if not info.requires_grad:
-            source, target = _gradient_free(source), _gradient_free(target)
+            source, target = gradient_free(source), gradient_free(target)
         target = target.canonical()
         if source.canonical() == target:
             return name
@@ -209,6 +209,7 @@ def fewest_bytes(value: Value, source: Layout, target: Layout) -> tuple[Move, ..
     return redistribute(source, target, differentiable=value.requires_grad)
 
 
-def _gradient_free(layout: Layout) -> Layout:
+def gradient_free(layout: Layout) -> Layout:
+    """The layout of a value that has no cotangent: replicated and invariant are the same."""
     replicated = [axis for axis, state in layout.states if state == "R"]
     return layout.moved(dict.fromkeys(replicated, "I")) if replicated else layout

@@ -29,9 +29,11 @@ from shardwise.search.wishes import burdens
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What a lowered strategy is made of: the layouts of its results; seconds of its operators and, apart, of its
-    collectives, forward and backward; and the bytes that its inside keeps for backward."""
+    """What a lowered strategy is made of: the layouts in which it takes its operands and has its results; seconds of
+    its operators and, apart, of its collectives, forward and backward; and the bytes that its inside keeps for
+    backward."""
 
+    operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     compute: float
     exposed: float
@@ -352,7 +354,9 @@ class Domains:
         for i in np.flatnonzero(~plain).tolist():
             fragment = self.fragments(op, rule, self.strategy_of(self.by_sub_axis(choices[i])))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
-            for nodes, name, layout in zip(results, op.results, fragment.results, strict=True):
+            taken = zip(operands, op.operands, fragment.operands, strict=True)
+            made = zip(results, op.results, fragment.results, strict=True)
+            for nodes, name, layout in (*taken, *made):
                 if nodes is not None:
                     node = self.routes(name).node_of(layout)
                     alive[i] &= node is not None
