@@ -109,17 +109,18 @@ def decide_by_price(
         "" if own is None else format_dtype(own) for own in (precision.compute, precision.parameter, precision.reduce)
     )
     pricing = PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
-    prediction = _over_all_meshes(chosen.prediction, searches) if searches else chosen.prediction
+    prediction = _over_all_meshes(chosen.prediction, best.mesh, searches)
     return Decided(best.mesh, factored, best.choice(), pricing, prediction, best)
 
 
-def _over_all_meshes(prediction: Prediction, searches: Sequence[Search]) -> Prediction:
-    """A prediction whose bound holds for the plans of all searches."""
-    counts = [search.log10_plans for search in searches]
+def _over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
+    """The prediction for ``mesh`` with a bound that holds for the plans on the meshes of all searches."""
+    others = [search for search in searches if search.mesh != mesh]
+    counts = [prediction.log10_plans, *(search.log10_plans for search in others)]
     most = max(counts)
     return replace(
         prediction,
-        bound=min(float(search.outcome.bound) for search in searches),
+        bound=min([prediction.bound, *(float(search.outcome.bound) for search in others)]),
         log10_plans=most + log10(sum(10.0 ** (count - most) for count in counts)),
     )
 
