@@ -71,6 +71,7 @@ CASES: dict[str, Case] = {
     "transformer, wide": paper_models.transformer(2, 32, 2, 512, 8),
     "transformer, narrow": paper_models.transformer(32, 64, 2, 64, 4),
     "resnet": paper_models.resnet(8, (1, 1, 1, 1), 16, 1000, 64),
+    "bert": paper_models.bert(8, 64, 2, 128, 4, 30_522),
 }
 
 

@@ -144,6 +144,29 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), label)
 
 
+class Bert(nn.Module):
+    """BERT's masked language model (Devlin and others, 2018) without dropout, as ``transformers`` has it."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.model = BertForMaskedLM(config)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=labels).loss
+        return loss
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and one whole batch for it, both made by call: on meta tensors under ``torch.device("meta")``."""
@@ -185,3 +208,10 @@ def resnet(batch: int, depths: tuple[int, ...], width: int, classes: int, size: 
         lambda: ResNet(depths, width, classes),
         lambda: (torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))),
     )
+
+
+def bert(batch: int, time: int, layers: int, width: int, heads: int, vocabulary: int) -> Case:
+    def inputs() -> tuple[Tensor, ...]:
+        return torch.randint(vocabulary, (batch, time)), torch.randint(vocabulary, (batch, time))
+
+    return Case(lambda: Bert(layers, width, heads, vocabulary), inputs)
