@@ -113,7 +113,7 @@ class Origins:
                 except TypeError:  # made without a file
                     path = None
                 if path is not None:
-                    found.setdefault(Path(path).name, path)
+                    found.setdefault(Path(path).name, str(Path(path).absolute()))
         return found
 
 

@@ -120,7 +120,13 @@ class LossMonitor(Callback):
         if not np.isfinite(value):
             raise ValueError(f"{where}. Invalid loss, terminating training.")
         if self._every and params.cur_step_num % self._every == 0:
-            print(f"{where}, loss is {value}", flush=True)
+            print_line(f"{where}, loss is {value}")
+
+
+def print_line(text: str) -> None:
+    """Print a line by one call of the system, so that lines of ranks that share a log stay whole (unbuffered, ``print``
+    writes a line and its end separately)."""
+    print(f"{text}\n", end="", flush=True)
 
 
 def loss_value(outputs: Any) -> float:
@@ -144,10 +150,7 @@ class TimeMonitor(Callback):
     def epoch_end(self, run_context: RunContext) -> None:
         milliseconds = 1000 * (time.perf_counter() - self._began)
         steps = self.data_size or run_context.original_args().batch_num or 1
-        print(
-            f"Train epoch time: {milliseconds:5.3f} ms, per step time: {milliseconds / steps:5.3f} ms",
-            flush=True,
-        )
+        print_line(f"Train epoch time: {milliseconds:5.3f} ms, per step time: {milliseconds / steps:5.3f} ms")
 
 
 class LambdaCallback(Callback):
