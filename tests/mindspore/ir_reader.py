@@ -42,6 +42,8 @@ class Read:
     @property
     def message(self) -> tuple[str, tuple[int, ...], int]:
         """The collective: its kind, its ranks and its bytes."""
+        if "send_bytes" in self.attrs:
+            return KINDS[self.operator], ast.literal_eval(self.attrs["rank_list"]), int(self.attrs["send_bytes"])
         tensors = self.made if self.operator == "AllGather" else self.given
         num_bytes = sum(SIZES[dtype] * prod(shape) for dtype, shape in tensors)
         return KINDS[self.operator], ast.literal_eval(self.attrs["rank_list"]), num_bytes

@@ -12,17 +12,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.ir_reader import KINDS, Read, backward, read
 from runtime.small_gpt import TENSOR_PARALLEL, batch, make_gpt
+from shardwise.graph.capture import capture
+from shardwise.layouts.text import parse_layout
 from shardwise.mindspore import engine
 from shardwise.mindspore.communication.management import group_name, group_ranks_name
-from shardwise.mindspore.ir.execute import Execution
+from shardwise.mindspore.ir.begin import begin
+from shardwise.mindspore.ir.execute import Execution, slicing
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.partition.program import localize
+from shardwise.partition.spmd import build_spmd
+from shardwise.plans.bind import bind
+from shardwise.runtime.moves import Part
 
 RunRanks = Callable[..., list[Any]]
 RANKS = 8
@@ -250,23 +256,94 @@ def test_columns_become_rows_by_one_all_to_all(printed: Printed) -> None:
     assert named(lines, "matmul2").shapes == [[2, 16], [16, 16]]
 
 
-def test_any_program_of_the_library_can_be_printed(tmp_path: Path) -> None:
-    """A transformer with fused projections on two axes: every rank's text has the collectives of its program."""
-    from shardwise.graph.capture import capture
-    from shardwise.partition.spmd import build_spmd
-    from shardwise.plans.bind import bind
+class Several(ms.nn.Cell):
+    """Primitives of one kind in one line, one with another name in PyTorch, and one that makes several operators."""
 
-    model, inputs = make_gpt(), batch(8, 0)
-    plan = sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=2, tp=2), strategies=TENSOR_PARALLEL)
-    captured = capture(model, inputs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.cut = ms.ops.MatMul(), ms.ops.MatMul(transpose_b=True), ms.ops.ReLU()
+        self.batched = ms.ops.BatchMatMul()
+
+    def construct(self, x: Tensor, w: Tensor) -> Tensor:
+        y = self.second(self.cut(self.first(x, w)), w)
+        return self.batched(y, y)
+
+
+def test_primitives_without_strategy_are_found_by_their_line() -> None:
+    net = Several()
+    graph = capture(net, (torch.zeros(2, 4, 4), torch.zeros(4, 4)), loss=lambda output: output.sum()).graph
+    page = begin(graph, {}, Origins(net, graph))
+    shown = [(line.operator, line.instance, line.variable) for line in page.lines if line.instance]
+    assert shown == [
+        ("MatMul", "first", "y"), ("ReLU", "cut", "y"), ("MatMul", "second", "y"), ("BatchMatMul", "batched", "")
+    ]  # fmt: skip
+    assert next(line for line in page.lines if line.instance == "second").attrs["transpose_b"] is True
+
+
+def small_gpt() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, str]]:
+    """Fused projections: dims that are split inside."""
+    return make_gpt(), batch(8, 0), TENSOR_PARALLEL
+
+
+def convolutions() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, str]]:
+    """Split rows of images: neighbours exchange the rows at their edges."""
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(512, 4)
+    return nn.Sequential(*layers), (torch.zeros(4, 3, 8, 8),), {"0": "y0@tp", "2": "y0@tp"}
+
+
+@pytest.mark.parametrize("build", [small_gpt, convolutions])
+def test_any_program_of_the_library_can_be_printed(build: Callable[[], Any], tmp_path: Path) -> None:
+    """Every rank's text has the collectives of its program; planned are the bytes of the rank that sends most."""
+    model, inputs, strategies = build()
+    loss = None if build is small_gpt else lambda output: output.square().mean()
+    plan = sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=2, tp=2), strategies=strategies, loss=loss)
+    captured = capture(model, inputs, loss=loss)
     factored, choice = bind(plan, captured.graph, training=True)
     spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, plan.mesh, route=choice.router,
                       bucket_bytes=plan.bucket_bytes, shared=choice.shared)  # fmt: skip
+    most: dict[int, int] = {}
+    planned = spmd.forward_collectives()
     for rank in range(4):
         path = tmp_path / f"{rank}.ir"
         text = Execution(localize(spmd, rank), {}, Origins(model, captured.graph)).text()
         path.write_text("\n".join(text) + "\n")
         shown = [line.message for line in read(path) if line.operator in KINDS]
-        assert shown == [(c.kind, tuple(sorted(spmd.mesh.group(c.axes, rank))), c.num_bytes)
-                         for c in spmd.forward_collectives()]  # fmt: skip
+        assert [(kind, ranks) for kind, ranks, _ in shown] == [
+            (own.kind, tuple(sorted(spmd.mesh.group(own.axes, rank)))) for own in planned
+        ]
+        most = {number: max(own[2], most.get(number, 0)) for number, own in enumerate(shown)}
         assert len(backward(path)) == len(spmd.backward_collectives()) > 0
+    assert list(most.values()) == [own.num_bytes for own in planned]
+    kinds = {own.kind for own in planned}
+    assert kinds >= ({"all_reduce", "all_gather"} if build is small_gpt else {"halo_exchange"}), kinds
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "operators"),
+    [
+        ("[8, 12]", "[8@dp, 12@tp]", ["StridedSlice"]),
+        ("[8@dp, 12]", "[8@dp, 12@tp]", ["StridedSlice"]),
+        ("[8, (3 4)]", "[8, (3 4@tp)]", ["Reshape", "StridedSlice", "Reshape"]),
+        ("[8@dp, (3 4)]", "[8@dp, (3 4@tp)]", ["Reshape", "StridedSlice", "Reshape"]),
+        ("[7, 12]", "[7@(dp,tp), 12]", ["StridedSlice"]),
+    ],
+)
+def test_printed_slices_are_the_slices_that_are_taken(source: str, target: str, operators: list[str]) -> None:
+    mesh = sw.Mesh(dp=2, tp=2)
+    before, after = parse_layout(source, mesh), parse_layout(target, mesh)
+    for rank in range(4):
+        part = Part(before, mesh.coordinates(rank), after, mesh.coordinates(rank))
+        x = torch.arange(float(np.prod(before.local_shape(mesh.coordinates(rank))))).view(
+            before.local_shape(mesh.coordinates(rank))
+        )
+        expected = part.read(x)
+        steps = list(slicing(part))
+        assert [operator for operator, _, _ in steps] == operators
+        for operator, args, shape in steps:
+            if operator == "Reshape":
+                x = x.reshape(args[0])
+            else:
+                begins, ends, strides = args
+                x = x[tuple(map(slice, begins, ends, strides))]
+            assert x.shape == shape
+        assert torch.equal(x, expected)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from shardwise.graph.ir import Ref
 from shardwise.layouts.conversions import Move
 from shardwise.mindspore.communication.management import group_name, group_ranks_name
@@ -85,10 +87,18 @@ class Execution:
         attrs = {**group_attrs(self.spmd, move.axes, self.rank), "fusion": fusion, "index": number}
         if own.kind in ("all_reduce", "reduce_scatter"):
             attrs["op"] = own.reduction
+        if own.kind == "halo_exchange":
+            attrs["send_bytes"] = sum(map(self._halo_bytes, conversions, moves))
         attrs |= _dims(move)
         self._add(
             operator, conversions, values, results, moves, f"{role}_{_number(conversions, number)}{suffix}", attrs
         )
+
+    def _halo_bytes(self, conversion: Conversion, move: Move) -> int:
+        """What this rank sends of the rows at the edges of its part."""
+        own = local_move(move, self.coordinates, backward=False)
+        before = torch.empty(move.source.local_shape(self.coordinates), device="meta")
+        return conversion.itemsize * sum(piece.numel() for piece in own.pack(before))
 
     def _add(
         self,
@@ -127,35 +137,43 @@ class Execution:
         self._add(operator, [conversion], [value], [result], [move], instance, {})
 
     def _slice(self, conversion: Conversion, value: str, result: str, move: Move, number: int) -> None:
-        """The rank's part of a tensor: a slice of it, with the dims that are cut inside opened into their factors."""
-        part = Part(move.source, self.coordinates, move.target, self.coordinates)
+        """The rank's part of a tensor."""
         dtype, scope = self.spmd.graph.by_name[conversion.origin].dtype, self.origins.scope(conversion.op)
-
-        def add(operator: str, args: tuple[Any, ...], name: str, shape: Shape) -> None:
+        steps = list(slicing(Part(move.source, self.coordinates, move.target, self.coordinates)))
+        for count, (operator, args, shape) in enumerate(steps, 1):
+            name = result if count == len(steps) else f"{result}, step {count}"
+            attrs = {"input_names": list(SLICING_INPUTS[operator]), "output_names": ["output"]}
             instance = f"redistribution_op_{_number([conversion], number)}{operator}"
-            inputs = {"StridedSlice": ["x", "begin", "end", "strides"], "Reshape": ["tensor", "shape"]}
-            attrs = {"input_names": inputs.get(operator, ["x", "indices", "axis"]), "output_names": ["output"]}
-            self.page.add(operator, args, (name,), (dtype,), (shape,), scope, instance=instance, attrs=attrs,
-                          variable=_variable([conversion]))  # fmt: skip
+            self.page.add(
+                operator, (Ref(value), *args), (name,), (dtype,), (shape,), scope, instance=instance, attrs=attrs,
+                variable=_variable([conversion]),
+            )  # fmt: skip
+            value = name
 
-        at = value
-        if part.is_open:
-            add("Reshape", (Ref(at), part.whole), f"{result}, opened", part.whole)
-            at = f"{result}, opened"
-        begins, ends = [0] * len(part.whole), list(part.whole)
-        for dim, start, length in part.narrow:
-            begins[dim], ends[dim] = start, start + length
-        shape = tuple(end - start for start, end in zip(begins, ends, strict=True))
-        name = f"{result}, cut" if part.is_open or part.index else result
-        add("StridedSlice", (Ref(at), tuple(begins), tuple(ends), (1,) * len(shape)), name, shape)
-        for count, (dim, rows) in enumerate(part.index):
-            shape = tuple(len(rows) if i == dim else size for i, size in enumerate(shape))
-            last = not part.is_open and count == len(part.index) - 1
-            taken = result if last else f"{name}, rows {count}"
-            add("Gather", (Ref(name), tuple(rows.tolist()), dim), taken, shape)
-            name = taken
-        if part.is_open:
-            add("Reshape", (Ref(name), part.shape), result, part.shape)
+
+SLICING_INPUTS = {
+    "StridedSlice": ("x", "begin", "end", "strides"),
+    "Reshape": ("tensor", "shape"),
+    "Gather": ("input_params", "input_indices", "axis"),
+}
+
+
+def slicing(part: Part) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
+    """How a part is cut out of a tensor: operators with what they take besides the tensor, and the shapes that they
+    make. Dims that are cut inside are opened into their factors; rows that lie apart are gathered."""
+    if part.is_open:
+        yield "Reshape", (part.whole,), part.whole
+    begins, ends = [0] * len(part.whole), list(part.whole)
+    for dim, start, length in part.narrow:
+        begins[dim], ends[dim] = start, start + length
+    shape = tuple(end - start for start, end in zip(begins, ends, strict=True))
+    if part.narrow or not part.index:
+        yield "StridedSlice", (tuple(begins), tuple(ends), (1,) * len(shape)), shape
+    for dim, rows in part.index:
+        shape = tuple(len(rows) if i == dim else size for i, size in enumerate(shape))
+        yield "Gather", (tuple(rows.tolist()), dim), shape
+    if part.is_open:
+        yield "Reshape", (part.shape,), part.shape
 
 
 def group_attrs(spmd: Spmd, axes: tuple[str, ...], rank: int) -> dict[str, Any]:

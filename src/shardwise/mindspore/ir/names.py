@@ -21,6 +21,7 @@ OPERATORS = {
     "silu": "SiLU",
     "convolution": "Conv2D",
     "conv2d": "Conv2D",
+    "conv_window": "Conv2D",  # of a part of the rows
     "sum": "ReduceSum",
     "mean": "ReduceMean",
     "amax": "ReduceMax",

@@ -63,6 +63,7 @@ class Origins:
 
         A primitive with a strategy leaves its name in the graph. Another one is found by the line of the call: the
         calls of primitives in it, in the order in which Python makes them, are the line's operators of these names.
+        There is no primitive (None) where it makes several operators and this one has another name.
         """
         found: dict[str, tuple[str, Primitive | None]] = {}
         lines: dict[tuple[str, str], list[Op]] = {}
@@ -72,8 +73,8 @@ class Origins:
                 held = self._held(op.module)
                 name = name if name in held else re.sub(r"_\d+$", "", name)
                 own = held.get(name)
-                if own is None or names.operator(op.target) == own.name or self._is_alone(op):
-                    found[op.name] = name, own
+                is_own = own is not None and (names.operator(op.target) == own.name or self._is_alone(op))
+                found[op.name] = name, own if is_own else None
             elif op.source:
                 lines.setdefault((op.module, op.source), []).append(op)
         for (module, source), ops in lines.items():

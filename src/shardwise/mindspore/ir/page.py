@@ -67,8 +67,9 @@ class Page:
         instance, primitive = self.origins.primitives.get(op.name, ("", None))
         attrs: dict[str, Any] = {} if primitive is None else dict(primitive.attrs)
         attrs |= {"input_names": list(names.inputs(op.target, len(args))), "output_names": ["output"]}
+        operator = names.operator(op.target) if primitive is None else primitive.name
         self.add(
-            names.operator(op.target), args, op.results, tuple(self.graph.by_name[name].dtype for name in op.results),
+            operator, args, op.results, tuple(self.graph.by_name[name].dtype for name in op.results),
             shapes, self.origins.scope(op.name), instance=instance, attrs=attrs,
             in_strategy=self.strategies.get(op.name), variable=self.origins.variable(op.source),
             code=self.origins.code(op.source),
