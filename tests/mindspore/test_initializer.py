@@ -61,7 +61,11 @@ SPREADS: list[tuple[str | Initializer, float, float, float | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("init", "deviation", "mean", "bound"), SPREADS, ids=[str(init) for init, *_ in SPREADS])
+@pytest.mark.parametrize(
+    ("init", "deviation", "mean", "bound"),
+    SPREADS,
+    ids=[init if isinstance(init, str) else f"{type(init).__name__} {i}" for i, (init, *_) in enumerate(SPREADS)],
+)
 def test_values_have_their_distribution(
     init: str | Initializer, deviation: float, mean: float, bound: float | None
 ) -> None:

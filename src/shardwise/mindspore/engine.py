@@ -100,12 +100,27 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rank's rows of whatever has a batch."""
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
     if not is_split() or _runs_by_itself(cell, (args, kwargs)):
+        _check_whole(cell)
         with inside():
             return pytree.tree_map(_ours, nn.Module.__call__(cell, *args, **kwargs))
     split, result = run(cell, args, kwargs)
     if split.local:
         result = pytree.tree_map(partial(_own_rows, rows=_rows(split.par)), result)
     return pytree.tree_map(_ours, result)
+
+
+def _check_whole(cell: nn.Module) -> None:
+    """Raises RuntimeError where the cell's parameters are shards, which only a plan can compute with."""
+    for name, parameter in cell.named_parameters():
+        own = held(parameter)
+        if own is not None and own.layout.positions:
+            raise RuntimeError(
+                problem(
+                    f"{name} is split as {own.layout}, and the mode is {context.options().parallel_mode} now",
+                    op=type(cell).__name__,
+                    fix="keep the context with which the cell was split, or build the cell anew",
+                )
+            )
 
 
 def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
@@ -153,8 +168,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         )
     model = _whole_copy(cell)
     counts = _fed(options, args, kwargs)
-    examples = pytree.tree_map(lambda x: x, (args, kwargs))
-    leaves, spec = pytree.tree_flatten_with_path(examples)
+    leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
     whole = [
         torch.empty(
             [s * c for s, c in zip(x.shape, counts[leaf_name(path)], strict=True)], dtype=x.dtype, device="meta"
@@ -268,7 +282,8 @@ def _plan(
     if priced and memory is not None:
         settings["memory_bytes"] = memory
     layouts: dict[str, Any] = {name: format_layout(own.layout) for name, own in kept.items()}
-    return sw.plan(model, args, options.devices, kwargs=kwargs or None, mesh=mesh, layouts=layouts | counts, **settings)
+    settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
+    return sw.plan(model, args, options.devices, kwargs=kwargs or None, **settings)
 
 
 def primitives(module: nn.Module) -> Iterator[Any]:
