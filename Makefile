@@ -13,6 +13,7 @@
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
+#   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
 #   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
@@ -23,7 +24,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test operators zoo zoo-breadth bench-step bench-auto bench-redistribution bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test operators zoo zoo-breadth bench-step bench-auto bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -68,6 +69,9 @@ zoo-breadth: install
 
 bench-memory: install
 	$(BIN)/python benchmarks/step_memory.py $(BENCH_ARGS)
+
+bench-search: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_scale.py $(BENCH_ARGS)
 
 bench-planning: install
 	$(BIN)/python benchmarks/planning.py $(BENCH_ARGS)
