@@ -38,7 +38,7 @@ class Applied(ms.nn.Cell):
         name = f"p{self.count}"
         self.count += 1
         if leaf.is_floating_point() and not isinstance(leaf, Fixed):
-            self.register_parameter(name, ms.Parameter(leaf, name))
+            self.register_parameter(name, ms.Parameter(leaf.clone(), name))
         else:
             self.register_buffer(name, leaf.as_subclass(Tensor))
         return Name(name)

@@ -114,8 +114,6 @@ class Conv2D(_Windowed):
         top, bottom, left, right = self.padding(x.shape)
         if (top, left) == (bottom, right):
             return x, weight, (top, left)
-        if self.pad_mode == "same" and self.stride == (1, 1):
-            return x, weight, "same"
         pad = F.pad if strategy is None or not strategy[0] else sw.shard(F.pad, strategy[:1])
         return pad(x, (left, right, top, bottom)), weight, (0, 0)
 
