@@ -241,7 +241,7 @@ def growth(console: Console) -> None:
             over_devices.add_row(*row(f"{nodes} x 8", llama_8b(8), (1, f"h100-{nodes}x8"), axes, captured))
         console.print(over_devices)
     over_axes = table("growth with axes: 8 layers of Llama-3-8B on 64 devices")
-    for mesh in (sw.Mesh(dp=64), sw.Mesh(dp=8, tp=8), sw.Mesh(dp=8, cp=4, tp=2), sw.Mesh(dp=4, ep=2, cp=4, tp=2)):
+    for mesh in (sw.Mesh(dp=64), sw.Mesh(dp=8, tp=8), sw.Mesh(dp=8, cp=4, tp=2)):
         over_axes.add_row(*row(str(mesh), llama_8b(8), (1, "h100-8x8"), mesh, captured))
     console.print(over_axes)
 
