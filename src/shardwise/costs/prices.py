@@ -94,8 +94,8 @@ class Prices:
         return own.itemsize if own is not None and value.dtype.is_floating_point else value.dtype.itemsize
 
     def state_bytes(self, value: Value, updated: bool) -> int:
-        """Bytes per element of a parameter that a device keeps from step to step: itself, and if the optimizer updates it
-        its gradient and optimizer states."""
+        """Bytes per element of a parameter that a device keeps from step to step: itself, and its gradient and states
+        if the optimizer updates it."""
         own = self.stored_itemsize(value)
         return own * (2 + OPTIMIZER_STATES[self.optimizer]) if updated else own
 
