@@ -5,6 +5,7 @@
 #   make sweep      every rule against its operator, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
+#   make bench-resnet-modes  ResNet-50 in data_parallel and in auto_parallel mode on eight ranks, step by step in turn (BENCH_ARGS='--ranks 4')
 #   make operators  docs/operators.md, written from the rule tables
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
@@ -24,7 +25,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test operators zoo zoo-breadth bench-step bench-auto bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test operators zoo zoo-breadth bench-step bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -47,6 +48,9 @@ bench-step: install
 
 bench-auto: install
 	$(BIN)/python benchmarks/auto_plans.py $(BENCH_ARGS)
+
+bench-resnet-modes: install
+	$(BIN)/python benchmarks/resnet_modes.py $(BENCH_ARGS)
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m rules.checking
