@@ -193,7 +193,6 @@ SAMPLES: dict[str, Sample] = {
     "Concat": Sample(P.Concat(1), ((X, r(8, 4)),), lambda own: torch.cat(own, 1), (
         (4, ((4, 1), (4, 1)), True),
     )),
-    "Concat, split": Sample(P.Concat(1), ((X, Y),), lambda own: torch.cat(own, 1), ((4, TWO, False),)),
     "Stack": Sample(P.Stack(1), ((X, Y),), lambda own: torch.stack(own, 1), ((4, TWO, True),)),
     "Unstack": Sample(P.Unstack(1), (r(8, 3),), lambda x: tuple(x.T), ((4, ((4, 1),), True),)),
     "Split": Sample(P.Split(1, 2), (X,), lambda x: (x[:, :6], x[:, 6:]), ((4, ((4, 1),), True),)),
