@@ -21,6 +21,7 @@ import torch
 
 import shardwise
 from mindspore.ir_reader import read
+from spec.cases import CASES, FOUND
 
 EXAMPLES = Path(__file__).parents[2] / "examples/mindspore"
 MPIRUN = shutil.which("mpirun")
@@ -189,6 +190,10 @@ def test_all_ranks_log_the_curve_of_the_quick_start(quick_start: Path, quick_sta
         assert of_ranks[0] == pytest.approx(whole[step], rel=FLOAT32)
     for step, loss in QUICK_START.items():
         assert abs(shown[step][0] - loss) < 1e-4
+    if FOUND:
+        expected = CASES["doc-003-loss"]["expected"]
+        for name, (epoch, step) in {"e1s1": (1, 1), "e3s2": (3, 2), "e4s2": (4, 2), "e5s4": (5, 4)}.items():
+            assert abs(shown[epoch, step][0] - expected[name]) < expected["tolerance"]
 
 
 def test_every_rank_of_the_quick_start_saves_its_parts(quick_start: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +28,10 @@ from shardwise.partition.program import localize
 from shardwise.partition.spmd import build_spmd
 from shardwise.plans.bind import bind
 from shardwise.runtime.moves import Part
+from spec.cases import CASES, FOUND
 
 RunRanks = Callable[..., list[Any]]
 RANKS = 8
-SPEC = Path(__file__).parents[3] / "shared/spec/cases.json"
 AUTO = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
 SEMI = {"parallel_mode": "semi_auto_parallel"}
 
@@ -65,7 +64,7 @@ class Nested(Net):
 
 
 # Document 003; data parallelism; inventory D2 (from columns to rows by one all-to-all).
-CASES: dict[str, tuple[type[Net], dict[str, Any], tuple[Any, Any]]] = {
+PROGRAMS: dict[str, tuple[type[Net], dict[str, Any], tuple[Any, Any]]] = {
     "quick start": (Net, AUTO, (((2, 4), (4, 1)), None)),
     "data": (Nested, SEMI, (None, None)),
     "dlrm": (Net, {**SEMI, "full_batch": True}, (((1, 1), (1, 8)), ((8, 1), (1, 1)))),
@@ -77,7 +76,7 @@ def train_and_print(folder: str) -> dict[str, Messages]:
     """On a rank: train every case for two steps and note what the second one sent."""
     ms.communication.init("gloo")
     sent = {}
-    for name, (network, options, strategies) in CASES.items():
+    for name, (network, options, strategies) in PROGRAMS.items():
         ms.reset_auto_parallel_context()
         ms.set_context(save_graphs=3, save_graphs_path=f"{folder}/{name}")
         ms.set_auto_parallel_context(device_num=RANKS, **options)
@@ -124,11 +123,11 @@ def named(lines: list[Read], instance: str) -> Read:
 
 def test_every_rank_has_both_files_and_the_plan_with_numbers_that_count_up(printed: Printed) -> None:
     for rank in range(RANKS):
-        names = sorted(path.name for case in CASES for path in (printed[0] / case / f"rank_{rank}").iterdir())
+        names = sorted(path.name for case in PROGRAMS for path in (printed[0] / case / f"rank_{rank}").iterdir())
         kinds = sorted(re.sub(r"\d{4}", "*", name) for name in names)
-        assert kinds == sorted(["step_parallel_begin_*.ir", "18_execute_*.ir", "plan_*.json"] * len(CASES))
+        assert kinds == sorted(["step_parallel_begin_*.ir", "18_execute_*.ir", "plan_*.json"] * len(PROGRAMS))
         numbers = [int(re.findall(r"\d{4}", name)[0]) for name in names]
-        assert sorted(numbers) == list(range(3 * len(CASES)))
+        assert sorted(numbers) == list(range(3 * len(PROGRAMS)))
     plan = sw.Plan.load(files(printed, "quick start", 3, "plan_*.json"))
     assert plan.mesh.num_devices == RANKS
 
@@ -180,9 +179,8 @@ def test_what_rank_0_executes_is_what_document_003_shows(printed: Printed) -> No
     assert (load.operator, load.shape) == ("Load", [4, 16])
     assert "w2" in load.operands
     assert (second.instance, second.shapes, second.shape) == ("matmul2", [[8, 4], [4, 16]], [8, 16])
-    if SPEC.exists():
-        (case,) = [own for own in json.loads(SPEC.read_text())["cases"] if own["id"] == "doc-003-ir"]
-        check_case(case["expected"], [product, summed, cut, relu, load, second])
+    if FOUND:
+        check_case(CASES["doc-003-ir"]["expected"], [product, summed, cut, relu, load, second])
 
 
 def line_of(text: str) -> int:
@@ -226,7 +224,7 @@ def test_other_ranks_print_their_own_groups_and_slices(printed: Printed) -> None
         assert summed.attrs["group_ranks"] == group_ranks_name(members)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PROGRAMS)
 def test_what_is_printed_is_what_the_ranks_sent(printed: Printed, case: str) -> None:
     for rank, sent in enumerate(printed[1]):
         path = files(printed, case, rank, "18_execute_*.ir")
