@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import log10
+from math import inf, log10
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster
@@ -86,7 +86,7 @@ def decide_by_price(
             graph, factored, fixed, axes, Prices(Links(cluster, mesh), optimizer, precision, passes), fragments
         )
         try:
-            found = searched(cost, search, limit)
+            found = searched(cost, search, limit, min((own.outcome.seconds for own in searches), default=inf))
             searches.append(found)
             if simulate is not None and not fixed and len(graph.ops) <= REFERENCE_OPERATORS:
                 found.reference = assignment_of(cost, choose(graph, factored, mesh, "data_parallel", {}))
@@ -141,9 +141,12 @@ def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
 
 def _first_that_fits(searches: list[Search], name: str, limit: float, simulate: Simulate | None) -> Ranked | None:
     """Of searches on several meshes the fastest whose peak fits; if none does, the one of the lowest peak; None where
-    there are none."""
+    there are none. A search that stopped when it could not be the fastest goes on where its turn comes."""
     lowest: Ranked | None = None
+    fastest = min((own.outcome.seconds for own in searches), default=inf)
     for search in sorted(searches, key=lambda own: own.outcome.seconds):
+        if search.outcome.bound > fastest:
+            search = replace(searched(search.cost, name, limit), reference=search.reference)
         found = fitted(search, name, limit, simulate)
         if lowest is None or found.excess < lowest.excess:
             lowest = found

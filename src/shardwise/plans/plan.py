@@ -30,7 +30,7 @@ from shardwise.plans.printing import format_bytes, format_plan
 from shardwise.search.auto import PassedOver, Prediction, Search
 
 FORMAT = "shardwise-plan"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
