@@ -80,15 +80,21 @@ class BatchMatMul(MatMul):
 class BiasAdd(Primitive):
     """x + b, where b belongs to dim 1 of x."""
 
-    lead = 0
-
     def __init__(self, data_format: str = "NCHW") -> None:
         super().__init__(data_format=data_format)
 
     def compute(self, x: Any, b: Any) -> Any:
+        return x + b
+
+    def prepared(self, strategy: Strategy | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, b = args
         for _ in range(x.dim() - 2):
             b = b.unsqueeze(-1)
-        return x + b
+        return x, b
+
+    def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
+        first, second = strategy
+        return first, (*second, *(1,) * (len(shapes[0]) - 2)) if second else ()
 
     def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
         return prod(strategy[0])

@@ -93,7 +93,9 @@ class Primitive:
     def set_strategy(self, *strategies: Any) -> Self:
         """The old name of ``shard``; takes the strategies of the operands in one argument or in several."""
         _check_instance(self, "set_strategy", strategies)
-        self.in_strategy = strict.nested(self.name, "strategy", strategies[0] if len(strategies) == 1 else strategies)
+        one = strategies[0] if len(strategies) == 1 else ()
+        in_one = len(strategies) == 1 and not (isinstance(one, (tuple, list)) and all(isinstance(n, int) for n in one))
+        self.in_strategy = strict.nested(self.name, "strategy", strategies[0] if in_one else strategies)
         self._note_strategies()
         return self
 

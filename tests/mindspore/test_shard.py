@@ -1,0 +1,181 @@
+"""How strategies are given: tuples and lists, one argument or several, of the results too; and what is said where the
+printed programs of the specification are wrong (errata G3, G4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+import shardwise.mindspore as ms
+from mindspore.applied import equal_to_one_device, planned
+from shardwise.mindspore.ops import operations as P
+
+
+@pytest.fixture(autouse=True)
+def _default_context() -> Iterator[None]:
+    ms.reset_auto_parallel_context()
+    yield
+    ms.reset_auto_parallel_context()
+
+
+WANT = ((2, 4), (4, 1))
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda op: op.shard(((2, 4), (4, 1))),
+        lambda op: op.shard([[2, 4], [4, 1]]),
+        lambda op: op.shard(in_strategy=((2, 4), [4, 1])),
+        lambda op: op.set_strategy(((2, 4), (4, 1))),
+        lambda op: op.set_strategy(([2, 4], [4, 1])),
+        lambda op: op.set_strategy([2, 4], [4, 1]),
+        lambda op: op.set_strategy((2, 4), (4, 1)),
+    ],
+)
+def test_a_strategy_may_be_tuples_or_lists_in_one_argument_or_several(give: Any) -> None:
+    operator = P.MatMul()
+    assert give(operator) is operator
+    assert operator.in_strategy == WANT
+    assert operator.attrs["in_strategy"] == WANT
+
+
+def test_one_operand_in_both_ways() -> None:
+    assert P.ReLU().set_strategy([8, 1]).in_strategy == ((8, 1),)  # one argument per operand
+    assert P.ReLU().set_strategy([[8, 1]]).in_strategy == ((8, 1),)  # all of them in one
+    assert P.ReLU().shard(((8, 1),)).in_strategy == ((8, 1),)
+    assert P.MatMul().shard(None).in_strategy is None
+
+
+WRONG: list[tuple[Any, type[Exception], str, str]] = [
+    (lambda: P.MatMul.shard(((4, 1), (1, 1))), TypeError, "on the operator's class", r"MatMul\(\).shard\(\(\(4, 1\)"),
+    (lambda: P.MatMul.set_strategy(([4, 1], [1, 1])), TypeError, "on the operator's class", r"MatMul\(\).set_strategy"),
+    (lambda: P.MatMul().shard((4, 1), (1, 1)), ValueError, "one tuple of numbers.*strategy of the outputs",
+     r"MatMul\(\).shard\(\(\(4, 1\), \(1, 1\)\)\)"),
+    (lambda: P.ReLU().shard((8, 1)), ValueError, "must hold one tuple per input", r"\(\(8, 1\),\)"),
+    (lambda: P.MatMul().shard({(4, 1), (1, 1)}), TypeError, "is a set, which has no order", "a tuple or a list"),
+    (lambda: P.MatMul().set_strategy({"x": (4, 1)}), TypeError, "is a dict", "a tuple or a list"),
+    (lambda: P.MatMul().shard("dp"), TypeError, "in_strategy is 'dp'", "one tuple per input"),
+    (lambda: P.MatMul().shard(((4, 1), 1)), TypeError, "1 for tensor 1", "one number per dim"),
+    (lambda: P.MatMul().shard(((4, 1), (1, 1.5))), TypeError, "1.5 for tensor 1", "whole numbers"),
+    (lambda: P.MatMul().shard(((4, True), (1, 1))), TypeError, "True for tensor 0", "whole numbers"),
+    (lambda: P.MatMul().shard(WANT, (2, 1)), ValueError, "out_strategy", "one tuple around"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("give", "error", "what", "fix"), WRONG)
+def test_another_nesting_is_refused_with_what_was_meant(give: Any, error: type[Exception], what: str, fix: str) -> None:
+    with pytest.raises(error, match=rf"{what}(.|\n)*fix:(.|\n)*{fix}"):
+        give()
+
+
+def test_a_set_of_lists_as_printed_can_not_even_be_made() -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        eval("P.MatMul().set_strategy({[4, 1], [1, 1]})", {"P": P})
+
+
+class Net(ms.nn.Cell):
+    """relu(x w) v"""
+
+    def __init__(self, first: Any, second: Any = None, activation: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.v = ms.Parameter(torch.randn(16, 32).double()), ms.Parameter(torch.randn(32, 8).double())
+        self.matmul, self.relu, self.matmul2 = P.MatMul(), P.ReLU(), P.MatMul()
+        for operator, strategy in ((self.matmul, first), (self.relu, activation), (self.matmul2, second)):
+            if strategy is not None:
+                operator.shard(*strategy)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.matmul2(self.relu(self.matmul(x, self.w)), self.v).square().mean()
+
+
+def kinds(plan: sw.Plan, operator: str) -> list[str]:
+    return [entry.kind for entry in plan.collectives() if entry.op == operator]
+
+
+def test_an_out_strategy_selects_between_all_reduce_and_reduce_scatter() -> None:
+    x = torch.randn(16, 16, dtype=torch.float64)
+    told = {}
+    for name, out in (("none", None), ("all_reduce", ((2, 1),)), ("reduce_scatter", ((8, 1),))):
+        plan = equal_to_one_device(Net((((2, 4), (4, 1)), out)), (x,), 8)
+        told[name] = [entry.kind for entry in plan.collectives() if entry.kind in ("all_reduce", "reduce_scatter")]
+    assert told["none"][0] == told["all_reduce"][0] == "all_reduce"
+    assert told["reduce_scatter"][0] == "reduce_scatter"
+
+
+def test_the_table_of_a_gather_is_summed_as_its_out_strategy_says() -> None:
+    class Lookup(ms.nn.Cell):
+        def __init__(self, out: Any) -> None:
+            super().__init__()
+            self.table = ms.Parameter(torch.randn(64, 64).double())
+            self.gather = P.Gather().shard(((8, 1), (1, 1)), out)
+
+        def construct(self, ids: Tensor) -> Tensor:
+            return self.gather(self.table, ids, 0).sin().sum()
+
+    ids = torch.randint(64, (64, 64))
+    for out, kind in ((None, "reduce_scatter"), (((8, 1, 1),), "reduce_scatter"), (((1, 1, 1),), "all_reduce")):
+        plan = equal_to_one_device(Lookup(out), (ids,), 8)
+        assert next(entry.kind for entry in plan.collectives()) == kind
+        assert plan.layouts["table"].local_shape(plan.mesh.coordinates(0)) == (8, 64)
+
+
+def test_operators_without_a_strategy_split_the_batch() -> None:
+    """A19: data parallelism is the default of semi-auto mode."""
+    plan = equal_to_one_device(Net(None), (torch.randn(16, 16, dtype=torch.float64),), 8)
+    for entry in plan.operators:
+        if entry.name in ("/matmul", "/relu", "/matmul_1"):
+            assert entry.strategy in ("m@dev", "d0@dev")
+
+
+def test_the_inner_operator_of_a_layer_takes_a_strategy() -> None:
+    dense = ms.nn.Dense(16, 8, activation="relu", dtype=torch.float64)
+    dense.matmul.shard(((2, 2), (2, 2)))
+    dense.bias_add.shard(((2, 2), (2,)))
+    dense.activation.primitive.shard(((2, 2),))
+
+    class Loss(ms.nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = dense
+
+        def construct(self, x: Tensor) -> Tensor:
+            return self.dense(x).square().mean()
+
+    plan = equal_to_one_device(Loss(), (torch.randn(4, 16, dtype=torch.float64),), 8)
+    assert plan.layouts["dense.weight"].local_shape(plan.mesh.coordinates(0)) == (4, 8)
+    assert plan.layouts["dense.bias"].local_shape(plan.mesh.coordinates(0)) == (4,)
+    assert [entry.kind for entry in plan.collectives()][:1] == ["all_reduce"]
+
+
+def test_several_operators_of_one_primitive_follow_its_operand() -> None:
+    """A primitive that torch computes by several operators is split as a whole, with nothing in between."""
+    logits = torch.randn(8, 16, dtype=torch.float64)
+
+    class Normed(ms.nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = ms.Parameter(torch.randn(8, 16).double())
+            self.norm = P.L2Normalize(1).shard(((4, 1),))
+
+        def construct(self, x: Tensor) -> Tensor:
+            return (self.norm(x * self.w) * self.w).sum()
+
+    plan = planned(Normed(), (logits,), 4)
+    strategies = {entry.name: entry.strategy for entry in plan.operators}
+    inside = ("/square", "/sum", "/clamp", "/rsqrt", "/mul_1")
+    assert [strategies[name] for name in inside] == ["d0@dev"] * 5
+
+
+def test_an_instance_says_what_it_is() -> None:
+    assert repr(P.MatMul().shard(WANT)) == "MatMul<((2, 4), (4, 1))>"
+    assert repr(P.ReLU()) == "ReLU"
+    net = Net((WANT,))
+    assert net.matmul2.instance_name == "matmul2"
+    assert P.ReLU().add_prim_attr("x", 1).del_prim_attr("x").attrs == {}
