@@ -32,6 +32,7 @@ parser.add_argument("--image", type=int, default=64, help="pixels in each direct
 parser.add_argument("--rows", type=int, default=2, help="of every rank")
 parser.add_argument("--steps", type=int, default=3)
 parser.add_argument("--same-rows", action="store_true")
+parser.add_argument("--float64", action="store_true", help="to compare without rounding")
 options = parser.parse_args()
 
 data_parallel = options.mode == "data_parallel"
@@ -42,8 +43,11 @@ init()
 
 ms.set_seed(1)
 net = ResNet(options.layers, options.classes, options.width)
+if options.float64:
+    net.to_float(ms.float64)
 numbers = np.random.RandomState(0 if options.same_rows else get_rank())
-images = numbers.rand(options.rows, 3, options.image, options.image).astype(np.float32)
+images = numbers.rand(options.rows, 3, options.image, options.image)
+images = images if options.float64 else images.astype(np.float32)
 labels = numbers.randint(0, options.classes, options.rows).astype(np.int32)
 dataset = ds.GeneratorDataset([(images, labels)] * options.steps, ["image", "label"])
 loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
