@@ -53,7 +53,7 @@ class Applied(ms.nn.Cell):
 def planned(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: Any) -> sw.Plan:
     """The plan of a cell in the dialect's mode of that many devices."""
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=devices, **options)
-    return sw.plan(cell, inputs, devices, mesh=sw.Mesh(dev=devices), mode="semi_auto")
+    return sw.plan(cell, inputs, devices, mesh=sw.Mesh({engine.AXIS: devices}), mode="semi_auto")
 
 
 def equal_to_one_device(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: Any) -> sw.Plan:

@@ -95,8 +95,9 @@ class Net(ms.nn.Cell):
         return self.matmul2(self.relu(self.matmul(x, self.w)), self.v).square().mean()
 
 
-def kinds(plan: sw.Plan, operator: str) -> list[str]:
-    return [entry.kind for entry in plan.collectives() if entry.op == operator]
+def summing(plan: sw.Plan) -> list[str]:
+    """The collectives that sum, in forward order."""
+    return [entry.kind for entry in plan.collectives() if entry.kind in ("all_reduce", "reduce_scatter")]
 
 
 def test_an_out_strategy_selects_between_all_reduce_and_reduce_scatter() -> None:
@@ -104,7 +105,7 @@ def test_an_out_strategy_selects_between_all_reduce_and_reduce_scatter() -> None
     told = {}
     for name, out in (("none", None), ("all_reduce", ((2, 1),)), ("reduce_scatter", ((8, 1),))):
         plan = equal_to_one_device(Net((((2, 4), (4, 1)), out)), (x,), 8)
-        told[name] = [entry.kind for entry in plan.collectives() if entry.kind in ("all_reduce", "reduce_scatter")]
+        told[name] = summing(plan)
     assert told["none"][0] == told["all_reduce"][0] == "all_reduce"
     assert told["reduce_scatter"][0] == "reduce_scatter"
 
@@ -122,7 +123,7 @@ def test_the_table_of_a_gather_is_summed_as_its_out_strategy_says() -> None:
     ids = torch.randint(64, (64, 64))
     for out, kind in ((None, "reduce_scatter"), (((8, 1, 1),), "reduce_scatter"), (((1, 1, 1),), "all_reduce")):
         plan = equal_to_one_device(Lookup(out), (ids,), 8)
-        assert next(entry.kind for entry in plan.collectives()) == kind
+        assert summing(plan)[0] == kind
         assert plan.layouts["table"].local_shape(plan.mesh.coordinates(0)) == (8, 64)
 
 
@@ -131,7 +132,7 @@ def test_operators_without_a_strategy_split_the_batch() -> None:
     plan = equal_to_one_device(Net(None), (torch.randn(16, 16, dtype=torch.float64),), 8)
     for entry in plan.operators:
         if entry.name in ("/matmul", "/relu", "/matmul_1"):
-            assert entry.strategy in ("m@dev", "d0@dev")
+            assert entry.strategy in ("m@data", "d0@data")
 
 
 def test_the_inner_operator_of_a_layer_takes_a_strategy() -> None:
@@ -151,7 +152,7 @@ def test_the_inner_operator_of_a_layer_takes_a_strategy() -> None:
     plan = equal_to_one_device(Loss(), (torch.randn(4, 16, dtype=torch.float64),), 8)
     assert plan.layouts["dense.weight"].local_shape(plan.mesh.coordinates(0)) == (4, 8)
     assert plan.layouts["dense.bias"].local_shape(plan.mesh.coordinates(0)) == (4,)
-    assert [entry.kind for entry in plan.collectives()][:1] == ["all_reduce"]
+    assert summing(plan)[0] == "all_reduce"
 
 
 def test_several_operators_of_one_primitive_follow_its_operand() -> None:
@@ -170,7 +171,7 @@ def test_several_operators_of_one_primitive_follow_its_operand() -> None:
     plan = planned(Normed(), (logits,), 4)
     strategies = {entry.name: entry.strategy for entry in plan.operators}
     inside = ("/square", "/sum", "/clamp", "/rsqrt", "/mul_1")
-    assert [strategies[name] for name in inside] == ["d0@dev"] * 5
+    assert [strategies[name] for name in inside] == ["d0@data"] * 5
 
 
 def test_an_instance_says_what_it_is() -> None:

@@ -233,7 +233,7 @@ def test_the_errors_of_the_specification_are_raised_in_strict_mode(case: dict[st
     ms.set_auto_parallel_context(parallel_mode=mode, device_num=case["device_num"])
     devices = case["device_num"]
     with pytest.raises(StrategyError, match=rf"{operator.name} primitive(.|\n)*{WORDS[case['id']]}(.|\n)*fix: "):
-        sw.plan(Applied(operator, args), (), devices, mesh=sw.Mesh(dev=devices), mode="semi_auto")
+        sw.plan(Applied(operator, args), (), devices, mesh=sw.Mesh(data=devices), mode="semi_auto")
 
 
 def test_attributes_count_in_semi_auto_and_auto_mode_only() -> None:

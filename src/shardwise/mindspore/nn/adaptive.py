@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import engine
 from shardwise.mindspore.nn.optimizer import Optimizer, Rate
@@ -56,8 +57,9 @@ class _Moments(Optimizer):
         return m, v
 
 
+@sw.elementwise_optimizer
 class _ByFormula(torch.optim.Optimizer):
-    """A torch optimizer that subtracts what ``update`` returns."""
+    """A torch optimizer that subtracts what ``update`` returns. It may have shards: Lamb sums its norms itself."""
 
     def __init__(self, groups: list[dict[str, Any]], update: Callable[..., Tensor]) -> None:
         super().__init__(groups, {})
