@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TINY = ["--ranks", "2", "--layers", "1", "1", "--width", "8", "--classes", "10", "--image", "32", "--rounds", "2"]
+TINY = ["--ranks", "2", "--layers", "1", "1", "--width", "8", "--classes", "10", "--image", "32", "--rounds", "2",
+        "--search", "recursive_programming"]  # fmt: skip
 
 
 def test_modes_take_turns_and_are_compared_in_a_table() -> None:
@@ -17,7 +18,7 @@ def test_modes_take_turns_and_are_compared_in_a_table() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert ended.returncode == 0, ended.stderr
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ended.stdout.splitlines() if "│" in line]
-    assert [row[0] for row in rows] == ["data_parallel", "auto_parallel"]
+    assert [row[0] for row in rows] == ["data_parallel", "auto_parallel, recursive_programming"]
     assert all(float(row[1]) > 0 and int(row[4]) > 0 for row in rows)
     assert rows[0][2] == "1.000"
 
@@ -26,6 +27,6 @@ def test_modes_that_train_differently_are_not_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from resnet_modes import check_losses  # type: ignore[import-not-found]
 
-    check_losses({"data_parallel": [6.9, 6.8], "auto_parallel": [6.900001, 6.800001]})
-    with pytest.raises(AssertionError, match="the modes train differently"):
-        check_losses({"data_parallel": [6.9, 6.8], "auto_parallel": [6.9, 6.8001]})
+    check_losses({"data_parallel": [6.9, 6.8], "dynamic_programming": [6.900001, 6.800001]})
+    with pytest.raises(AssertionError, match="dynamic_programming trains differently"):
+        check_losses({"data_parallel": [6.9, 6.8], "dynamic_programming": [6.9, 6.8001]})

@@ -24,7 +24,6 @@ from torch import Tensor
 
 import shardwise.mindspore as ms
 from shardwise.mindspore import context, engine
-from shardwise.mindspore.common.initializer import initializer
 from shardwise.runtime.shards import shard
 
 RunRanks = Callable[..., list[Any]]
@@ -74,11 +73,9 @@ def losses_in(printed: str) -> list[float]:
 
 def two_devices_alone() -> Tensor:
     """Every row's loss in each of the 20 steps, in plain PyTorch: (steps, rows)."""
-    ms.set_seed(0)
-    weight = initializer("normal", [32, 16]).double().requires_grad_()
-    np.random.seed(1)
-    x = torch.from_numpy(np.random.rand(16, 32).astype(np.float32)).double()
-    label = torch.from_numpy(np.random.rand(16, 16).astype(np.float32)).double()
+    weight = torch.empty(32, 16).normal_(0, 0.01, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    numbers = np.random.RandomState(1)
+    x, label = (torch.from_numpy(numbers.rand(16, size).astype(np.float32)).double() for size in (32, 16))
     optimizer = torch.optim.SGD([weight], lr=1e-3, momentum=0.1)
     rows = []
     for _ in range(20):
