@@ -238,3 +238,22 @@ def test_a_batch_of_6_is_shared_out_over_4_devices(mode):
 def test_7_columns_are_shared_out_over_4_devices():
     plan = planned(Mlp(hidden=7), (torch.randn(6, 8),), mesh=MESH, strategies={"up": "n@tp"})
     assert plan.parameters[0].layout == "f32[7@tp, 8]"
+
+
+def test_split_counts_of_a_concatenated_dim_split_every_operand():
+    class Joins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(8, 12))
+
+        def forward(self):
+            y = sw.shard(torch.cat, ((2, 2), (2, 2)))((self.a, self.b), 1)
+            return (y.sin() * y).sum(), y
+
+    torch.manual_seed(0)
+    model = Joins()
+    for settings in ({"mode": "semi_auto"}, {"search": "sharding_propagation"}):
+        plan = sw.plan(model, (), 4, mesh=sw.Mesh(x=4), **settings)
+        assert [entry.layout for entry in plan.parameters] == ["f32[8@x.0, 12@x.1]"] * 2
+        report = sw.verify(model, (), plan)
+        assert report.ok, report

@@ -91,7 +91,8 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
             left = count
             for position, own_name in enumerate(factors):
                 name = through.get(own_name, own_name)
-                share = left if position == len(factors) - 1 else gcd(left, sizes[name].size)
+                inside = gcd(left, sizes[own_name].size, sizes[name].size)  # of a concatenation, one operand: 1
+                share = left if position == len(factors) - 1 else inside
                 if sizes[name].kind == "whole":
                     share = 1 if position < len(factors) - 1 else left
                 left //= share
