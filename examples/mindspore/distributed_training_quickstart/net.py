@@ -84,7 +84,7 @@ if __name__ == "__main__":
     net = Net(var_in_dim, var_hidden_dim, var_out_dim)
 
     loss = MSELoss()
-    callback = [LossMonitor(), ModelCheckpoint(directory="{}".format(rank_id))]  # noqa: UP032
+    callback = [LossMonitor(), ModelCheckpoint(directory="{}".format(rank_id))]
 
     learning_rate = 0.4
     momentum = 0.1
