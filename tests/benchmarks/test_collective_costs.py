@@ -48,7 +48,7 @@ def write_tables(folder: Path) -> None:
 def test_every_table_has_a_line_with_both_errors(tmp_path: Path) -> None:
     write_tables(tmp_path)
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--data", str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, str(BENCHMARK), "--data", str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
     rows = [line for line in ended.stdout.splitlines() if line.startswith(("vtrain", "galvatron"))]
@@ -63,6 +63,6 @@ def test_every_table_has_a_line_with_both_errors(tmp_path: Path) -> None:
 
 def test_a_folder_without_tables_is_said_to_be_one(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--data", str(tmp_path / "none")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert "there are no tables in" in ended.stderr

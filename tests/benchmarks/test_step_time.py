@@ -21,7 +21,7 @@ CONTENDERS = {
 def test_every_contender_takes_its_turns_and_computes_the_same_losses(tmp_path: Path) -> None:
     options = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, str(BENCHMARK), "--ranks", "2", *options, "--json", str(tmp_path / "measured.json")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     runs = {run["row"]: run for run in json.loads((tmp_path / "measured.json").read_text())["runs"]}
     assert runs.keys() == CONTENDERS.keys()

@@ -484,4 +484,12 @@ CITED: tuple[dict[str, Any], ...] = (
         "strategy": ((1, 4, 8, 1), (1, 4, 8, 1)),
         "expected": {"virtual_div": 2},
     },
+    {"id": "ds-strategy-1", "kind": "accept", "option": {"dataset_strategy": ((1, 1, 1, 8), (8,))}},
+    {
+        "id": "dp-2",
+        "kind": "search_result",
+        "device_num": 8,
+        "graph": "MatMul(x[64,32],y[32, 128]) -> FloorDiv(.,b[64, 128])",
+    },
+    {"id": "fusion-2", "kind": "allreduce_fusion", "times": 0, "expected": {}},
 )

@@ -46,8 +46,8 @@ class Annotation:
 class Region:
     """An annotation before its scope is known.
 
-    ``name``: the function's name, or "" for a module. ``path``: the module's path. ``strategy``: None if the region only
-    says which operators belong together.
+    ``name``: the function's name, or "" for a module. ``path``: the module's path. ``strategy``: None if the
+    region only says which operators belong together.
     """
 
     name: str
