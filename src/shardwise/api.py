@@ -29,7 +29,7 @@ from shardwise.partition.simulate import SimulatedStep, simulate
 from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
 from shardwise.partition.steps import Conversion
 from shardwise.plans.bind import bind
-from shardwise.plans.decide import decide, decide_by_price
+from shardwise.plans.decide import Decided, decide, decide_by_price
 from shardwise.plans.kept import Kept, keep
 from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
 from shardwise.report.comparison import Compared, Comparison
@@ -142,6 +142,8 @@ def plan(
         spmd = _spmd(captured.graph, found.factored, choice, found.mesh, bucket_bytes)
     plan = _plan_of(captured.graph, found.factored.rules, choice, spmd, settings)
     prediction = _as_emitted(found.prediction, spmd, found.search)
+    if layouts:
+        prediction = _as_kept(prediction, spmd, found)
     return replace(plan, pricing=found.pricing, prediction=prediction, found=found.search)
 
 
@@ -151,6 +153,19 @@ def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Predictio
     free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
     price = price_program(spmd, domains.prices, free)
     return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
+
+
+def _as_kept(prediction: Prediction, spmd: Spmd, found: Decided) -> Prediction:
+    """The prediction with what parameters hold in the layouts in which the user keeps them. The searched plans have no
+    conversions from those, so that the bound is compared with the step that has."""
+    graph, prices = found.search.cost.domains.graph, found.search.cost.domains.prices
+    more = 0.0
+    for source in graph.sources:
+        if source.kind == "parameter":
+            numel = spmd.layouts[source.value].max_local_numel - found.choice.sources[source.value].max_local_numel
+            more += numel * prices.state_bytes(graph.by_name[source.value], source.value in graph.updated)
+    objective = max(prediction.objective, prediction.pass_seconds)
+    return replace(prediction, num_bytes=prediction.num_bytes + more, objective=objective)
 
 
 def compare(

@@ -68,9 +68,36 @@ def test_a_summed_value_is_reduced_whole_and_then_sliced() -> None:
         ({"args[2]": (8, 1)}, r"'args\[2\]'"),
         ({"w": (8,)}, "1 split counts for 2 dims"),
         ({"w": (3, 1)}, "3 is no product"),
+        ({"w": 8}, "whole numbers, one per dim"),
+        ({"w": (2.0, 1)}, "whole numbers, one per dim"),
         ({"w": "[16@x, 32]"}, r"of shape \[16, 32\], not \[32, 16\]"),
     ],
 )
 def test_layouts_that_do_not_fit_are_named(layouts: dict[str, Any], words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         planned(layouts=layouts)
+
+
+def test_two_names_of_one_parameter_are_not_kept_in_two_layouts() -> None:
+    module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    module[1].weight = module[0].weight
+    settings: dict[str, Any] = {"loss": lambda output: output.square().mean(), "mesh": sw.Mesh(x=4)}
+    with pytest.raises(LayoutError, match=r"0\.weight and 1\.weight are one tensor"):
+        sw.plan(module, torch.randn(8, 16), 4, layouts={"0.weight": (4, 1), "1.weight": (1, 4)}, **settings)
+    plan = sw.plan(module, torch.randn(8, 16), 4, layouts={"0.weight": (4, 1), "1.weight": "[16@x, 16]"}, **settings)
+    assert [entry.layout for entry in plan.parameters] == ["f32[16@x, 16]"]
+
+
+def test_the_prediction_counts_what_keeping_costs() -> None:
+    """Conversions from the layouts that are kept are no part of what was searched."""
+    free = planned(search="dynamic_programming").prediction
+    kept = planned(search="dynamic_programming", layouts={**FED, "w2": (1, 1)}).prediction
+    split = planned(search="dynamic_programming", layouts={**FED, "w2": (1, 8)}).prediction
+    assert free is not None
+    assert kept is not None
+    assert split is not None
+    assert kept.num_bytes - split.num_bytes == 16 * 16 * 7 / 8 * 4 * 4  # itself, its gradient and two states in float32
+    for own in (kept, split):
+        assert own.pass_seconds > free.pass_seconds
+        assert own.bound == free.bound
+        assert own.optimality_gap == pytest.approx(own.pass_seconds / own.bound - 1)

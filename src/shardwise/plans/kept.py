@@ -25,9 +25,11 @@ Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is s
 
 def keep(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Factored, mesh: Mesh) -> Choice:
     """The choice with some inputs, parameters or buffers in given layouts, from which operators convert them. Split
-    counts take the mesh's axes in order, the first dim the outermost. Raises LayoutError for what does not fit."""
+    counts take the mesh's axes in order, the first dim the outermost. Raises LayoutError for what does not fit, and for
+    two layouts of one parameter that has several names."""
     values = {name: source.value for source in graph.sources for name in source.names if source.kind != "constant"}
     sources = dict(choice.sources)
+    kept: dict[str, str] = {}  # value -> the name that it was kept by
     for name, wish in layouts.items():
         if name not in values:
             near = get_close_matches(name, values, n=1)
@@ -43,7 +45,12 @@ def keep(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Fa
                     f"{name} can not be kept as {wish!r}: {error}", fix=f"a layout of shape {list(shape)} on {mesh}"
                 )
             ) from error
-        sources[values[name]] = layout_of(where, atoms, mesh)
+        layout = layout_of(where, atoms, mesh)
+        first = kept.setdefault(values[name], name)
+        if first != name and layout != sources[values[name]]:
+            what = f"{first} and {name} are one tensor, and can not be kept as {layouts[first]!r} and as {wish!r}"
+            raise LayoutError(problem(what, fix=f"name {first} only"))
+        sources[values[name]] = layout
     return replace(choice, sources=sources)
 
 
@@ -71,6 +78,8 @@ def _layout(wish: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:
         if layout.shape != shape:
             raise LayoutError(f"it is of shape {list(layout.shape)}, not {list(shape)}")
         return layout
+    if not isinstance(wish, (tuple, list)) or not all(type(count) is int for count in wish):
+        raise LayoutError("it is neither a layout's text nor whole numbers, one per dim")
     if len(wish) != len(shape):
         raise LayoutError(f"{len(wish)} split counts for {len(shape)} dims {list(shape)}")
     splits = axes_of_counts({str(dim): count for dim, count in enumerate(wish)}, mesh)

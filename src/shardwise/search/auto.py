@@ -55,7 +55,8 @@ class Prediction:
     parameters, gradients, optimizer states and values kept for backward. ``passes``: to a step of the optimizer.
 
     ``objective``: the seconds that the search minimised, those of the emitted program or more: a conversion that
-    several consumers share counts for each of them unless it leads to the layout they all convert from (0: not known).
+    several consumers share counts for each of them unless it leads to the layout they all convert from; where the user
+    keeps tensors in layouts of his own, those of the emitted program if they are more (0: not known).
     ``bound``: no plan of the searched space has a lower one (0: not known); ``log10_plans``: how many plans that are,
     as a power of ten.
 
