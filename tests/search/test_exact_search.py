@@ -119,9 +119,11 @@ def test_a_search_that_is_beaten_by_another_mesh_stops_with_a_bound_that_says_so
             assert found.seconds >= full.seconds * (1 - 1e-9)
             if share < 1:
                 assert found.bound > cutoff, f"{name}: not beaten"
+                assert found.stopped
                 stopped += found.solves < full.solves
             else:
                 assert found.assignment == full.assignment
+                assert not found.stopped
     assert stopped, "nothing was saved"
 
 

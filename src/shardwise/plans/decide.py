@@ -114,13 +114,14 @@ def decide_by_price(
 
 
 def _over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
-    """The prediction for ``mesh`` with a bound that holds for the plans on the meshes of all searches."""
+    """The prediction for ``mesh`` with a bound that holds for the plans on the meshes of all searches, under the limit
+    that these had (it may come from one under a lower limit)."""
     others = [search for search in searches if search.mesh != mesh]
     counts = [prediction.log10_plans, *(search.log10_plans for search in others)]
     most = max(counts)
     return replace(
         prediction,
-        bound=min([prediction.bound, *(float(search.outcome.bound) for search in others)]),
+        bound=min([prediction.bound, *(float(search.outcome.bound) for search in searches)]),
         log10_plans=most + log10(sum(10.0 ** (count - most) for count in counts)),
     )
 
@@ -143,13 +144,20 @@ def _first_that_fits(searches: list[Search], name: str, limit: float, simulate: 
     """Of searches on several meshes the fastest whose peak fits; if none does, the one of the lowest peak; None where
     there are none. A search that stopped when it could not be the fastest goes on where its turn comes."""
     lowest: Ranked | None = None
-    fastest = min((own.outcome.seconds for own in searches), default=inf)
-    for search in sorted(searches, key=lambda own: own.outcome.seconds):
-        if search.outcome.bound > fastest:
-            search = replace(searched(search.cost, name, limit), reference=search.reference)
-        found = fitted(search, name, limit, simulate)
+    left = list(searches)
+    while left:
+        at = min(range(len(left)), key=lambda i: _least_seconds(left[i]))
+        if left[at].outcome.stopped:
+            left[at] = replace(searched(left[at].cost, name, limit), reference=left[at].reference)
+            continue
+        found = fitted(left.pop(at), name, limit, simulate)
         if lowest is None or found.excess < lowest.excess:
             lowest = found
         if not found.excess:
             break
     return lowest
+
+
+def _least_seconds(search: Search) -> float:
+    """The seconds that a search comes to, or a bound of them where it stopped."""
+    return search.outcome.bound if search.outcome.stopped else search.outcome.seconds

@@ -44,7 +44,7 @@ def step_seconds(components: Floats) -> float:
 class Outcome:
     """The best assignment found. ``bound``: no assignment (that fits) is faster (0: not known); ``solves``: problems
     solved for it; ``largest_joint``: combinations of the largest joint table; ``candidates``: the other assignments
-    seen, fastest first."""
+    seen, fastest first. ``stopped``: at a cutoff below ``bound``, so that faster assignments may be left."""
 
     assignment: list[int]
     components: Floats
@@ -52,6 +52,7 @@ class Outcome:
     solves: int
     largest_joint: int
     candidates: list[list[int]] = field(default_factory=list)
+    stopped: bool = False
 
     @property
     def seconds(self) -> float:
@@ -78,8 +79,8 @@ def search(
     cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise, cutoff: float = inf
 ) -> Outcome:
     """The fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is known
-    elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far will do. Raises
-    DoesNotFit."""
+    elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far will do (``stopped``).
+    Raises DoesNotFit."""
     run = _Run(cost, memory_bytes, solver, cutoff)
     bound = run.overlapped(TIE)
     if memory_bytes is not None and not run.fits(run.best_of_last):
@@ -96,6 +97,7 @@ def search(
         run.solves,
         run.largest_joint,
         [list(item.assignment) for item in others if item.assignment != best.assignment],
+        bound > cutoff,
     )
 
 
@@ -182,8 +184,9 @@ class _Run:
         return bound if per_byte > TIE else bound - TIE * max(low.components[BYTES], high.components[BYTES])
 
     def _is_beaten(self, bound: float, per_byte: float) -> bool:
-        """Whether a better step is known elsewhere (bytes that have a price are in the bound, too)."""
-        return per_byte == TIE and bound > self.cutoff
+        """Whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties (bytes
+        that have a price are in the bound, too)."""
+        return per_byte == TIE and bound > self.cutoff * (1 + EXACT)
 
     @staticmethod
     def _without_ties(value: float, item: _Seen, per_byte: float) -> float:
