@@ -38,6 +38,7 @@ from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.shards import shard
 
 AXIS = "data"  # all devices; its name lets operators without strategy split their batch over all of them
+STRATEGIES = "_shardwise_strategies"  # the attribute of what ms.shard was given
 PRICED = ("dynamic_programming", "recursive_programming")
 _INSIDE: ContextVar[bool] = ContextVar("shardwise_inside_cell", default=False)
 
@@ -263,7 +264,7 @@ def _plan(
     options: Options,
 ) -> sw.Plan:
     """The library's plan of a cell in the mode of the context."""
-    strategies = any(getattr(p, "in_strategy", None) for p in primitives(model))
+    strategies = _has_strategies(model)
     auto = options.parallel_mode == context.ParallelMode.AUTO_PARALLEL
     priced = auto and options.search_mode in PRICED
     if auto and not priced and options.strict and not strategies:
@@ -284,6 +285,14 @@ def _plan(
     layouts: dict[str, Any] = {name: format_layout(own.layout) for name, own in kept.items()}
     settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
     return sw.plan(model, args, options.devices, kwargs=kwargs or None, **settings)
+
+
+def _has_strategies(model: nn.Module) -> bool:
+    """Whether a primitive, or a function or cell that ``ms.shard`` was given, has a strategy."""
+    held = (own for module in model.modules() for own in (module, *vars(module).values()))
+    return any(getattr(own, "in_strategy", None) for own in primitives(model)) or any(
+        hasattr(own, STRATEGIES) for own in held
+    )
 
 
 def primitives(module: nn.Module) -> Iterator[Any]:

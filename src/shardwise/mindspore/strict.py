@@ -7,7 +7,8 @@ own checks remain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LayoutError, problem
@@ -82,6 +83,26 @@ def check(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[
         return  # () leaves an operand to the others: the library completes and checks it
     primitive.check_strategy(strategy, shapes, args)
     required = primitive.required_devices(strategy, shapes, args)
+    _check_devices(name, strategy, required, devices)
+
+
+def check_tensors(
+    name: str, role: str, strategy: Strategy, shapes: Sequence[tuple[int, ...]], devices: int, *, even: bool
+) -> None:
+    """The checks of a strategy that is given to the inputs or outputs of a function. ``even``: strict mode's too."""
+    if len(strategy) != len(shapes):
+        raise failure(
+            name,
+            f"the strategy {strategy} size: {len(strategy)} is not equal to {role} size: {len(shapes)}",
+            f"one tuple for each of the {role} {list(map(list, shapes))}, or None for one that follows",
+        )
+    for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
+        if counts and even:
+            _check_counts(name, index, counts, shape)
+            _check_devices(name, strategy, prod(counts), devices)
+
+
+def _check_devices(name: str, strategy: Strategy, required: int, devices: int) -> None:
     if required > devices or devices % required:
         raise failure(
             name,

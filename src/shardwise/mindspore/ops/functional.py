@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore.engine import STRATEGIES
+from shardwise.mindspore.ops.primitive import counted
 from shardwise.mindspore.tensor import Tensor
 
 
@@ -121,47 +122,54 @@ def grad(
 
 def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: Any = None, **settings: Any) -> Any:
     """The function or cell ``fn`` with strategies of its inputs (and outputs): split counts per dim, one tuple per
-    input, None for an input that is left to the rest. What happens inside follows.
+    input, None for an input that is left to the rest. What happens inside follows where a search propagates strategies;
+    in semi_auto mode operators without a strategy of their own split their batch, as everywhere.
 
-    ``parameter_plan``: parameter path -> split counts, for a cell.
+    A cell is marked and returned itself, so that its parameters keep their names. ``parameter_plan``: parameter path ->
+    split counts, for a cell.
     """
-    given = in_strategy if isinstance(in_strategy, (tuple, list)) else (in_strategy,)
     name = getattr(fn, "__name__", type(fn).__name__)
-    inputs = [None if own is None else strict.nested(name, "in_strategy", (own,)) for own in given]
-    outputs = strict.nested(name, "out_strategy", out_strategy)
+    inputs, outputs = _left_out(name, "in_strategy", in_strategy), _left_out(name, "out_strategy", out_strategy)
     for path in parameter_plan or {}:
         raise NotImplementedError(
             f"shard(parameter_plan={{{path!r}: ...}}): give the strategy to the operator that uses the parameter"
         )
 
-    def sharded(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_exporting() or not context.options().distributed:
-            return fn(*args, **kwargs)
-        if len(args) != len(inputs):
-            raise strict.failure(
-                name,
-                f"the strategy size: {len(inputs)} is not equal to inputs size: {len(args)}",
-                "one tuple per input, or None for an input that follows",
-            )
-        split = [x if own is None else _constrained(x, own) for x, own in zip(args, inputs, strict=True)]
-        result = fn(*split, **kwargs)
-        if outputs is None:
-            return result
-        listed = result if isinstance(result, (tuple, list)) else (result,)
-        marked = [_constrained(x, (own,)) for x, own in zip(listed, outputs, strict=True)]
-        return tuple(marked) if isinstance(result, (tuple, list)) else marked[0]
+    def enter(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _split_as(name, "inputs", inputs, args)
 
+    def leave(result: Any) -> Any:
+        if not isinstance(result, (tuple, list)):
+            return _split_as(name, "outputs", outputs, (result,))[0]
+        return type(result)(_split_as(name, "outputs", outputs, tuple(result)))
+
+    if isinstance(fn, nn.Module):
+        fn.register_forward_pre_hook(lambda _, args: enter(args))
+        fn.register_forward_hook(lambda _, args, result: leave(result))
+        vars(fn)[STRATEGIES] = (inputs, outputs)
+        return fn
+
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        return leave(fn(*enter(args), **kwargs))
+
+    vars(sharded)[STRATEGIES] = (inputs, outputs)
     return sharded
 
 
-def _constrained(x: Any, strategy: Any) -> Any:
-    """A value that is split so many ways per dim."""
-    return sw.shard(_itself, strategy)(x)
+def _left_out(name: str, role: str, strategy: Any) -> Any:
+    """A strategy, with () for tensors that are left to the rest."""
+    listed = isinstance(strategy, (tuple, list))
+    return strict.nested(name, role, [() if own is None else own for own in strategy] if listed else strategy)
 
 
-def _itself(x: torch.Tensor) -> torch.Tensor:
-    same: torch.Tensor = torch.ops.aten.alias.default(x)
-    return same
+def _split_as(name: str, role: str, strategy: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Values that are split by their counts, while a cell is captured in semi_auto_parallel and auto_parallel mode."""
+    options = context.options()
+    if strategy is None or not (options.distributed and torch.compiler.is_exporting()):
+        return values
+    shapes = [tuple(getattr(own, "shape", ())) for own in values]
+    strict.check_tensors(name, role, strategy, shapes, options.devices, even=options.strict)
+    return tuple(counted(own, counts) if counts else own for own, counts in zip(values, strategy, strict=True))
 
 
 def depend(value: Any, expr: Any) -> Any:
