@@ -184,6 +184,52 @@ def test_a_rule_may_be_a_function_with_a_lowering() -> None:
         assert [str(rule) for rule in report.rules] == ["m n -> m  n:lowered", "n ->   n:lowered"]
 
 
+@torch.library.custom_op("shardwise_test::shifted_total", mutates_args=(), schema="(Tensor x, Scalar by) -> Tensor")
+def shifted_total(x: Tensor, by: float) -> Tensor:
+    return (x + by).sum(0)
+
+
+@shifted_total.register_fake
+def _(x: Tensor, by: float) -> Tensor:
+    return x.new_empty(x.shape[1:], dtype=torch.result_type(x, by))
+
+
+class Totals(nn.Module):
+    """Of integers and 1 a total is an integer, of integers and 1.0 it is not."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.shardwise_test.shifted_total(x, 1), torch.ops.shardwise_test.shifted_total(x, 1.0)
+
+
+def test_numbers_that_are_equal_but_of_other_types_are_lowered_apart() -> None:
+    def lowered(x: Tensor, by: float) -> Tensor:
+        return (x + by).sum(0)
+
+    x = torch.arange(32).reshape(8, 4)
+    with sw.rule(shifted_total, "m n -> n", lowered=("m",), lowering=lowered):
+        plan = sw.plan(Totals(), x, 2, mode="data_parallel")
+        assert set(plan.strategies.values()) == {"m@dp"}
+        report = sw.verify(Totals(), x, plan)
+        assert report.ok, str(report)
+
+
+def test_a_lowering_is_split_by_the_rules_that_there_are_when_it_is_used() -> None:
+    def lowered(x: Tensor, by: float) -> Tensor:
+        return scale(x, x.sum(-1)).sum(0)
+
+    def kinds() -> set[str]:
+        plan = sw.plan(Totals(), torch.randn(8, 4), 2, mode="data_parallel")
+        return {own.kind for entry in plan.conversions for own in entry.forward}
+
+    text, keywords = SCALE_RULE
+    with sw.rule(shifted_total, "m n -> n", lowered=("m",), lowering=lowered):
+        unsplit = kinds()
+        with sw.rule(scale, text, **keywords):
+            assert kinds() == {"all_reduce"}
+        assert kinds() == unsplit
+    assert "all_gather" in unsplit
+
+
 # ------------------------------------------------------------------------------------------------------------- errors
 
 

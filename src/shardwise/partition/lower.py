@@ -9,7 +9,7 @@ everything else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule, takes_runs
-from shardwise.rules.tables import rule_of, whole_rule
+from shardwise.rules.tables import CUSTOM, rule_of, whole_rule
 from shardwise.search.propagate import Propagation, where_of
 
 
@@ -47,6 +47,15 @@ class Slot:
     requires_grad: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number in the arguments of a lowering. It is told by its text: 1, 1.0 and True are equal, but what is computed
+    from them has other dtypes."""
+
+    text: str
+    value: complex = field(compare=False)
+
+
 def needs_lowering(rule: OpRule, strategy: Strategy) -> bool:
     return any(axes and rule.factor(factor).kind == "lowered" for factor, axes in strategy.factors)
 
@@ -67,11 +76,11 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
         value = graph.by_name[name]
         return Slot(order.index(name), value.shape, value.dtype, value.requires_grad)
 
-    args = tuple(map_refs(arg, slot) for arg in op.args)
-    kwargs = tuple((key, map_refs(arg, slot)) for key, arg in op.kwargs)
+    args = _told(map_refs(op.args, slot))
+    kwargs = tuple((key, _told(map_refs(arg, slot))) for key, arg in op.kwargs)
     if takes_runs(rule.lowering):
         kwargs += (("runs", _runs(layouts[op.operands[0]])),)
-    found = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh)
+    found = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, CUSTOM.version)
     names = dict(zip(found.sources, order, strict=True)) | dict(zip(found.outputs, op.results, strict=True))
 
     def named(name: str) -> str:
@@ -93,6 +102,13 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     return list(map(renamed, found.items)), tuple(replace(value, name=named(value.name)) for value in found.values)
 
 
+def _told(arg: Any) -> Any:
+    """The argument with its numbers as constants."""
+    if isinstance(arg, tuple):
+        return tuple(map(_told, arg))
+    return Constant(repr(arg), arg) if isinstance(arg, (int, float, complex)) else arg
+
+
 @dataclass(frozen=True, slots=True)
 class _Lowered:
     """A lowering in names of its own: those of its operands and results, its operators, and the values between."""
@@ -110,9 +126,11 @@ def _lowered(
     kwargs: tuple[tuple[str, Any], ...],
     layouts: tuple[Layout, ...],
     mesh: Mesh,
+    custom: int,
 ) -> _Lowered:
-    """A lowering of operands in some layouts. Equal layers share it."""
-    fragment, factored = _divided(lowering, args, kwargs, tuple(layout.atoms for layout in layouts))
+    """A lowering of operands in some layouts. Equal layers share it. ``custom``: the version of the rules that the user
+    gave."""
+    fragment, factored = _divided(lowering, args, kwargs, tuple(layout.atoms for layout in layouts), custom)
     named = dict(zip((source.value for source in fragment.sources), layouts, strict=True))
     sources = {name: where_of(_over(layout, factored.atoms[name])) for name, layout in named.items()}
     strategies = Propagation(fragment, factored.rules, mesh, sources=sources).run()
@@ -132,6 +150,7 @@ def _divided(
     args: tuple[Any, ...],
     kwargs: tuple[tuple[str, Any], ...],
     atoms: tuple[tuple[tuple[int, ...], ...], ...],
+    custom: int,
 ) -> tuple[Graph, Factored]:
     """The captured lowering and its rules, divided as its operands are."""
     fragment = _capture_lowering(lowering, args, kwargs)
@@ -196,6 +215,8 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
         def fill(arg: Any) -> Any:
             if isinstance(arg, Slot):
                 return tensors[arg.position]
+            if isinstance(arg, Constant):
+                return arg.value
             return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
 
         return lowering(*[fill(arg) for arg in args], **{key: fill(value) for key, value in kwargs})

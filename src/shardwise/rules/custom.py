@@ -32,7 +32,7 @@ class RegisteredRule:
 
     def remove(self) -> None:
         """Forget the rule: the operator runs unsplit again. Raises ShardwiseError the second time."""
-        if CUSTOM.pop(self.target, None) is None:
+        if not CUSTOM.remove(self.target):
             raise ShardwiseError(problem(f"{self.target} has no rule of sw.rule", fix="remove a rule once"))
 
     def __enter__(self) -> RegisteredRule:
@@ -69,9 +69,9 @@ def rule(
     the operator has a rule already (``.remove()`` on what this returned forgets it).
     """
     target = overload_of(operator)
-    if target in RULES or target in CUSTOM:
+    if target in RULES or target in CUSTOM.rules:
         whose = "of shardwise's own" if target in RULES else "by sw.rule"
-        fix = "remove() the first" if target in CUSTOM else "a strategy or a custom operator of your own"
+        fix = "remove() the first" if target in CUSTOM.rules else "a strategy or a custom operator of your own"
         raise ShardwiseError(problem(f"{target} has a rule {whose} already", fix=fix))
     written = written_arguments(target)
     if written:
@@ -104,7 +104,7 @@ def rule(
         )
     else:
         entry = how
-    CUSTOM[target] = entry
+    CUSTOM.add(target, entry)
     return RegisteredRule(target)
 
 

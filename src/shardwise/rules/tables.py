@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from torch._ops import OpOverload
 
@@ -67,8 +68,25 @@ RULES: RuleTable = join(
 )
 
 
-# Rules of operators that are not ours, by ``shardwise.rule`` (custom.py).
-CUSTOM: dict[OpOverload, RuleTemplate | RuleFunction] = {}
+@dataclass
+class CustomRules:
+    """Rules of operators that are not ours, by ``shardwise.rule`` (custom.py). ``version``: another one whenever a rule
+    comes or goes, for whoever remembers what rules said."""
+
+    rules: dict[OpOverload, RuleTemplate | RuleFunction] = field(default_factory=dict)
+    version: int = 0
+
+    def add(self, target: OpOverload, entry: RuleTemplate | RuleFunction) -> None:
+        self.rules[target] = entry
+        self.version += 1
+
+    def remove(self, target: OpOverload) -> bool:
+        """Whether there was one."""
+        self.version += 1
+        return self.rules.pop(target, None) is not None
+
+
+CUSTOM = CustomRules()
 
 
 def rule_of(op: Op, graph: Graph) -> OpRule | None:
@@ -76,7 +94,7 @@ def rule_of(op: Op, graph: Graph) -> OpRule | None:
 
     Raises LayoutError when the shapes in the graph contradict the rule.
     """
-    entry = RULES.get(op.target) or CUSTOM.get(op.target)
+    entry = RULES.get(op.target) or CUSTOM.rules.get(op.target)
     if entry is None:
         return None
     return bind(entry, op, graph) if isinstance(entry, RuleTemplate) else entry(op, graph)
