@@ -32,6 +32,20 @@ def test_the_marginal_of_the_last_variable_is_the_least_value_with_each_of_its_v
         assert found.marginal == pytest.approx(all_values(problem).min(axis=others)), seed
 
 
+def test_an_elimination_is_remembered_for_problems_that_differ_in_prices_only():
+    """Not those that leave one variable to the last: there is one for every variable that is explained."""
+    problem = random_problem(1)
+    for last in range(len(problem.sizes)):
+        solve(problem, last=last)
+    assert not problem.known
+    solve(problem)
+    doubled = Problem(
+        problem.sizes, problem.factors, Interner([2 * table for table in problem.interner.tables]), problem.known
+    )
+    assert solve(doubled).value == all_values(doubled).min()
+    assert len(problem.known) == 1
+
+
 def test_all_values_are_those_of_the_assignments_one_by_one():
     for seed in range(20):
         problem = random_problem(seed)

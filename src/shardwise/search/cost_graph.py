@@ -112,7 +112,7 @@ class CostGraph:
         return [(scope, self._distinct[kind]) for scope, kind in self.factors]
 
     @cached_property
-    def _eliminations(self) -> dict[tuple[tuple[tuple[Scope, int], ...], int | None], Elimination]:
+    def _eliminations(self) -> dict[tuple[tuple[Scope, int], ...], Elimination]:
         """Whatever the weights, variables are eliminated in the same steps (``Problem.known``)."""
         return {}
 

@@ -61,13 +61,13 @@ class Problem:
 
     ``factors``: pairs of a scope (variables in ascending order: the axes of the table) and the number of a table in
     ``interner``. Infinite prices forbid a combination. ``known``: eliminations of problems of these sizes, by their
-    factors and the variable that comes last; they may share them, whatever their tables.
+    factors; they may share them, whatever their tables.
     """
 
     sizes: Sequence[int]
     factors: Sequence[tuple[Scope, int]]
     interner: Interner
-    known: dict[tuple[tuple[tuple[Scope, int], ...], int | None], Elimination] = field(default_factory=dict)
+    known: dict[tuple[tuple[Scope, int], ...], Elimination] = field(default_factory=dict)
 
     def value(self, assignment: Sequence[int]) -> float:
         """The price of a complete assignment, from the tables as they were given."""
@@ -253,12 +253,14 @@ class Elimination:
 
 
 def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT) -> Elimination:
-    """How a problem is eliminated. Raises TooWide when a joint table would have more than ``max_joint``
-    combinations."""
-    key = tuple(problem.factors), last
-    found = problem.known.get(key)
+    """How a problem is eliminated; those that leave no variable to the last are remembered. Raises TooWide when a joint
+    table would have more than ``max_joint`` combinations."""
+    key = tuple(problem.factors)
+    found = problem.known.get(key) if last is None else None
     if found is None:
-        found = problem.known[key] = Elimination(problem, last)
+        found = Elimination(problem, last)
+        if last is None:
+            problem.known[key] = found
     if found.largest > max_joint:
         raise TooWide(found.widest, found.largest)
     return found
