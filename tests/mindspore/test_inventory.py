@@ -13,6 +13,7 @@ from torch import Tensor
 import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.applied import equal_to_one_device, planned
+from shardwise.api import step_memory
 from shardwise.mindspore import engine, nn, ops
 from shardwise.mindspore.strict import StrategyError
 
@@ -35,7 +36,7 @@ class Calls(nn.Cell):
         self.function = function
 
     def construct(self, x: Tensor) -> Tensor:
-        result = self.function(x, self.w)
+        result: Any = self.function(x, self.w)
         return result if isinstance(result, Tensor) else result[0] + result[1]
 
 
@@ -123,3 +124,155 @@ def test_wrong_strategies_of_a_function_are_refused(given: Any, error: type[Exce
 
 def test_alone_a_function_with_strategies_is_the_function() -> None:
     assert torch.equal(ms.shard(block, ((2, 1), (1, 2)))(X, X), block(X, X))
+
+
+# ------------------------------------------------------------------------------------------------------ import paths
+
+PATHS = """
+import shardwise.mindspore as ms
+import shardwise.mindspore.nn as nn
+import shardwise.mindspore.dataset as ds
+import shardwise.mindspore.communication as D
+from shardwise.mindspore.nn import Cell, Momentum, SoftmaxCrossEntropyWithLogits, MSELoss, DistributedGradReducer
+from shardwise.mindspore.nn import TrainOneStepCell, WithLossCell, PipelineCell
+from shardwise.mindspore.nn.wrap import TrainOneStepWithLossScaleCell
+from shardwise.mindspore.nn.loss import MSELoss
+from shardwise.mindspore.ops import operations as ops
+from shardwise.mindspore.ops import operations as P
+from shardwise.mindspore.ops import composite as C, functional as F
+from shardwise.mindspore.ops import clip_by_global_norm, depend, GradOperation, ReduceOp
+from shardwise.mindspore.ops import AllReduce, AllGather, ReduceScatter, Broadcast, AlltoAll
+from shardwise.mindspore.ops.operations import MatMul, AllReduce
+from shardwise.mindspore.ops.composite import GradOperation, clip_by_global_norm
+from shardwise.mindspore.common.initializer import initializer
+from shardwise.mindspore.common import dtype as mstype, set_seed
+from shardwise.mindspore.communication import init, get_rank, get_group_size
+from shardwise.mindspore.communication.management import init, get_rank, get_group_size
+from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean
+from shardwise.mindspore.context import ParallelMode
+from shardwise.mindspore.train import Model, LossMonitor, TimeMonitor, ModelCheckpoint, CheckpointConfig
+from shardwise.mindspore.train import DynamicLossScaleManager, FixedLossScaleManager
+from shardwise.mindspore.train.callback import LossMonitor, TimeMonitor, ModelCheckpoint, CheckpointConfig, Callback
+from shardwise.mindspore.train.model import Model
+from shardwise.mindspore.train.serialization import load_checkpoint, load_param_into_net, save_checkpoint
+from shardwise.mindspore.amp import all_finite, init_register, init_status, DynamicLossScaler, StaticLossScaler
+from shardwise.mindspore import Parameter, ParameterTuple, context, train, set_seed, Tensor, ops, nn, amp, dtype
+from shardwise.mindspore import Model, LossMonitor, ModelCheckpoint, TimeMonitor, Callback, CheckpointConfig
+from shardwise.mindspore import ParallelMode, set_context, set_auto_parallel_context, value_and_grad, grad, shard
+from shardwise.mindspore import FixedLossScaleManager, DynamicLossScaleManager, GRAPH_MODE, initializer, float32
+"""
+
+
+@pytest.mark.parametrize("line", PATHS.strip().splitlines())
+def test_names_are_where_the_documents_import_them(line: str) -> None:
+    exec(line, {})
+
+
+def test_everything_that_is_exported_exists() -> None:
+    for module in (ms, ms.nn, ms.ops, ms.train, ms.communication, ms.dataset, ms.common, ms.ops.composite):
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+        assert len(set(module.__all__)) == len(module.__all__)
+
+
+# ------------------------------------------------------------------------------------------- gradients, loss scales
+
+
+def test_gradients_of_several_outputs() -> None:
+    """B24: the sum of all outputs is differentiated; with has_aux the first, and the others come along."""
+    x, w = torch.rand(3, 4), ms.Parameter(torch.rand(4, 2), "w")
+
+    def three(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = ops.matmul(x, w)
+        return y.sum(), (y * y).sum(), y.sin()
+
+    y = x @ w.detach()
+    values, (of_w,) = ms.value_and_grad(three, None, [w])(x)
+    torch.testing.assert_close(torch.Tensor(of_w), x.T @ (1 + 2 * y + y.cos()))
+    assert [tuple(value.shape) for value in values] == [(), (), (3, 2)]
+    values, (of_x, (of_w,)) = ms.value_and_grad(three, 0, [w], has_aux=True)(x)
+    torch.testing.assert_close(torch.Tensor(of_x), w.detach().sum(1).expand(3, 4).as_subclass(Tensor))
+    torch.testing.assert_close(torch.Tensor(of_w), x.sum(0)[:, None].expand(4, 2))
+    assert len(values) == 3
+    assert w.grad is None
+
+
+def train_network(manager: Any, loss_scale: float, data: Tensor) -> tuple[Tensor, Any]:
+    """One step of Model.train of sum(w * x); rate 1, no momentum."""
+
+    class Net(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = ms.Parameter(torch.zeros(2), "w")
+
+        def construct(self, x: Tensor) -> Tensor:
+            return (self.w * x).sum()
+
+    net = Net()
+    optimizer = nn.Momentum(net.trainable_params(), 1.0, 0.0, loss_scale=loss_scale)
+    ms.Model(net, optimizer=optimizer, loss_scale_manager=manager).train(1, [(data,)])
+    return net.w.detach().as_subclass(Tensor), manager
+
+
+def test_loss_scale_managers_scale_check_and_adjust() -> None:
+    """A fixed scale is divided out by the optimizer, or by the step where that checks for overflows; a dynamic one
+    leaves out the step that overflows, and shrinks."""
+    good, bad = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.inf])
+    fixed = ms.FixedLossScaleManager(1024.0, drop_overflow_update=False)
+    assert torch.equal(train_network(fixed, 1024.0, good)[0], -good)
+    dropping = ms.FixedLossScaleManager(1024.0)
+    assert torch.equal(train_network(dropping, 1.0, good)[0], -good)
+    dynamic = ms.DynamicLossScaleManager(2.0**10, 2, 1)
+    assert torch.equal(train_network(dynamic, 1.0, good)[0], -good)
+    assert dynamic.get_loss_scale() == 2.0**11
+    assert torch.equal(train_network(dynamic, 1.0, bad)[0], torch.zeros(2))
+    assert dynamic.get_loss_scale() == 2.0**10
+
+
+def test_pipeline_cells_follow_later() -> None:
+    with pytest.raises(NotImplementedError, match=r"PipelineCell\(..., micro_size=4\): .* follow in a later version"):
+        nn.PipelineCell(nn.Dense(2, 2), 4)
+
+
+# ---------------------------------------------------------------------------------------------- numbers of document 004
+
+
+def test_the_memory_of_200_billion_parameters_is_the_documents() -> None:
+    """A31: 745 GiB of float32 parameters; 16 bytes each, 2,980 GiB, with gradients and the two states of Adam. Split
+    over 128 devices each has the 128th part."""
+
+    class Large(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(781_250, 256_000, bias=False, device="meta")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.layer(x).sum())
+
+    inputs = (torch.empty(1, 781_250, device="meta"),)
+    for devices, strategies in ((1, None), (128, {"layer": "n@x"})):
+        plan = sw.plan(
+            Large(), inputs, devices, mesh=sw.Mesh(x=devices), mode="semi_auto", strategies=strategies, optimizer="adam"
+        )
+        parts = step_memory(Large(), inputs, plan).peak_of["update"].parts
+        assert parts["parameters"] * devices / 2**30 == pytest.approx(745.06, abs=0.005)
+        states = parts["parameters"] + parts["gradients"] + parts["optimizer states"]
+        assert states * devices == 200_000_000_000 * 16
+        assert states * devices / 2**30 == pytest.approx(2980.2, abs=0.05)
+
+
+def test_a_product_split_by_columns_of_its_weight_on_two_devices() -> None:
+    """A38: X (m, k) times W' and W'' (k, n / 2) gives outputs (m, n / 2), which are joined."""
+    x, w = torch.rand(6, 4).double(), torch.rand(4, 8).double()
+    plan = equal_to_one_device(Columns(w), (x,), 2)
+    product = next(entry for entry in plan.operators if entry.name == "/matmul")
+    assert product.strategy == "n@data"
+    assert next(entry for entry in plan.parameters if entry.name == "w").layout == "f64[4, 8@data]"
+
+
+class Columns(nn.Cell):
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w, self.matmul = ms.Parameter(w, "w"), ops.MatMul().shard(((1, 1), (1, 2)))
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.w)

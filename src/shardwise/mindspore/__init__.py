@@ -5,8 +5,12 @@ strategy becomes ``sw.shard``, a mode becomes settings of ``sw.plan``, and ``sw.
 cell. What maps to what is in docs/from-mindspore.md.
 """
 
-from torch import (
+from shardwise.mindspore import amp, common, communication, context, dataset, nn, ops, parallel, train
+from shardwise.mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
+from shardwise.mindspore.common import dtype
+from shardwise.mindspore.common.dtype import (
     bfloat16,
+    bool_,
     complex64,
     complex128,
     float16,
@@ -18,11 +22,6 @@ from torch import (
     int64,
     uint8,
 )
-from torch import (
-    bool as bool_,
-)
-
-from shardwise.mindspore import amp, common, communication, context, dataset, nn, ops, parallel, train
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import get_seed, set_seed
 from shardwise.mindspore.context import (
@@ -41,16 +40,33 @@ from shardwise.mindspore.context import (
 )
 from shardwise.mindspore.ops.functional import grad, shard, value_and_grad
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
-from shardwise.mindspore.train import Model, load_checkpoint, load_param_into_net, save_checkpoint
+from shardwise.mindspore.train import (
+    Callback,
+    CheckpointConfig,
+    LossMonitor,
+    Model,
+    ModelCheckpoint,
+    TimeMonitor,
+    load_checkpoint,
+    load_param_into_net,
+    save_checkpoint,
+)
 
 __all__ = [
     "GRAPH_MODE",
     "PYNATIVE_MODE",
+    "Callback",
+    "CheckpointConfig",
+    "DynamicLossScaleManager",
+    "FixedLossScaleManager",
+    "LossMonitor",
     "Model",
+    "ModelCheckpoint",
     "ParallelMode",
     "Parameter",
     "ParameterTuple",
     "Tensor",
+    "TimeMonitor",
     "amp",
     "bfloat16",
     "bool_",
@@ -60,6 +76,7 @@ __all__ = [
     "complex128",
     "context",
     "dataset",
+    "dtype",
     "float16",
     "float32",
     "float64",

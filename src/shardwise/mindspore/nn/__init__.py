@@ -9,11 +9,19 @@ from shardwise.mindspore.nn.layers import *
 from shardwise.mindspore.nn.learning_rates import *
 from shardwise.mindspore.nn.loss import *
 from shardwise.mindspore.nn.optimizer import SGD, Momentum, Optimizer
-from shardwise.mindspore.nn.wrap import ForwardValueAndGrad, TrainOneStepCell, WithEvalCell, WithLossCell
+from shardwise.mindspore.nn.wrap import (
+    ForwardValueAndGrad,
+    PipelineCell,
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    WithEvalCell,
+    WithLossCell,
+)
 
 __all__ = [
     "SGD", "Adam", "AdamWeightDecay", "Cell", "CellList", "DistributedGradReducer", "ForwardValueAndGrad", "Lamb",
-    "Momentum", "Optimizer", "SequentialCell", "TrainOneStepCell", "WithEvalCell", "WithLossCell",
+    "Momentum", "Optimizer", "PipelineCell", "SequentialCell", "TrainOneStepCell", "TrainOneStepWithLossScaleCell",
+    "WithEvalCell", "WithLossCell",
 ]  # fmt: skip
 __all__ += activations.__all__
 __all__ += layers.__all__

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.mindspore.amp import FixedLossScaleManager, all_finite
+from shardwise.mindspore.communication.management import GlobalComm
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.functional import differentiate
@@ -42,7 +44,8 @@ class WithEvalCell(Cell):
 
 class TrainOneStepCell(Cell):
     """Forward, backward and update; returns the loss. ``network`` returns the loss (first); ``sens``: what the
-    gradient starts from. A loss that is a vector is summed for its gradient, as in the reference.
+    gradient starts from, which the optimizer's ``loss_scale`` divides by again. A loss that is a vector is summed for
+    its gradient, as in the reference.
 
     In data_parallel and hybrid_parallel mode the gradients are reduced over the ranks.
     """
@@ -58,8 +61,30 @@ class TrainOneStepCell(Cell):
 
     def construct(self, *inputs: Any, **kwargs: Any) -> Any:
         result, gradients = differentiate(self.network, inputs, kwargs, self.weights, self.sens, reduce=True)
-        self.optimizer([own / self.sens for own in gradients] if self.sens != 1.0 else gradients)
+        self.optimizer(gradients)
         return result
+
+
+class TrainOneStepWithLossScaleCell(TrainOneStepCell):
+    """The same with a loss scale: gradients are divided by it, a step in which one of them is not finite (on any rank)
+    changes nothing, and the scale adjusts itself. Returns the loss, whether the step was left out, and its scale.
+
+    ``scale_sense``: a loss scale manager, or a number that stays.
+    """
+
+    def __init__(self, network: nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
+        super().__init__(network, optimizer)
+        manager = hasattr(scale_sense, "update_loss_scale")
+        self.manager = scale_sense if manager else FixedLossScaleManager(float(scale_sense))
+
+    def construct(self, *inputs: Any, **kwargs: Any) -> tuple[Any, bool, float]:
+        scale = float(self.manager.get_loss_scale())
+        result, gradients = differentiate(self.network, inputs, kwargs, self.weights, scale, reduce=True)
+        overflow = not all_finite(gradients, group=GlobalComm.WORLD_COMM_GROUP)
+        if not overflow:
+            self.optimizer([own / scale for own in gradients])
+        self.manager.update_loss_scale(overflow)
+        return (result[0] if isinstance(result, (tuple, list)) else result), overflow, scale
 
 
 class ForwardValueAndGrad(Cell):
@@ -72,3 +97,13 @@ class ForwardValueAndGrad(Cell):
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         return differentiate(self.network, inputs, kwargs, self.weights, self.sens, reduce=False)
+
+
+class PipelineCell(Cell):
+    """A network whose batch is cut into micro-batches for pipeline stages: not built yet."""
+
+    def __init__(self, network: nn.Module, micro_size: int) -> None:
+        raise NotImplementedError(
+            f"PipelineCell(..., micro_size={micro_size}): pipeline stages follow in a later version; train the network "
+            "itself, with operator-level, data-parallel or automatic plans"
+        )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.functional import grad
 
 
@@ -88,4 +89,4 @@ class GradOperation:
         return gradient
 
 
-__all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph"]
+__all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "clip_by_global_norm", "clip_by_value"]

@@ -1,5 +1,6 @@
 """Training: ``Model``, callbacks, metrics and checkpoints."""
 
+from shardwise.mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
 from shardwise.mindspore.train.callback import (
     Callback,
     CheckpointConfig,
@@ -19,6 +20,8 @@ __all__ = [
     "Accuracy",
     "Callback",
     "CheckpointConfig",
+    "DynamicLossScaleManager",
+    "FixedLossScaleManager",
     "LambdaCallback",
     "Loss",
     "LossMonitor",

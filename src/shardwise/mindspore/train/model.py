@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.errors import problem
 from shardwise.mindspore import context
 from shardwise.mindspore.nn.optimizer import Optimizer
-from shardwise.mindspore.nn.wrap import TrainOneStepCell, WithEvalCell, WithLossCell
+from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
 from shardwise.mindspore.train.callback import CallbackParams, RunContext, callbacks_of
 from shardwise.mindspore.train.metrics import metrics_of
 
@@ -19,8 +19,9 @@ from shardwise.mindspore.train.metrics import metrics_of
 class Model:
     """``Model(net, loss_fn=loss, optimizer=opt)``; loss and optimizer are told apart in any order.
 
-    ``metrics``: names or Metric objects, for ``eval``. ``loss_scale_manager``: scales the loss before backward.
-    Without ``loss_fn`` the network returns its loss.
+    ``metrics``: names or Metric objects, for ``eval``. ``loss_scale_manager``: scales the loss before backward;
+    with ``drop_overflow_update`` gradients are divided by the scale, and checked, here, else only by the optimizer's
+    ``loss_scale``, as in the reference. Without ``loss_fn`` the network returns its loss.
     """
 
     def __init__(
@@ -48,8 +49,7 @@ class Model:
         self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
         self._metrics = metrics_of(metrics)
         self._loss_network = network if loss_fn is None else WithLossCell(network, loss_fn)
-        scale = 1.0 if loss_scale_manager is None else float(loss_scale_manager.get_loss_scale())
-        self._train_network = None if optimizer is None else TrainOneStepCell(self._loss_network, optimizer, scale)
+        self._train_network = None if optimizer is None else _step(self._loss_network, optimizer, loss_scale_manager)
         if eval_network is not None:
             self._eval_network: nn.Module | None = eval_network
         elif self._metrics and loss_fn is not None:
@@ -149,6 +149,14 @@ class Model:
         if options.parameter_broadcast and not options.distributed and torch.distributed.is_initialized():
             for tensor in [*self._network.parameters(), *self._network.buffers()]:
                 torch.distributed.broadcast(tensor.data, src=0)
+
+
+def _step(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:
+    if manager is None:
+        return TrainOneStepCell(network, optimizer)
+    if manager.get_drop_overflow_update():
+        return TrainOneStepWithLossScaleCell(network, optimizer, manager)
+    return TrainOneStepCell(network, optimizer, float(manager.get_loss_scale()))
 
 
 def _size(dataset: Any, sink_size: int) -> int:
