@@ -77,6 +77,8 @@ def _layout(wish: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:
         layout = parse_layout(wish, mesh)
         if layout.shape != shape:
             raise LayoutError(f"it is of shape {list(layout.shape)}, not {list(shape)}")
+        if layout.states or layout.windows:
+            raise LayoutError("what is kept is split evenly, or whole along the axes that are not named")
         return layout
     if not isinstance(wish, (tuple, list)) or not all(type(count) is int for count in wish):
         raise LayoutError("it is neither a layout's text nor whole numbers, one per dim")
