@@ -276,3 +276,38 @@ class Columns(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.w)
+
+
+class Weighted(nn.Cell):
+    """sum(w * x), with the rows of both split over two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = ms.Parameter(torch.zeros(4, 2), "w")
+        self.mul = ops.Mul().shard(((2, 1), (2, 1)))
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.ReduceSum()(self.mul(self.w, x))
+
+
+def step_with_one_bad_row() -> tuple[list[float], list[float]]:
+    """On a rank: a good step and one whose gradient is infinite in a row of rank 1 alone; the weights' sum on this rank
+    and the scale after each."""
+    ms.communication.init("gloo")
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=2, full_batch=True)
+    net, manager = Weighted(), ms.DynamicLossScaleManager(1024.0, 2, 100)
+    optimizer = nn.Momentum(net.trainable_params(), 1.0, 0.0)
+    model = ms.Model(net, optimizer=optimizer, loss_scale_manager=manager)
+    sums, scales = [], []
+    good = torch.ones(4, 2)
+    bad = good.clone()
+    bad[3, 1] = torch.inf
+    for data in (good, bad):
+        model.train(1, [(data,)])
+        sums.append(float(net.w.detach().sum()))
+        scales.append(manager.get_loss_scale())
+    return sums, scales
+
+
+def test_all_ranks_leave_out_a_step_in_which_one_overflows(run_ranks: Any) -> None:
+    assert run_ranks(step_with_one_bad_row, 2) == [([-4.0, -4.0], [1024.0, 512.0])] * 2
