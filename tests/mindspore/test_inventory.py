@@ -228,6 +228,44 @@ def test_loss_scale_managers_scale_check_and_adjust() -> None:
     assert dynamic.get_loss_scale() == 2.0**10
 
 
+def test_what_can_not_be_differentiated_is_named() -> None:
+    with pytest.raises(TypeError, match=r"sum of all outputs, and one is 3(.|\n)*has_aux=True"):
+        ms.value_and_grad(lambda x: (x.sum(), 3))(torch.ones(2))
+
+
+def test_arguments_of_a_model_are_told_apart() -> None:
+    net, loss = nn.Dense(2, 2), nn.MSELoss()
+    optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
+    for model in (ms.Model(net, optimizer, loss), ms.Model(net, loss, optimizer), ms.Model(net, optimizer)):
+        assert model._optimizer is optimizer
+        assert model._loss_fn in (loss, None)
+    for given, words in (
+        ((optimizer, loss, net), "Momentum is no network"),
+        ((net, loss, loss), "MSELoss is no optimizer"),
+        ((net, optimizer, optimizer), "two optimizers"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            ms.Model(*given)
+
+
+def test_an_all_gather_joins_the_rows_of_two_products() -> None:
+    """A24: document 002's Z = (X W) V on four devices needs one all-gather between the products, and no other step."""
+
+    class Two(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = (ms.Parameter(torch.rand(8, 8).double(), name) for name in "wv")
+            self.first = ops.MatMul().shard(((4, 1), (1, 1)))
+            self.second = ops.MatMul().shard(((1, 1), (1, 4)))
+
+        def construct(self, x: Tensor) -> Any:
+            return self.second(self.first(x, self.w), self.v)
+
+    plan = equal_to_one_device(Two(), (X,), 4)
+    before_the_end = [own for own in plan.conversions if own.forward][:-1]
+    assert [[move.kind for move in own.forward] for own in before_the_end] == [["all_gather"]]
+
+
 def test_pipeline_cells_follow_later() -> None:
     with pytest.raises(NotImplementedError, match=r"PipelineCell\(..., micro_size=4\): .* follow in a later version"):
         nn.PipelineCell(nn.Dense(2, 2), 4)

@@ -90,7 +90,12 @@ def value_and_grad(
             own.grad = None
         result = fn(*given, **kwargs)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
-        torch.stack([own.sum() for own in (outputs[:1] if has_aux else outputs)]).sum().backward()
+        losses = outputs[:1] if has_aux else outputs
+        for own in losses:
+            if not isinstance(own, torch.Tensor):
+                told = f"value_and_grad differentiates the sum of all outputs, and one is {own!r}"
+                raise TypeError(problem(told, fix="return tensors, or the loss first, with has_aux=True"))
+        torch.stack([own.sum() for own in losses]).sum().backward()
         grads = tuple(torch.zeros_like(own) if own.grad is None else own.grad for own in wanted)
         for own, grad in zip(listed or (), before, strict=True):
             own.grad = grad

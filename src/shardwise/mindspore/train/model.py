@@ -38,8 +38,13 @@ class Model:
     ) -> None:
         if isinstance(loss_fn, Optimizer) or (optimizer is not None and not isinstance(optimizer, Optimizer)):
             loss_fn, optimizer = optimizer, loss_fn
+        order = "Model(net, loss_fn=loss, optimizer=opt)"
+        if not isinstance(network, nn.Module):
+            raise TypeError(problem(f"{_told(network)} is no network", fix=order))
         if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(problem(f"{optimizer!r} is no optimizer", fix="Model(net, loss_fn=loss, optimizer=opt)"))
+            raise TypeError(problem(f"{_told(optimizer)} is no optimizer", fix=order))
+        if isinstance(loss_fn, Optimizer):
+            raise TypeError(problem("Model was given two optimizers", fix=order))
         if amp_level != "O0":
             raise NotImplementedError(
                 f"Model(amp_level={amp_level!r}): call net.to_float(ms.float16) where a lower precision is wanted"
@@ -149,6 +154,10 @@ class Model:
         if options.parameter_broadcast and not options.distributed and torch.distributed.is_initialized():
             for tensor in [*self._network.parameters(), *self._network.buffers()]:
                 torch.distributed.broadcast(tensor.data, src=0)
+
+
+def _told(own: Any) -> str:
+    return type(own).__name__ if isinstance(own, (Optimizer, nn.Module)) else repr(own)
 
 
 def _step(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:
