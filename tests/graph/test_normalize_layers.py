@@ -147,11 +147,11 @@ class Attention(nn.Module):
 
 
 INSIDE = {
-    "attention": Attention(need_weights=False),
-    "attention with weights": Attention(need_weights=True),
-    "encoder layer": nn.TransformerEncoderLayer(4, 2, 8, 0.2, batch_first=True),
-    "channels": nn.Dropout1d(0.4),
-    "in place": nn.Dropout(0.4, inplace=True),
+    "attention": lambda: Attention(need_weights=False),
+    "attention with weights": lambda: Attention(need_weights=True),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.2, batch_first=True),
+    "channels": lambda: nn.Dropout1d(0.4),
+    "in place": lambda: nn.Dropout(0.4, inplace=True),
 }
 
 
@@ -160,11 +160,12 @@ def test_a_verification_draws_the_same_dropout_inside_functions_of_pytorch(name)
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.layer = nn.Parameter(torch.randn(4)), INSIDE[name]
+            self.weight, self.layer = nn.Parameter(torch.randn(4)), INSIDE[name]()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x * self.weight).square().mean()
+            return self.layer(x * self.weight).sin().square().mean()  # squares alone are constant behind a norm
 
+    torch.manual_seed(0)
     module, x = Scaled().train(), torch.randn(6, 3, 4)
     report = sw.verify(module, x, sw.plan(module, x, 3, search="sharding_propagation"))
     assert report.ok, str(report)
