@@ -136,6 +136,15 @@ def test_the_lines_of_the_monitors_and_the_files_of_checkpoints(capsys: Any, tmp
         ms.load_param_into_net(fresh, {"w2": found["w"]})
 
 
+def test_a_plan_of_a_cell_is_verified_without_ranks() -> None:
+    ms.set_auto_parallel_context(**SEMI, device_num=4)
+    cell = ms.nn.WithLossCell(Net((((2, 2), (2, 1)), None)), ms.nn.MSELoss())
+    plan = sw.plan(cell, batches()[0], 4, mesh=sw.Mesh(data=4), mode="semi_auto")
+    report = sw.verify(cell, batches()[0], plan)
+    assert report.ok, report
+    assert plan.strategies["_backbone/matmul"].startswith("m@data.0 k@data.1")
+
+
 class Reduces(ms.nn.Cell):
     def __init__(self) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from math import log1p, pi
 from typing import Any
@@ -45,6 +46,9 @@ def widen(graph: Graph) -> Graph:
     return replace(graph, values=tuple(values[value.name] for value in graph.values), ops=ops)
 
 
+_ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
+
+
 @contextmanager
 def reference_mode(seed: int) -> Iterator[None]:
     """Run eager code with widened casts and with the dropout masks of the graph under ``seed``.
@@ -56,11 +60,18 @@ def reference_mode(seed: int) -> Iterator[None]:
     functions = vars(torch.nn.functional)
     asked = {name: functions[name] for name in functions if name.startswith("has_torch_function")}
     functions.update(dict.fromkeys(asked, lambda *operands: False))
+    token = _ACTIVE.set(True)
     try:
         with _Reference(seed):
             yield
     finally:
+        _ACTIVE.reset(token)
         functions.update(asked)
+
+
+def in_reference_mode() -> bool:
+    """Whether a module runs as the one device that a plan is compared with."""
+    return _ACTIVE.get()
 
 
 class _Reference(TorchFunctionMode):

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.graph.capture import leaf_name
+from shardwise.graph.widen import in_reference_mode
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
@@ -65,8 +66,8 @@ _HELD = "_shardwise_held"  # the attribute of a split parameter
 
 
 def is_outermost() -> bool:
-    """Whether a call of a cell is neither inside another one's nor inside capture."""
-    return not _INSIDE.get() and not torch.compiler.is_exporting()
+    """Whether a call of a cell is neither inside another one's nor inside capture, nor what a plan is compared with."""
+    return not _INSIDE.get() and not torch.compiler.is_exporting() and not in_reference_mode()
 
 
 @contextmanager
