@@ -1,4 +1,4 @@
-"""What all tests share: one thread per process, repeatable hypothesis runs, and real gloo ranks."""
+"""What all tests share: one thread per process, repeatable random numbers and hypothesis runs, and real gloo ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from hypothesis import settings
 from launch.gloo_ranks import run_on_ranks
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # for what test modules make when they are imported
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Every test draws the same random numbers in every run, alone or with others; sweeps draw others."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
