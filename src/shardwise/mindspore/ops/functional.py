@@ -130,8 +130,8 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
     input, None for an input that is left to the rest. What happens inside follows where a search propagates strategies;
     in semi_auto mode operators without a strategy of their own split their batch, as everywhere.
 
-    A cell is marked and returned itself, so that its parameters keep their names. ``parameter_plan``: parameter path ->
-    split counts, for a cell.
+    A cell is marked and returned itself, so that its parameters keep their names. ``parameter_plan`` is refused: the
+    operator that uses a parameter takes its strategy.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs, outputs = _left_out(name, "in_strategy", in_strategy), _left_out(name, "out_strategy", out_strategy)
