@@ -106,6 +106,7 @@ def _rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=seconds)
         )
+        dist.barrier()  # whoever is quick would else end while others still connect to it
         answer = pickle.dumps((True, function(*pickle.loads(payload))))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))

@@ -250,7 +250,8 @@ def test_what_the_user_fixes_is_kept(search: str) -> None:
 
 def test_less_memory_shards_storage_and_is_never_faster() -> None:
     """On CPU ranks an all-reduce is cheaper than scattering and gathering: without a limit matrices are stored whole,
-    with one more and more of them are sharded (ZeRO), which takes longer."""
+    with one more and more of them are sharded (ZeRO), which takes longer. The gap is to the bound under the limit
+    itself; the plan keeps a little less, so that its peak with temporaries fits."""
     case = paper_models.transformer(1024, 8, 2, 128, 4)
     cluster, mesh = sw.Cluster.local(4), sw.Mesh(x=4)
     plan = auto(case, cluster, mesh)
@@ -262,7 +263,7 @@ def test_less_memory_shards_storage_and_is_never_faster() -> None:
         assert plan.prediction is not None
         assert plan.prediction.peak_bytes <= peak - part * states
         assert plan.optimality_gap is not None
-        assert plan.optimality_gap < 0.03
+        assert plan.optimality_gap < 0.05
         seconds.append(plan.prediction.step_seconds)
         stored.append(_stored(plan))
     assert seconds == sorted(set(seconds))
