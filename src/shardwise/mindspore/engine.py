@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Held:
 
 @dataclass
 class Split:
-    """A cell on this rank: its program, and the whole batch of an input's first dim per rank's part of it."""
+    """A cell on this rank. ``local``: ranks feed their parts of a batch."""
 
     par: sw.Parallel
     local: bool
@@ -369,12 +369,17 @@ def _rows(par: sw.Parallel) -> list[tuple[int, int]]:
     fed = [plan.layouts[entry.name] for entry in plan.inputs if entry.shape]
     if not fed:
         return []
-    batch = max(own.shape[0] for own in par.compiled[-1].inputs if own.shape)
+    batch = max(own.shape[0] for own in par.latest.inputs if own.shape)
     axes = [axis for atom in fed[0].dims[0] for axis in atom.axes]
-    layout = Layout(plan.mesh, ((Atom(batch, tuple(axes)),),))
-    numbers = torch.arange(batch)
-    parts = [shard(numbers, layout, plan.mesh.coordinates(rank)) for rank in range(dist.get_world_size())]
-    return [(int(own[0]), int(own[-1]) + 1) for own in parts] if axes else []
+    return _parts(Layout(plan.mesh, ((Atom(batch, tuple(axes)),),))) if axes else []
+
+
+@lru_cache(maxsize=64)
+def _parts(layout: Layout) -> list[tuple[int, int]]:
+    """From, to: which elements of a dim each rank holds."""
+    numbers = torch.arange(layout.shape[0])
+    parts = [shard(numbers, layout, layout.mesh.coordinates(rank)) for rank in range(layout.mesh.num_devices)]
+    return [(int(own[0]), int(own[-1]) + 1) for own in parts]
 
 
 def _own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:

@@ -184,6 +184,7 @@ class Parallel(torch.nn.Module):
             self._host_ranks = Communicator(plan.mesh, type(module).__name__, backend="gloo")
         self._replicas = ReplicaCheck(check_replicas, self._ranks, device) if check_replicas else None
         self._compiled: dict[Any, Compiled] = {}
+        self._latest: Compiled | None = None
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
         self._seed = torch.tensor(seed or 0, dtype=torch.int64, device=device)
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
@@ -216,7 +217,11 @@ class Parallel(torch.nn.Module):
         protect(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": {}}  # programs hold tensors and process groups: a copy makes its own
+        return {
+            **self.__dict__,
+            "_compiled": {},
+            "_latest": None,
+        }  # programs hold tensors and process groups: a copy makes its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -251,6 +256,7 @@ class Parallel(torch.nn.Module):
         self._ranks.calls += 1
         if compiled is None:
             compiled = self._compiled[key] = self._compile(flat, spec, loss_only)
+        self._latest = compiled
         given = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled():
             _check_gradients(compiled, given)
@@ -378,12 +384,16 @@ class Parallel(torch.nn.Module):
         """What was compiled so far, one for each signature of inputs, oldest first."""
         return tuple(self._compiled.values())
 
-    def output_layout(self, index: int) -> Layout:
-        """The layout that the ``index``-th tensor of the output had in the program compiled last, before it was
-        gathered."""
-        if not self._compiled:
+    @property
+    def latest(self) -> Compiled:
+        """What the last call ran. Raises ShardwiseError before the first one."""
+        if self._latest is None:
             raise ShardwiseError("no program yet: it is made for the first inputs")
-        spmd = self.compiled[-1].spmd
+        return self._latest
+
+    def output_layout(self, index: int) -> Layout:
+        """The layout that the ``index``-th tensor of the last call's output had before it was gathered."""
+        spmd = self.latest.spmd
         name = [output.name for output in spmd.outputs if isinstance(output, Ref)][index]
         before = {conversion.result: conversion.source for conversion in spmd.conversions}
         return before.get(name) or spmd.layouts[name]
