@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -111,7 +111,7 @@ class HeUniform(Initializer):
     def __init__(self, negative_slope: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> None:
         if mode not in ("fan_in", "fan_out"):
             raise ValueError(problem(f'there is no mode "{mode}"', fix='choose "fan_in" or "fan_out"'))
-        self.gain = torch.nn.init.calculate_gain(nonlinearity, negative_slope)  # type: ignore[arg-type]
+        self.gain = torch.nn.init.calculate_gain(cast(Any, nonlinearity), negative_slope)
         self.mode = mode
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
