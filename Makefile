@@ -3,6 +3,7 @@
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
 #   make sweep      every rule against its operator, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
 #   make bench-resnet-modes  ResNet-50 in data_parallel and in auto_parallel mode on eight ranks, step by step in turn (BENCH_ARGS='--ranks 4')
@@ -11,7 +12,7 @@
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
-#   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements
+#   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
 #   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
@@ -25,7 +26,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test operators zoo zoo-breadth bench-step bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test golden operators zoo zoo-breadth bench-step bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -55,6 +56,11 @@ bench-resnet-modes: install
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m rules.checking
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
+
+golden: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.priced_plans
+	SHARDWISE_GOLDEN=write $(BIN)/python -m pytest -q tests/plans/test_printing.py
+	git --no-pager diff --stat -- tests/golden
 
 operators: install
 	PYTHONPATH=tests $(BIN)/python -m docs.operators

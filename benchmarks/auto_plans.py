@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -46,19 +46,20 @@ from torch.multiprocessing.spawn import start_processes
 import shardwise as sw
 from models import paper_models
 from models.paper_models import Case
-from shardwise.api import _plan_of, _spmd
 from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import price_program
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Axes
-from shardwise.partition.buckets import BUCKET_BYTES
-from shardwise.partition.pricing import Fragments, price_program
-from shardwise.plans.bind import bind
-from shardwise.plans.plan import PricingEntry
-from shardwise.plans.rules import rules_of
+from shardwise.plans.bind import program_of
+from shardwise.plans.listing import stage_of
+from shardwise.plans.plan import Plan, PricingEntry
+from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import PRICED_SEARCHES, best_completion, choice_of, cost_graph
+from shardwise.search.program import build_program
+from shardwise.search.rules import rules_of
 
 TIMEOUT = timedelta(minutes=5)
 LOSS_TOLERANCE = 1e-3  # of float32 losses after one step, whose order of summation differs
@@ -161,8 +162,7 @@ class Planner:
 
     def seconds(self, plan: sw.Plan) -> float:
         """Predicted, from the program that the plan is emitted as."""
-        factored, choice = bind(plan, self.graph)
-        price = price_program(_spmd(self.graph, factored, choice, self.mesh, plan.bucket_bytes), self.prices)
+        price = price_program(program_of(plan, self.graph), self.prices)
         return price.exposed + max(price.compute + price.update, price.traffic)
 
     def named(self) -> dict[str, sw.Plan]:
@@ -175,7 +175,7 @@ class Planner:
     def random(self, count: int, seed: int) -> dict[str, sw.Plan]:
         """Some random operators and parameters have random strategies and layouts, the rest is the best with these."""
         factored = factor_graph(self.graph, rules_of(self.graph))
-        cost = cost_graph(self.graph, factored, {}, Axes.of(self.mesh), self.prices, Fragments)
+        cost = cost_graph(self.graph, factored, {}, Axes.of(self.mesh), self.prices)
         generator = np.random.default_rng(seed)
         pricing = PricingEntry(format_cluster(self.cluster), "", "", "", ())
         found: dict[str, sw.Plan] = {}
@@ -184,11 +184,10 @@ class Planner:
             chosen = generator.choice(free, size=min(len(free), int(generator.integers(1, 12))), replace=False)
             fixed = {int(v): int(generator.integers(cost.variables[v].size)) for v in chosen}
             choice = choice_of(cost, best_completion(cost, fixed))
-            spmd = _spmd(self.graph, factored, choice, self.mesh, BUCKET_BYTES)
-            plan = _plan_of(
-                self.graph, factored.rules, choice, spmd, ("auto", "dynamic_programming", "adamw", True, BUCKET_BYTES)
-            )
-            found[f"random {len(found)}"] = replace(plan, pricing=pricing)
+            spmd = build_program(self.graph, factored, choice, self.mesh, BUCKET_BYTES)
+            stage = stage_of(self.graph, factored.rules, choice, spmd)
+            settings = ("auto", "dynamic_programming", "adamw", True, BUCKET_BYTES)
+            found[f"random {len(found)}"] = Plan((stage,), *settings, pricing)
         return found
 
 

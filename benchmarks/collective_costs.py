@@ -1,9 +1,9 @@
 """Predicted against measured seconds of collectives on GPUs, a line for each table: ``make bench-collectives``.
 
-The tables are nccl-tests runs that others published (``--data``, by default /work/shared/data/calibration; its README
-says where each comes from): all-reduces of 2 to 8 A100 and V100 in one node (vTrain), all-reduces and all-to-alls of 2
-to 8 A100 in one node, and bus bandwidths of 2 to 16 A100 in two nodes (Galvatron). Each is predicted twice: with the
-bundled figures (datasheets and NCCL's own constants, nothing from these tables), and with figures that
+``--data`` is a folder of nccl-tests runs that others published, ``vtrain_nccl_allreduce`` and ``galvatron_a100`` in
+it, with the file names of their repositories: all-reduces of 2 to 8 A100 and V100 in one node (vTrain), all-reduces and
+all-to-alls of 2 to 8 A100 in one node, and bus bandwidths of 2 to 16 A100 in two nodes (Galvatron). Each is predicted
+twice: with the bundled figures (datasheets and NCCL's own constants, nothing from these tables), and with figures that
 ``shardwise calibrate`` fits to a part of the table; the other part is held out.
 """
 
@@ -21,7 +21,6 @@ from shardwise.costs.cluster import Cluster, Level
 from shardwise.costs.collectives import Span, affines
 from shardwise.costs.fit import CollectiveTime, fit_level, quantile
 
-DATA = Path("/work/shared/data/calibration")
 CALIBRATED_ON = (2, 4, 8)
 MIB = 2**20
 
@@ -144,7 +143,7 @@ def spread_evenly(tables: tuple[Table, ...]) -> tuple[Table, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the tables")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the tables (see the top of this file)")
     parser.add_argument("--evenly", action="store_true", help="compare messages of 1, 2, 4, ... 1,024 MiB only")
     chosen = parser.parse_args()
     if not chosen.data.is_dir():

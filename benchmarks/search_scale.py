@@ -35,11 +35,11 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.routes import Axes
-from shardwise.partition.pricing import Fragments
-from shardwise.partition.spmd import build_spmd
-from shardwise.plans.rules import rules_of
+from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
-from shardwise.search.auto import Search, candidate_meshes, cost_graph, searched
+from shardwise.search.auto import Search, cost_graph, searched
+from shardwise.search.mesh_shapes import candidate_meshes
+from shardwise.search.rules import rules_of
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def run(
         prices = Prices(Links(cluster, mesh))
         clock.shapes += 1
         with clock.phase("tables"):
-            cost = cost_graph(graph, factored, {}, Axes.of(mesh), prices, Fragments)
+            cost = cost_graph(graph, factored, {}, Axes.of(mesh), prices)
         with clock.phase("search"):
             found = searched(cost, "dynamic_programming", None)
         if best is None or found.outcome.seconds < best.outcome.seconds:

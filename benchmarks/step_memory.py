@@ -1,4 +1,4 @@
-"""Memory of a training step on real gloo ranks beside what ``partition.memory`` predicts: ``make bench-memory``.
+"""Memory of a training step on real gloo ranks beside what ``costs.memory`` predicts: ``make bench-memory``.
 
 Measured are the bytes of all tensors' storages in the third step (optimizer states exist): what is live before it, and
 the most that is live beyond that after any kernel of forward and backward, buffers of messages included. (Scratch
@@ -29,8 +29,8 @@ from transformer import Shape, Transformer
 
 import shardwise as sw
 from shardwise.api import step_memory
-from shardwise.costs.footprints import LiveBytes
-from shardwise.partition.memory import Memory
+from shardwise.costs.live_bytes import LiveBytes
+from shardwise.costs.memory import Memory
 
 Inputs = tuple[torch.Tensor, ...]
 SHAPE = Shape(width=128, layers=3, head_width=32, vocab=1024, batch=16, time=64)

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
         ShardwiseError,
     )
     from shardwise.graph.annotate import constrain, shard
+    from shardwise.launch.ranks import finish, init_ranks, rank, world_size
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
     from shardwise.plans.plan import Plan
-    from shardwise.plans.rules import UnsplitWarning
+    from shardwise.proof.rule_check import RuleReport, check_rule
+    from shardwise.proof.verify import Report, verify
     from shardwise.rules.custom import rule
-    from shardwise.runtime.deferred import deferred
-    from shardwise.runtime.elementwise import elementwise_optimizer
-    from shardwise.runtime.norms import clip_grad_norm
+    from shardwise.runtime.guards.elementwise import elementwise_optimizer
+    from shardwise.runtime.guards.norms import clip_grad_norm
+    from shardwise.runtime.initial.deferred import deferred
     from shardwise.runtime.parallel import Parallel, parallelize
-    from shardwise.runtime.ranks import finish, init_ranks, rank, world_size
-    from shardwise.runtime.rule_check import RuleReport, check_rule
-    from shardwise.runtime.verify import Report, verify
+    from shardwise.search.rules import UnsplitWarning
 
 __version__ = "0.1.0"
 
@@ -57,15 +57,15 @@ _HOMES = {
     "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.plan": ("Plan",),
-    "shardwise.plans.rules": ("UnsplitWarning",),
+    "shardwise.search.rules": ("UnsplitWarning",),
     "shardwise.rules.custom": ("rule",),
-    "shardwise.runtime.deferred": ("deferred",),
-    "shardwise.runtime.elementwise": ("elementwise_optimizer",),
-    "shardwise.runtime.norms": ("clip_grad_norm",),
+    "shardwise.runtime.initial.deferred": ("deferred",),
+    "shardwise.runtime.guards.elementwise": ("elementwise_optimizer",),
+    "shardwise.runtime.guards.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel", "parallelize"),
-    "shardwise.runtime.ranks": ("finish", "init_ranks", "rank", "world_size"),
-    "shardwise.runtime.rule_check": ("RuleReport", "check_rule"),
-    "shardwise.runtime.verify": ("Report", "verify"),
+    "shardwise.launch.ranks": ("finish", "init_ranks", "rank", "world_size"),
+    "shardwise.proof.rule_check": ("RuleReport", "check_rule"),
+    "shardwise.proof.verify": ("Report", "verify"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

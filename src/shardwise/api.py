@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
 import torch
 
 from shardwise.costs.cluster import Cluster
+from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
-from shardwise.costs.footprints import Footprints
+from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.prices import Precision, Prices
+from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
-from shardwise.graph.naming import value_name
-from shardwise.layouts.conversions import Collective
-from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.text import format_dtype, format_layout
-from shardwise.partition.buckets import BUCKET_BYTES, Bucket
-from shardwise.partition.memory import Memory, memory_of
-from shardwise.partition.pricing import Fragments, price_program
-from shardwise.partition.simulate import SimulatedStep, simulate
-from shardwise.partition.spmd import Spmd, build_spmd, conversions_of
-from shardwise.partition.steps import Conversion
-from shardwise.plans.bind import bind
-from shardwise.plans.decide import Decided, decide, decide_by_price
-from shardwise.plans.kept import Kept, keep
-from shardwise.plans.plan import CollectiveEntry, ConversionEntry, OperatorEntry, Plan, SharedEntry, TensorEntry
+from shardwise.layouts.text import format_dtype
+from shardwise.plans.bind import program_of
+from shardwise.plans.listing import stage_of
+from shardwise.plans.plan import Plan, PricingEntry
+from shardwise.plans.prices import prices_of
+from shardwise.plans.refusal import nothing_fits
+from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.vjp import Kinds
 from shardwise.report.comparison import Compared, Comparison
-from shardwise.rules.atoms import Factored
-from shardwise.search.auto import PRICED_SEARCHES, Prediction, Search, candidate_meshes
-from shardwise.search.modes import MODES, Choice, batch_size
+from shardwise.report.planned import Planned
+from shardwise.search.auto import PRICED_SEARCHES, Search
+from shardwise.search.decide import decide
+from shardwise.search.kept import Kept, keep
+from shardwise.search.mesh_shapes import candidate_meshes
+from shardwise.search.modes import MODES, batch_size
+from shardwise.search.planner import Planner, Settings
+from shardwise.search.program import build_program
 
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
 
@@ -80,92 +80,40 @@ def plan(
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
     """
-    if search is not None and search not in SEARCHES:
-        raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
-        raise ShardwiseError(
-            problem(f"bucket_bytes is {bucket_bytes!r}", fix="a whole number of bytes; 0: no buckets; default 25 MiB")
-        )
-    if mode not in MODES:
-        raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
+    _check_words(mode, search, bucket_bytes)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None:
         _check_mesh(mesh, cluster)
     args, named = call_arguments(example_inputs, kwargs)
     captured = capture(module, args, named, loss=loss, strategies=strategies)
+    graph, annotations = captured.graph, captured.annotations
     if search is None:
-        nothing_said = mode == "auto" and not captured.annotations and not captured.graph.constraints
+        nothing_said = mode == "auto" and not annotations and not graph.constraints
         search = "dynamic_programming" if nothing_said else "sharding_propagation"
-    priced = mode == "auto" and search in PRICED_SEARCHES
     settings = (mode, search, optimizer, module.training, bucket_bytes)
-    if not priced:
+    if mode != "auto" or search not in PRICED_SEARCHES:
         mesh = mesh or Mesh(dp=cluster.num_devices)
-        factored, choice = decide(captured.graph, captured.annotations, mesh, mode)
-        choice = keep(choice, layouts or {}, captured.graph, factored, mesh)
-        return _plan_of(
-            captured.graph,
-            factored.rules,
-            choice,
-            _spmd(captured.graph, factored, choice, mesh, bucket_bytes),
-            settings,
-        )
-    precision = precision or Precision()
-    meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
-    footprints = Footprints()
-    programs: dict[tuple[str, tuple[int, ...]], Spmd] = {}  # those that were simulated
-
-    def simulated(search: Search, assignment: list[int]) -> SimulatedStep:
-        domains = search.cost.domains
-        factored = Factored(domains.rules, domains.atoms)
-        choice = keep(search.choice(assignment), layouts or {}, captured.graph, factored, search.mesh)
-        spmd = _spmd(captured.graph, factored, choice, search.mesh, bucket_bytes)
-        programs[str(search.mesh), tuple(assignment)] = spmd
-        return simulate(spmd, domains.prices, footprints)
-
-    found = decide_by_price(
-        captured.graph,
-        captured.annotations,
-        cluster,
-        meshes,
+        factored, choice = decide(graph, annotations, mesh, mode)
+        choice = keep(choice, layouts or {}, graph, factored, mesh)
+        spmd = build_program(graph, factored, choice, mesh, bucket_bytes)
+        return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
+    wanted = Settings(
         search,
         optimizer,
-        precision,
-        _passes(captured.graph, global_batch),
+        precision or Precision(),
+        _passes(graph, global_batch),
         memory_bytes,
-        Fragments,
-        simulated,
+        bucket_bytes,
+        layouts or {},
     )
-    choice = keep(found.choice, layouts or {}, captured.graph, found.factored, found.mesh)
-    spmd = programs.get((str(found.mesh), tuple(found.search.outcome.assignment)))
-    if spmd is None:
-        spmd = _spmd(captured.graph, found.factored, choice, found.mesh, bucket_bytes)
-    plan = _plan_of(captured.graph, found.factored.rules, choice, spmd, settings)
-    prediction = _as_emitted(found.prediction, spmd, found.search)
-    if layouts:
-        prediction = _as_kept(prediction, spmd, found)
-    return replace(plan, pricing=found.pricing, prediction=prediction, found=found.search)
-
-
-def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Prediction:
-    """The prediction with the seconds of the program that the plan is."""
-    domains = search.cost.domains
-    free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
-    price = price_program(spmd, domains.prices, free)
-    return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
-
-
-def _as_kept(prediction: Prediction, spmd: Spmd, found: Decided) -> Prediction:
-    """The prediction with what parameters hold in the layouts in which the user keeps them. The searched plans have no
-    conversions from those, so that the bound is compared with the step that has."""
-    graph, prices = found.search.cost.domains.graph, found.search.cost.domains.prices
-    more = 0.0
-    for source in graph.sources:
-        if source.kind == "parameter":
-            numel = spmd.layouts[source.value].max_local_numel - found.choice.sources[source.value].max_local_numel
-            more += numel * prices.state_bytes(graph.by_name[source.value], source.value in graph.updated)
-    objective = max(prediction.objective, prediction.pass_seconds)
-    return replace(prediction, num_bytes=prediction.num_bytes + more, objective=objective)
+    meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
+    planned = Planner.of(graph, annotations, cluster, meshes, wanted).plan()
+    if planned.ranking.excess:
+        raise nothing_fits(planned.ranking)
+    stage = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
+    pricing = _pricing(cluster, wanted.precision, planned.search)
+    return Planned.of(Plan((stage,), *settings, pricing, planned.prediction), planned.search)
 
 
 def compare(
@@ -187,7 +135,7 @@ def compare(
     cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
     args, named = call_arguments(example_inputs, kwargs)
     captured = capture(module, args, named, loss=loss, strategies=settings.get("strategies"))
-    footprints, rows = Footprints(), []
+    kinds, rows = Kinds(), []
     for search in searches:
         start = time.perf_counter()
         try:
@@ -207,10 +155,9 @@ def compare(
             rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
-        factored, choice = bind(found, captured.graph, training=module.training)
         prices = Prices(Links(cluster, found.mesh), optimizer, precision or Precision())
-        spmd = _spmd(captured.graph, factored, choice, found.mesh, found.bucket_bytes)
-        rows.append(Compared(search, seconds, found, simulate(spmd, prices, footprints)))
+        spmd = program_of(found, captured.graph, training=module.training)
+        rows.append(Compared(search, seconds, found, simulate(spmd, prices, kinds)))
     return Comparison(tuple(rows))
 
 
@@ -226,12 +173,28 @@ def step_memory(
     parameters may be meta tensors. Raises PlanError when the plan does not fit."""
     args, named = call_arguments(example_inputs, kwargs)
     captured = capture(module, args, named, loss=loss)
-    factored, choice = bind(plan, captured.graph, training=module.training)
-    if choice.router is not None:
-        prices = choice.router.prices
-    else:
-        prices = Prices(Links(Cluster.local(plan.mesh.num_devices), plan.mesh), plan.optimizer)
-    return memory_of(_spmd(captured.graph, factored, choice, plan.mesh, plan.bucket_bytes), prices)
+    return memory_of(program_of(plan, captured.graph, training=module.training), prices_of(plan))
+
+
+def _check_words(mode: str, search: str | None, bucket_bytes: int) -> None:
+    """Refuse what is no mode, no search and no size of a message."""
+    if search is not None and search not in SEARCHES:
+        raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+        raise ShardwiseError(
+            problem(f"bucket_bytes is {bucket_bytes!r}", fix="a whole number of bytes; 0: no buckets; default 25 MiB")
+        )
+    if mode not in MODES:
+        raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
+
+
+def _pricing(cluster: Cluster, precision: Precision, search: Search) -> PricingEntry:
+    """What a plan says of the prices that it was chosen by."""
+    mesh, groups = search.mesh, search.cost.domains.axes.groups
+    separate = tuple(name for name, _ in mesh.axes if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups)
+    dtypes = (precision.compute, precision.parameter, precision.reduce)
+    compute, parameter, reduce = ("" if dtype is None else format_dtype(dtype) for dtype in dtypes)
+    return PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
 
 
 def _passes(graph: Graph, global_batch: int | None) -> int:
@@ -261,88 +224,3 @@ def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:
                 fix=f"choose axes whose sizes multiply to {cluster.num_devices}",
             )
         )
-
-
-def _spmd(graph: Graph, factored: Factored, choice: Choice, mesh: Mesh, bucket_bytes: int) -> Spmd:
-    return build_spmd(
-        graph,
-        factored.rules,
-        choice.strategies,
-        choice.sources,
-        mesh,
-        bucket_bytes=bucket_bytes,
-        route=choice.router,
-        shared=choice.shared,
-    )
-
-
-def _plan_of(
-    graph: Graph, rules: Mapping[str, Any], choice: Choice, spmd: Spmd, settings: tuple[str, str, str, bool, int]
-) -> Plan:
-    mesh = spmd.mesh
-    mode, search, optimizer, training, bucket_bytes = settings
-
-    def tensors(kind: str) -> tuple[TensorEntry, ...]:
-        found = []
-        for source in graph.sources:
-            if source.kind == kind and source.names[0] != "_shardwise_seed":
-                value, layout = graph.by_name[source.value], choice.sources[source.value]
-                found.append(
-                    TensorEntry(
-                        source.names[0], format_dtype(value.dtype), value.shape, format_layout(layout, value.dtype)
-                    )
-                )
-        return tuple(found)
-
-    return Plan(
-        mesh=mesh,
-        mode=mode,
-        search=search,
-        optimizer=optimizer,
-        training=training,
-        bucket_bytes=bucket_bytes,
-        inputs=tensors("input"),
-        parameters=tensors("parameter"),
-        buffers=tensors("buffer"),
-        operators=tuple(
-            OperatorEntry(
-                op.name, str(op.target), str(rules[op.name]), choice.strategies[op.name].format(mesh), op.source
-            )
-            for op in graph.ops
-        ),
-        conversions=_conversions(spmd),
-        shared=tuple(SharedEntry(value_name(name, graph), format_layout(own)) for name, own in choice.shared.items()),
-    )
-
-
-def _conversions(spmd: Spmd) -> tuple[ConversionEntry, ...]:
-    """All conversions in order; buckets of several are numbered from 1."""
-    entries: list[ConversionEntry] = []
-    number = 0
-    for step in spmd.steps:
-        shares = isinstance(step, Bucket) and len(step.conversions) > 1
-        number += shares
-        bucket = number if shares else 0
-        entries += [_conversion_entry(conversion, spmd, bucket) for conversion in conversions_of(step)]
-    return tuple(entries)
-
-
-def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int) -> ConversionEntry:
-    dtype = spmd.graph.by_name[conversion.origin].dtype
-
-    def entries(collectives: tuple[Collective, ...]) -> tuple[CollectiveEntry, ...]:
-        return tuple(CollectiveEntry(c.kind, spmd.mesh.format_axes(c.axes), c.num_bytes) for c in collectives)
-
-    def text(layout: Layout) -> str:
-        return format_layout(layout, dtype)
-
-    backward = conversion.collectives(backward=True) if spmd.receives_gradient(conversion) else ()
-    return ConversionEntry(
-        value_name(conversion.origin, spmd.graph),
-        conversion.op,
-        text(conversion.source),
-        text(conversion.target),
-        entries(conversion.collectives()),
-        entries(backward),
-        bucket,
-    )

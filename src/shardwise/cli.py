@@ -22,8 +22,8 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
-from shardwise.runtime.calibrate import calibrate
-from shardwise.runtime.launch import launch
+from shardwise.launch.calibrate import calibrate
+from shardwise.launch.launcher import launch
 
 EXIT_USAGE = 2
 
@@ -124,7 +124,7 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", required=True, metavar="FILE", help="the cluster file to write, such as my.toml")
     add("-n", "--ranks", type=int, metavar="N", help="ranks that measure (one per GPU; without GPUs 2)")
     add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, whose peaks are known: h100")
-    add("--points", metavar="FILE", help="fit what shardwise.runtime.measure wrote, instead of measuring")
+    add("--points", metavar="FILE", help="fit what shardwise.launch.measure wrote, instead of measuring")
     add("--tiny", action="store_true", help="measure a few small sizes only: to see whether it works")
 
 

@@ -87,7 +87,7 @@ def test_figures_are_written_so_that_they_read_back(unit: str) -> None:
         assert parse_quantity(format_quantity(number, unit), unit) == pytest.approx(number, rel=1e-3)
 
 
-def test_bundled_clusters_have_what_the_issue_asks_for_and_say_where_each_figure_comes_from() -> None:
+def test_bundled_clusters_have_every_figure_and_say_where_each_figure_comes_from() -> None:
     wanted = {
         "a100-40",
         "a100-80",

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from shardwise.costs.cluster import Cluster, Level
 from shardwise.costs.cluster_file import family, parse
 from shardwise.costs.collectives import KINDS, TREE_PACE, LinkPrice, Links, Span, affines, num_steps, share_sent
-from shardwise.costs.mesh_shapes import mesh_shapes
 from shardwise.costs.units import Figures
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.text import parse_layout
+from shardwise.search.mesh_shapes import mesh_shapes
 
 # Two nodes of four; powers of ten, so that expected times can be read.
 CLUSTER = parse(
@@ -88,6 +89,46 @@ def test_spans_are_those_of_the_ranks(randomly: random.Random) -> None:
         max(len({rank // unit for rank in group}) for group in groups) for unit in (1, inner, inner * middle)
     )
     assert Links(cluster, mesh).span(axes).units == (*expected, 1)
+
+
+@given(st.randoms(use_true_random=False))
+def test_spans_of_a_placement_are_those_of_its_ranks(randomly: random.Random) -> None:
+    """Against counting, for any ranks of a cluster of three levels."""
+    sizes = tuple(randomly.choice((1, 2, 3, 4)) for _ in range(3))
+    cluster = replace(CLUSTER, levels=tuple(replace(CLUSTER.levels[0], size=size) for size in sizes))
+    num_ranks = cluster.num_devices
+    inner = randomly.choice([n for n in range(1, num_ranks + 1) if num_ranks % n == 0])
+    mesh = Mesh(a=inner, b=randomly.randint(1, num_ranks // inner))
+    place = Placement(mesh, tuple(sorted(randomly.sample(range(num_ranks), mesh.num_devices))))
+    axes = tuple(axis for axis in mesh.sub_axes if randomly.random() < 0.5)
+    groups = {place.group(axes, rank) for rank in place.ranks}
+    blocks = (1, sizes[0], sizes[0] * sizes[1])
+    expected = tuple(max(len({rank // block for rank in group}) for group in groups) for block in blocks)
+    assert Links.of(cluster, place).span(axes).units == (*expected, 1)
+
+
+def test_a_stage_inside_a_node_never_leaves_it_and_one_across_nodes_does() -> None:
+    """Two nodes of four (``CLUSTER``): the same mesh on four ranks of one node, and on two of each."""
+    inside = Links.of(CLUSTER, Placement(Mesh(dp=2, tp=2), (4, 5, 6, 7)))
+    across = Links.of(CLUSTER, Placement(Mesh(dp=2, tp=2), (0, 1, 6, 7)))
+    assert inside.level_names(("dp", "tp")) == ("node",)
+    assert across.level_names(("tp",)) == ("node",)
+    assert across.level_names(("dp",)) == ("network",)
+    first = Links.of(CLUSTER, Placement(Mesh(dp=2, tp=2), (0, 1, 2, 3)))
+    for axes in (("dp",), ("tp",), ("dp", "tp")):
+        assert inside.seconds("all_reduce", axes, 1e6) == first.seconds("all_reduce", axes, 1e6)
+    assert across.seconds("all_reduce", ("dp",), 1e6) > inside.seconds("all_reduce", ("dp",), 1e6)
+    assert hash(inside) != hash(first)
+    assert inside != first
+    whole = Placement.whole(Mesh(dp=2, tp=4))
+    assert Links.of(CLUSTER, whole) == Links(CLUSTER, whole.mesh)
+
+
+def test_a_placement_beyond_the_cluster_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"on ranks 6, 7, 8, 9: .* has 8 devices, none for 2 of them from rank 8 on\n.*7"
+    ):
+        Links.of(CLUSTER, Placement(Mesh(dp=2, tp=2), (6, 7, 8, 9)))
 
 
 @pytest.mark.parametrize(

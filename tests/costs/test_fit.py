@@ -28,7 +28,7 @@ from shardwise.costs.fit import (
 )
 from shardwise.costs.units import Figures
 from shardwise.errors import LaunchError
-from shardwise.runtime.measure import groups_of, hidden_part, second_fastest, sizes_of
+from shardwise.launch.measure import groups_of, hidden_part, second_fastest, sizes_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 SIZES = tuple(4.0**power for power in range(5, 14))

@@ -82,10 +82,8 @@ def _execute(block: Block, namespace: dict[str, Any], where: str) -> str:
 
 def test_pages_have_blocks_that_run() -> None:
     assert {page.name for page in PAGES} >= {"README.md", "tour.md", "adding-a-rule.md"}
-    written = [
-        page for page in PAGES if page.name not in ("operators.md", "whole-dims.md", "planning-time.md")
-    ]  # tables
-    assert all(blocks_of(page.read_text(encoding="utf-8")) for page in written)
+    tables = {"operators.md", "whole-dims.md", "planning-time.md", "specification.md", "architecture.md", "glossary.md"}
+    assert all(blocks_of(page.read_text(encoding="utf-8")) for page in PAGES if page.name not in tables)
 
 
 def test_a_block_takes_the_text_that_follows_it() -> None:

@@ -72,7 +72,9 @@ def graphs(draw):
     shape = st.lists(st.integers(0, 9), max_size=3).map(tuple)
     values = tuple(Value(name, draw(shape), draw(dtype), draw(st.booleans())) for name in unique)
     sources = tuple(
-        Source(v.name, draw(st.sampled_from(["input", "buffer", "constant", "parameter"])), (draw(names),))
+        Source(
+            v.name, draw(st.sampled_from(["input", "buffer", "constant", "parameter", "activation"])), (draw(names),)
+        )
         for v in values[:2]
     )
     args = st.recursive(
@@ -83,9 +85,9 @@ def graphs(draw):
         tuple(unique[2:]), draw(names | st.just("")), draw(names | st.just("")),
     )  # fmt: skip
     outputs = draw(st.lists(args, max_size=3).map(tuple))
-    return Graph(
-        values, sources, (op,), outputs, draw(st.none() | st.sampled_from(unique)), (), ((unique[0], draw(names)),)
-    )
+    loss = draw(st.none() | st.sampled_from(unique))
+    cotangents = draw(st.none() | st.lists(st.sampled_from(unique), max_size=2).map(tuple))
+    return Graph(values, sources, (op,), outputs, loss, (), ((unique[0], draw(names)),), cotangents)
 
 
 @given(graphs())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.graph.capture import capture
-from shardwise.graph.ir import Ref, Value
+from shardwise.graph.ir import Ref, Source, Value
 from shardwise.graph.verify import verify_graph
 
 aten = torch.ops.aten
@@ -38,6 +38,14 @@ def with_op(graph, index, **changes):
     return replace(graph, ops=tuple(ops))
 
 
+def with_source(graph, **changes):
+    return replace(graph, sources=(*graph.sources[:-1], replace(graph.sources[-1], **changes)))
+
+
+def with_value(graph, name, **changes):
+    return replace(graph, values=tuple(replace(v, **changes) if v.name == name else v for v in graph.values))
+
+
 BROKEN = {
     "duplicate values": lambda g: replace(g, values=(*g.values, g.values[0])),
     "duplicate ops": lambda g: with_op(g, 1, name=g.ops[0].name),
@@ -52,6 +60,19 @@ BROKEN = {
     "not a buffer": lambda g: replace(g, mutations=(("fc.bias", "fc.bias"),)),
     "mutation of count writes": lambda g: replace(g, mutations=(("count", "linear"),)),
     "mutated twice": lambda g: replace(g, mutations=g.mutations * 2),
+    "loss sum is an activation": lambda g: replace(
+        g, sources=(*g.sources, Source("sum", "activation", ("sum",))), ops=g.ops[:-1]
+    ),
+    "the activation": lambda g: with_source(g, kind="activation", names=("other",)),
+    "is trainable": lambda g: with_source(g, kind="activation", trainable=True),
+    "requires a gradient": lambda g: replace(
+        g,
+        values=tuple(replace(v, dtype=torch.int64, requires_grad=True) if v.name == "args[0]" else v for v in g.values),
+    ),
+    "which is no output": lambda g: replace(g, cotangents=("linear",)),
+    "needs no gradient": lambda g: replace(g, outputs=(*g.outputs, Ref("args[0]")), cotangents=("args[0]",)),
+    "cotangent from outside": lambda g: replace(g, cotangents=(g.loss,)),
+    "given twice": lambda g: replace(g, cotangents=("linear", "linear"), outputs=(*g.outputs, Ref("linear"))),
     "constraint on nowhere": lambda g: replace(g, constraints=(("nowhere", "[2]"),)),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.jobs import HEADER, Job, Outcome
-from shardwise.runtime.launch import launch
+from shardwise.launch.launcher import launch
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from shardwise import cli
 
 ONE_RAISES = """
 import torch, torch.distributed as dist
-import shardwise.runtime.ranks as ranks
+import shardwise.launch.ranks as ranks
 
 ranks.init_ranks()
 total = torch.ones(4) * ranks.rank()

@@ -185,7 +185,7 @@ def test_ranks_that_are_left_behind_are_stopped_after_the_time_that_was_allowed(
 
 
 def test_ranks_that_run_on_after_another_has_ended_are_named_and_may(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.runtime.job._NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("shardwise.launch.job._NOTICE_SECONDS", 0.1)
     outcome = job("if rank == 0: time.sleep(1); print('evaluated')")
     assert (outcome.exit_code, outcome.stdout) == (0, "evaluated\n")
     said, note = outcome.stderr.splitlines()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from launch.gloo_ranks import RankTraceback
 from shardwise.errors import LayoutError
-from shardwise.runtime.ranks import init_ranks, rank, world_size
+from shardwise.launch.ranks import init_ranks, rank, world_size
 
 Run = Callable[..., list[Any]]
 

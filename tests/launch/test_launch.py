@@ -14,7 +14,7 @@ import pytest
 from launch.jobs import Job
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host
-from shardwise.runtime.launch import free_port, launch, num_cores
+from shardwise.launch.launcher import free_port, launch, num_cores
 
 # ---------------------------------------------------------------------------------------------------- what a rank sees
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runtime.launch import free_port
+from shardwise.launch.launcher import free_port
 
 TIME_LIMIT = 120.0  # seconds, for a machine that is busy with other things
 OURS = (sys.executable, "-m", "shardwise.cli", "run")
@@ -31,7 +31,7 @@ SUM = """
 import os, sys
 import torch, torch.distributed as dist
 import shardwise as sw
-from shardwise.runtime.places import read_place
+from shardwise.launch.places import read_place
 
 sw.init_ranks(timeout_seconds=100)
 total = torch.tensor([sw.rank() + 1.0])

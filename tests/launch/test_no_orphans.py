@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs import PROMPTLY, Job, gone
-from shardwise.runtime.launch import launch
+from shardwise.launch.launcher import launch
 
 
 def test_what_ranks_started_ends_with_them(job: Job, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_what_ranks_started_ends_with_them(job: Job, tmp_path: Path) -> None:
         assert outcome.seconds < PROMPTLY
 
 
-START = "import sys; from shardwise.runtime.launch import launch; sys.exit(launch(sys.argv[1:], 3, grace_seconds=1.0))"
+START = "import sys; from shardwise.launch.launcher import launch; sys.exit(launch(sys.argv[1:], 3, grace_seconds=1.0))"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.runtime.places import FIRST_JOB_PORT, NUM_JOB_PORTS, Place, job_port, read_place
+from shardwise.launch.places import FIRST_JOB_PORT, NUM_JOB_PORTS, Place, job_port, read_place
 
 FULL = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 # As Open MPI 4.1.4 sets them for the second of two ranks on one machine.

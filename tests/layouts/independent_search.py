@@ -13,7 +13,7 @@ What one step may do, to any set of sub-axes at once that are all in one state a
 * change between I, R and P: all-reduce or a local step.
 * exchange: the sub-axes that shard are arranged in any other way, by an all-to-all or a collective permute.
 
-Forward and backward are those of the sixteen conversions (ARCHITECTURE, section 1). A step costs what the busiest
+Forward and backward are those of the sixteen conversions (docs/tour.md). A step costs what the busiest
 rank sends in both (ring and pairwise algorithms), then one message per collective.
 """
 

@@ -13,7 +13,7 @@ from shardwise.layouts.conversions import CELLS, Move
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
-from shardwise.runtime.virtual import VirtualCluster
+from shardwise.proof.virtual import VirtualCluster
 
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "I"}
 STATES = ("S", "I", "R", "P")

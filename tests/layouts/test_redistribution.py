@@ -21,8 +21,8 @@ from shardwise.layouts.conversions import Move, collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
+from shardwise.proof.virtual import VirtualCluster
 from shardwise.runtime.shards import shard
-from shardwise.runtime.virtual import VirtualCluster
 
 BINARY, SIX, FOUR = Mesh(a=2, b=2, c=2), Mesh(a=2, b=3), Mesh(a=2, b=2)
 

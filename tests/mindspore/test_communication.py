@@ -274,7 +274,7 @@ def test_bad_groups_are_refused() -> None:
 def test_a_group_has_the_name_that_the_reference_prints() -> None:
     assert management.group_name((0, 1, 2, 3)) == "4-6301172352641561019"  # document 003
     ranks, expected = [0, 5, 3, 7, 1], {"rank_list_name": "0-1-3-5-7", "group_name_pattern": r"^5-\d+$"}
-    case = CASES.get("group-name", {"ranks": ranks, "expected": expected})
+    case = CASES["group-name"]
     assert (case["ranks"], case["expected"]) == (ranks, expected)
     assert management.group_ranks_name(ranks) == "0-1-3-5-7"
     assert management.group_name(ranks) == management.group_name(sorted(ranks))

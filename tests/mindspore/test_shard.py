@@ -1,5 +1,5 @@
 """How strategies are given: tuples and lists, one argument or several, of the results too; and what is said where the
-printed programs of the specification are wrong (errata G3, G4)."""
+printed programs of the specification are wrong (rows G3 and G4 of docs/specification.md)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import shardwise.mindspore as ms
 from mindspore.applied import Applied, equal_to_one_device, planned
 from shardwise.mindspore.ops import operations as P
 from shardwise.mindspore.strict import StrategyError
-from spec.cases import CASES, FOUND
+from spec.cases import CASES
 
 
 @pytest.fixture(autouse=True)
@@ -221,8 +221,7 @@ ERRORS = [case for case in CASES.values() if case["kind"] == "error" and "inputs
 
 
 def test_all_errors_about_operators_have_words() -> None:
-    ids = {case["id"] for case in ERRORS}
-    assert ids == WORDS.keys() if FOUND else ids <= WORDS.keys()  # without the file: those that are cited
+    assert {case["id"] for case in ERRORS} == WORDS.keys()
 
 
 @pytest.mark.parametrize("case", ERRORS, ids=[case["id"] for case in ERRORS])

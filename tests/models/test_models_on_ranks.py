@@ -27,9 +27,9 @@ from models.zoo import DESCRIBED, ZOO
 from shardwise import api
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.widen import reference_mode, widen
+from shardwise.proof.verify import OPTIMIZERS
 from shardwise.runtime import parallel
 from shardwise.runtime.shards import shard
-from shardwise.runtime.verify import OPTIMIZERS
 
 RunRanks = Callable[..., list[Any]]
 Case = tuple[str, str, str]  # the model, which plan of it, the plan as JSON
@@ -185,7 +185,7 @@ def check_collectives(plan: sw.Plan, ranks: list[Passes]) -> None:
     held = {entry.name for entry in plan.parameters}
     early = [entry.value in held and len(entry.forward) == 1 for entry in plan.conversions]
     parts = [
-        replace(plan, conversions=tuple(c for c, own in zip(plan.conversions, early, strict=True) if own == which))
+        plan.revised(conversions=tuple(c for c, own in zip(plan.conversions, early, strict=True) if own == which))
         for which in (True, False)
     ]
     for number, backward in enumerate((False, True)):

@@ -39,10 +39,10 @@ from shardwise.costs.units import Figures
 from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.text import format_layout
 from shardwise.plans.plan import Plan
-from shardwise.plans.rules import rules_of
 from shardwise.report.share import SplitShare, share_of_plan
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.tables import rule_of
+from shardwise.search.rules import rules_of
 
 ZOO = {**TRANSFORMERS, **OWN}
 DATA = sw.Mesh(dp=8)
@@ -183,22 +183,21 @@ def random_plan(
     def laid_out(entries: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(replace(entry, layout=layouts[entry.name]) for entry in entries)
 
-    return replace(
-        plan,
-        mode="auto",
+    edited = plan.revised(
         inputs=laid_out(plan.inputs),
         parameters=laid_out(plan.parameters),
         buffers=laid_out(plan.buffers),
         operators=tuple(replace(entry, strategy=strategies[entry.name]) for entry in plan.operators),
-        conversions=(),
+        conversions=None,
     )
+    return replace(edited, mode="auto")
 
 
 @contextmanager
 def _captured_once(captured: Capture) -> Iterator[None]:
     """``sw.plan`` and ``sw.verify`` would capture the same module for every plan: half of the zoo's time."""
     with ExitStack() as stack:
-        for place in ("shardwise.api.capture", "shardwise.runtime.verify.capture"):
+        for place in ("shardwise.api.capture", "shardwise.proof.verify.capture"):
             stack.enter_context(mock.patch(place, return_value=captured))
         yield
 

@@ -1,7 +1,8 @@
-"""How ``plans.decide`` chooses among searches on several meshes: made-up searches, whose seconds are given."""
+"""How a planner chooses among searches on several meshes: made-up searches, whose seconds are given."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shardwise as sw
 from shardwise.layouts.mesh import Mesh
-from shardwise.plans import decide
-from shardwise.plans.ranking import Ranked
+from shardwise.search import planner as planning
 from shardwise.search.auto import Search
+from shardwise.search.candidates import Candidate
 from shardwise.search.dynamic_programming import Outcome
+from shardwise.search.planner import Planner, Settings, over_all_meshes
+from shardwise.search.ranking import Ranked, Simulated, ranked
+
+LIMIT = 1.0
 
 
 def search_of(mesh: Mesh, seconds: float, bound: float, *, stopped: bool = False) -> Search:
@@ -21,56 +27,81 @@ def search_of(mesh: Mesh, seconds: float, bound: float, *, stopped: bool = False
         domains=SimpleNamespace(axes=SimpleNamespace(mesh=mesh), prices=SimpleNamespace(passes=1)),
         variables=[SimpleNamespace(size=10)],
     )
-    outcome = Outcome([0], np.array([seconds, 0.0, 0.0, 0.0]), bound, 1, 1, stopped=stopped)
-    return Search(cost, outcome, reference=[7])
+    return Search(cost, Outcome([0], np.array([seconds, 0.0, 0.0, 0.0]), bound, 1, 1, stopped=stopped))
 
 
 FIRST = search_of(Mesh(x=4), 10.0, 9.0)
+NEXT = search_of(Mesh(z=2, w=2), 10.4, 9.2)
 THIRD = search_of(Mesh(x=2, y=2), 11.0, 9.5)
-STOPPED = search_of(Mesh(y=4), 12.0, 10.2, stopped=True)
+STOPPED = search_of(Mesh(y=4), 12.0, 10.6, stopped=True)
+PEAKS = {FIRST.mesh: 2.0, THIRD.mesh: 0.5, NEXT.mesh: 0.5, STOPPED.mesh: 0.5}
+
+
+class Recorder(Planner):
+    """A planner that builds no programs; the peak of a mesh is as ``PEAKS`` says, and lower limits help nothing."""
+
+    def rank(self, searches: Sequence[Search]) -> Ranked:
+        ordered = sorted(searches, key=lambda search: search.outcome.seconds)
+        return ranked([self.simulated(search) for search in ordered], LIMIT)
+
+    @staticmethod
+    def simulated(search: Search) -> Simulated:
+        step: Any = SimpleNamespace(
+            seconds=search.outcome.seconds, peak_bytes=PEAKS[search.mesh], peak_at="", peak_parts={}
+        )
+        nothing: Any = None
+        return Simulated(Candidate(search, [0], search.outcome.components), nothing, nothing, step)
+
+
+@pytest.fixture
+def planner() -> Planner:
+    nothing: Any = None
+    settings = Settings(memory_bytes=LIMIT)
+    return Recorder(nothing, (), {}, nothing, sw.Cluster.local(4), (), settings)
 
 
 @pytest.fixture
 def completed(monkeypatch: pytest.MonkeyPatch) -> list[Mesh]:
-    """The meshes on which searches went on; there the stopped one comes to 10.5 s. The peak of FIRST does not fit."""
+    """The meshes on which searches went on; there the stopped one comes to 10.7 s."""
     meshes: list[Mesh] = []
 
     def go_on(cost: Any, name: str, limit: float) -> Search:
-        meshes.append(cost.domains.axes.mesh)
-        return Search(cost, replace(STOPPED.outcome, components=np.array([10.5, 0, 0, 0]), stopped=False))
+        mesh = cost.domains.axes.mesh
+        meshes.append(mesh)
+        return search_of(mesh, 10.7 if mesh == STOPPED.mesh else 20.0, 10.6)
 
-    def fit(search: Search, name: str, limit: float, simulate: Any) -> Ranked:
-        return Ranked(search, search.prediction(), excess=1.0 if search is FIRST else 0.0)
-
-    monkeypatch.setattr(decide, "searched", go_on)
-    monkeypatch.setattr(decide, "fitted", fit)
+    monkeypatch.setattr(planning, "searched", go_on)
     return meshes
 
 
-def test_a_search_that_stopped_goes_on_before_a_slower_one_is_taken(completed: list[Mesh]) -> None:
-    found = decide._first_that_fits([FIRST, THIRD, STOPPED], "dynamic_programming", 1.0, None)
-    assert found is not None
+def test_a_search_that_stopped_goes_on_before_a_slower_one_is_taken(planner: Planner, completed: list[Mesh]) -> None:
+    found = planner.fastest([FIRST, THIRD, STOPPED])
     assert found.search.mesh == STOPPED.mesh
-    assert found.search.outcome.seconds == 10.5
-    assert not found.search.outcome.stopped
-    assert found.search.reference == STOPPED.reference
-    assert completed == [STOPPED.mesh]
+    assert found.search.outcome.seconds == 10.7
+    assert completed[-1] == STOPPED.mesh
+    assert set(completed) == {FIRST.mesh, STOPPED.mesh}, "lower limits for the first, then the next in order"
+    assert not found.excess
 
 
-def test_what_is_fastest_and_fits_ends_the_choice(completed: list[Mesh]) -> None:
-    found = decide._first_that_fits([STOPPED, THIRD], "dynamic_programming", 1.0, None)
-    assert found is not None
-    assert found.search.mesh == STOPPED.mesh
-    fast = search_of(Mesh(z=4), 10.0, 10.0)
-    completed.clear()
-    found = decide._first_that_fits([STOPPED, THIRD, fast], "dynamic_programming", 1.0, None)
-    assert found is not None
-    assert found.search is fast
+def test_what_is_fastest_and_fits_ends_the_choice(planner: Planner, completed: list[Mesh]) -> None:
+    assert planner.fastest([STOPPED, NEXT, THIRD]).search.mesh == NEXT.mesh
     assert completed == []
+
+
+def test_meshes_that_are_priced_nearly_alike_are_compared_by_simulation(
+    planner: Planner, completed: list[Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first does not fit, the next is within five percent of it and does; the third is not looked at."""
+    found = planner.fastest([FIRST, NEXT, THIRD])
+    assert found.search.mesh == NEXT.mesh
+    assert completed == []
+    assert found.prediction.passed_over is not None
+    assert found.prediction.passed_over.additive_price == FIRST.outcome.seconds
+    assert not found.prediction.passed_over.fits
 
 
 def test_the_bound_of_a_search_under_a_lower_limit_does_not_bound_the_plans_that_fit() -> None:
     under_less = replace(FIRST.prediction(), bound=10.0)
-    found = decide._over_all_meshes(under_less, FIRST.mesh, [FIRST, THIRD])
+    found = over_all_meshes(under_less, FIRST.mesh, [FIRST, THIRD])
     assert found.bound == 9.0
     assert found.log10_plans == pytest.approx(np.log10(20))

@@ -64,8 +64,7 @@ def test_no_alternative_promises_a_faster_step_than_the_plan(plan: sw.Plan) -> N
 
 def test_terms_add_up_to_the_components_of_the_plan(plan: sw.Plan) -> None:
     """Changing one choice changes the whole by the difference of the terms."""
-    assert plan.found is not None
-    cost, assignment = plan.found.cost, list(plan.found.outcome.assignment)
+    cost, assignment = plan.finished_search.cost, list(plan.finished_search.outcome.assignment)
     variable = cost.number["operator", "up/linear"]
     own = plan.explain("up/linear")
     texts = {other.choice: other for other in own.alternatives}
@@ -134,9 +133,31 @@ def test_top_starts_with_the_plan_and_goes_on_by_seconds(plan: sw.Plan) -> None:
     ranking = plan.top(4)
     seconds = [prediction.step_seconds for prediction, _ in ranking.plans]
     assert plan.prediction is not None
-    assert seconds[0] == plan.prediction.objective
+    assert seconds[0] == plan.prediction.additive_price
     assert seconds[1:] == sorted(seconds[1:])
     assert [bool(changed) for _, changed in ranking.plans] == [False, True, True, True]
+
+
+def test_the_best_plans_print_as_a_table(plan: sw.Plan) -> None:
+    ranking = plan.top(4)
+    head, *rows, end = str(ranking).splitlines()
+    assert head.split()[:2] == ["additive", "price"]
+    assert [row.split()[0] for row in rows if row.strip()[0].isdigit()] == ["1", "2", "3", "4"]
+    assert "the chosen plan" in str(ranking)
+    second = ranking.plans[1]
+    assert f"{second.changed[0].name}: " in " ".join(str(ranking).split())
+    assert f"{second.prediction.additive_price / ranking.plans[0].prediction.additive_price - 1:+.2%}" in str(ranking)
+    assert "the best of all plans" in end
+
+
+def test_the_best_plans_of_a_large_model_are_proven_too() -> None:
+    """One elimination lists them, however many choices there are."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.GELU())), Mlp())
+        plan = sw.plan(model, (torch.empty(4096, 64),), 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
+    assert plan.finished_search is not None
+    assert len(plan.finished_search.cost.variables) > 300
+    assert plan.top(3).exact
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -154,8 +175,7 @@ def test_the_k_best_are_those_of_all_assignments(seed: int) -> None:
 
 
 def test_the_exact_top_is_no_worse_than_any_single_change(plan: sw.Plan) -> None:
-    assert plan.found is not None
-    cost, assignment = plan.found.cost, list(plan.found.outcome.assignment)
+    cost, assignment = plan.finished_search.cost, list(plan.finished_search.outcome.assignment)
     ranking = plan.top(3)
     assert ranking.exact
     single = sorted(
@@ -193,11 +213,10 @@ def test_the_cost_graph_as_json_has_the_price_of_the_plan(plan: sw.Plan, tmp_pat
 def test_the_cost_graph_as_dot_has_a_node_for_every_choice(plan: sw.Plan, tmp_path: Path) -> None:
     plan.cost_graph(tmp_path / "cost.dot")
     lines = (tmp_path / "cost.dot").read_text().splitlines()
-    assert plan.found is not None
     assert lines[0] == "digraph cost {"
-    assert sum("shape=" in line for line in lines) == len(plan.found.cost.variables)
+    assert sum("shape=" in line for line in lines) == len(plan.finished_search.cost.variables)
     assert sum(" -> " in line and "shape=" not in line for line in lines) == sum(
-        len(scope) == 2 for scope, _ in plan.found.cost.factors
+        len(scope) == 2 for scope, _ in plan.finished_search.cost.factors
     )
 
 
@@ -223,8 +242,9 @@ def test_the_search_is_no_part_of_a_plan(plan: sw.Plan) -> None:
     again = sw.Plan.from_json(plan.to_json())
     assert again == plan
     assert again.digest == plan.digest
-    assert again.found is None
-    assert pickle.loads(pickle.dumps(plan)).found is None
+    for copied in (again, pickle.loads(pickle.dumps(plan))):
+        assert type(copied) is sw.Plan
+        assert copied == plan
 
 
 def test_a_loaded_plan_says_to_plan_again(plan: sw.Plan) -> None:

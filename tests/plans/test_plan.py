@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import bind
-from shardwise.plans.plan import VERSION
+from shardwise.plans.file import VERSION
 
 MESH = sw.Mesh(dp=2, tp=4)
 
@@ -100,7 +100,7 @@ def test_the_same_model_gives_the_same_plan_and_any_difference_another_digest(pl
 def test_the_order_of_mesh_axes_is_part_of_the_digest(plan):
     """Device order follows it: ranks that disagree about it must not pass for equal."""
     data = json.loads(plan.to_json())
-    data["mesh"] = dict(reversed(data["mesh"].items()))
+    data["stages"][0]["mesh"] = dict(reversed(data["stages"][0]["mesh"].items()))
     turned = sw.Plan.from_json(json.dumps(data), edited=True)
     assert turned.mesh == sw.Mesh(tp=4, dp=2)
     assert turned.digest != sw.Plan.from_json(plan.to_json(), edited=True).digest
@@ -116,13 +116,13 @@ def test_the_fingerprint_is_that_of_the_model_and_not_of_the_split(plan):
 def test_the_file_can_be_read_by_a_person(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
-    assert data["mesh"] == {"dp": 2, "tp": 4}
-    assert data["parameters"]["up.weight"] == {"dtype": "f32", "shape": [16, 8], "layout": "f32[16@tp, 8]"}
-    linear = data["operators"]["up/linear"]
+    assert data["stages"][0]["mesh"] == {"dp": 2, "tp": 4}
+    assert data["stages"][0]["parameters"]["up.weight"] == {"dtype": "f32", "shape": [16, 8], "layout": "f32[16@tp, 8]"}
+    linear = data["stages"][0]["operators"]["up/linear"]
     assert linear["strategy"] == "m@dp n@tp"
     assert linear["rule"] == "m k, n k -> m n  k:sum"
     assert re.fullmatch(r"test_plan\.py:\d+", linear["source"])
-    entry = next(entry for entry in data["conversions"] if entry["value"] == "up.weight")
+    entry = next(entry for entry in data["stages"][0]["conversions"] if entry["value"] == "up.weight")
     assert entry["op"] == "up/linear"
     assert (entry["source"], entry["target"]) == ("f32[16@tp, 8]", "f32[16@tp, 8] replicated(dp)")
     assert entry["forward"] == []
@@ -141,7 +141,7 @@ def test_every_listed_collective_has_the_bytes_of_its_message(plan):
 
 
 def test_a_strategy_changed_by_hand_is_followed_and_the_plan_still_equals_one_device(edit):
-    path = edit(lambda data: data["operators"]["/relu"].update(strategy="d0@dp"))
+    path = edit(lambda data: data["stages"][0]["operators"]["/relu"].update(strategy="d0@dp"))
     assert "was changed after it was saved" in refusal(path, edited=False)
     edited = sw.Plan.load(path, edited=True)
     assert edited.strategies["/relu"] == "d0@dp"
@@ -151,7 +151,7 @@ def test_a_strategy_changed_by_hand_is_followed_and_the_plan_still_equals_one_de
 
 
 def test_a_layout_changed_by_hand_is_followed(edit):
-    path = edit(lambda data: data["parameters"]["up.weight"].update(layout="f32[16@(tp,dp), 8]"))
+    path = edit(lambda data: data["stages"][0]["parameters"]["up.weight"].update(layout="f32[16@(tp,dp), 8]"))
     edited = sw.Plan.load(path, edited=True)
     report = sw.verify(Mlp(), X, edited)
     assert report.ok, str(report)
@@ -169,7 +169,7 @@ def test_a_layout_changed_by_hand_is_followed(edit):
     ],
 )
 def test_a_wrong_strategy_names_its_operator_and_line_and_what_can_be_split(edit, strategy, said):
-    path = edit(lambda data: data["operators"]["up/linear"].update(strategy=strategy))
+    path = edit(lambda data: data["stages"][0]["operators"]["up/linear"].update(strategy=strategy))
     with pytest.raises(sw.PlanError) as caught:
         sw.verify(Mlp(), X, sw.Plan.load(path, edited=True))
     text = str(caught.value)
@@ -181,8 +181,8 @@ def test_a_wrong_strategy_names_its_operator_and_line_and_what_can_be_split(edit
 
 def test_all_wrong_strategies_are_listed_at_once(edit):
     def change(data):
-        data["operators"]["up/linear"]["strategy"] = "j@tp"
-        data["operators"]["/relu"]["strategy"] = "P@tp"
+        data["stages"][0]["operators"]["up/linear"]["strategy"] = "j@tp"
+        data["stages"][0]["operators"]["/relu"]["strategy"] = "P@tp"
 
     text = misfit(sw.Plan.load(edit(change), edited=True), Mlp())
     assert text.startswith("the plan does not fit its model:")
@@ -203,13 +203,13 @@ def test_all_wrong_strategies_are_listed_at_once(edit):
     ],
 )
 def test_a_wrong_layout_names_its_parameter(edit, layout, said):
-    text = refusal(edit(lambda data: data["parameters"]["up.weight"].update(layout=layout)))
+    text = refusal(edit(lambda data: data["stages"][0]["parameters"]["up.weight"].update(layout=layout)))
     assert said in text
     assert "op:     parameter up.weight" in text
 
 
 def test_an_input_can_not_be_given_replicated(edit):
-    text = refusal(edit(lambda data: data["inputs"]["args[0]"].update(layout="f32[16, 8] replicated(dp)")))
+    text = refusal(edit(lambda data: data["stages"][0]["inputs"]["args[0]"].update(layout="f32[16, 8] replicated(dp)")))
     assert "inputs are sharded or whole" in text
 
 
@@ -228,7 +228,7 @@ def test_a_truncated_file_says_where_it_ends(plan, tmp_path):
 
 
 def test_a_file_that_was_tampered_with_is_refused_and_says_how_to_edit(edit):
-    text = refusal(edit(lambda data: data["operators"]["/relu"].update(strategy="")), edited=False)
+    text = refusal(edit(lambda data: data["stages"][0]["operators"]["/relu"].update(strategy="")), edited=False)
     assert re.search(r"its content has digest [0-9a-f]{12}, it says [0-9a-f]{12}", text)
     assert "Plan.load(path, edited=True)" in text
 
@@ -242,7 +242,7 @@ def test_json_that_is_no_plan_is_refused(tmp_path, content):
 
 def test_another_version_is_refused(edit):
     text = refusal(edit(lambda data: data.update(version=99)), edited=False)
-    assert f"has plan version 99; this shardwise reads version {VERSION}" in text
+    assert f"has plan version 99; this shardwise reads versions 4 and {VERSION}" in text
     assert "make the plan again with sw.plan" in text
 
 
@@ -268,7 +268,15 @@ def test_a_missing_or_binary_file_is_a_plan_error(tmp_path):
         (("parameters", "up.weight", "layout"), None, "layout is null, not a text"),
         (("parameters", "up.weight", "colour"), "red", "has an unknown entry colour"),
         (("operators", "up/linear", "strategy"), ["n", "tp"], "operators['up/linear'].strategy is [\"n\", \"tp\"]"),
+        (("stages",), {}, "stages is {}, not a list"),
+        (("stages",), [], "stages is [], a plan has one at least"),
+        (("stages", 0), 3, "stages[0] is 3, not an object"),
+        (("ranks",), "0-x", "stages[0].ranks: ranks read 0-3,8, not '0-x'"),
         (("conversions",), {}, "conversions is {}, not a list"),
+        (("conversions", 0, "path"), [3], "conversions[0].path[0] is 3, not a text"),
+        (("conversions", 0, "path"), [], "conversions[0].path is [], while other conversions have a path"),
+        (("conversions", 0, "path"), ["dp [16, 8]"], "a move reads tp: [16@tp, 8] -> [16, 8]"),
+        (("conversions", 0, "overlaps"), 1, "conversions[0].overlaps is 1, not true or false"),
         (("conversions", 0), 1, "conversions[0] is 1, not an object"),
         (("conversions", 0, "backward"), [3], "conversions[0].backward[0] is 3"),
         (("extra",), 1, "unknown entry extra"),
@@ -276,6 +284,7 @@ def test_a_missing_or_binary_file_is_a_plan_error(tmp_path):
 )  # fmt: skip
 def test_an_entry_of_the_wrong_form_is_named(edit, path, value, said):
     def change(data):
+        data = data if path[0] in ("mode", "training", "extra", "stages") else data["stages"][0]
         for key in path[:-1]:
             data = data[key]
         data[path[-1]] = value
@@ -283,13 +292,16 @@ def test_an_entry_of_the_wrong_form_is_named(edit, path, value, said):
     assert said in refusal(edit(change))
 
 
-@pytest.mark.parametrize("key", ["mesh", "training", "operators", "conversions"])
+@pytest.mark.parametrize("key", ["mesh", "ranks", "training", "operators", "conversions", "stages"])
 def test_a_missing_entry_is_named(edit, key):
-    assert f"{key} is missing" in refusal(edit(lambda data: data.pop(key)))
+    def change(data):
+        del (data if key in data else data["stages"][0])[key]
+
+    assert f"{key} is missing" in refusal(edit(change))
 
 
 def test_a_missing_strategy_is_named(edit):
-    text = refusal(edit(lambda data: data["operators"]["/relu"].pop("strategy")))
+    text = refusal(edit(lambda data: data["stages"][0]["operators"]["/relu"].pop("strategy")))
     assert "operators['/relu'].strategy is missing" in text
 
 

@@ -1,4 +1,4 @@
-"""What a plan says about itself: the seconds of the program that it is, how far the search's objective is from its
+"""What a plan says about itself: the seconds of the program that it is, how far its additive price is from the
 bound, and why a simulation preferred another plan."""
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 import shardwise as sw
 from search.cost_graphs import cluster_of
 from shardwise.costs.collectives import Links
+from shardwise.costs.prediction import PassedOver
 from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import collective_seconds
 from shardwise.graph.capture import capture
-from shardwise.partition.pricing import collective_seconds
-from shardwise.search.auto import PassedOver, candidate_meshes
+from shardwise.plans.printing import format_seconds
+from shardwise.search.mesh_shapes import candidate_meshes
 
 
 class FourConsumers(nn.Module):
@@ -41,12 +43,12 @@ def planned(**options: object) -> tuple[sw.Plan, nn.Module, tuple[Tensor, ...]]:
 SPLIT = {"a": "m@x", "b": "m@x", "c": "k@x", "d": "k@x"}
 
 
-def test_a_shared_conversion_is_predicted_once_whatever_the_objective_counts() -> None:
+def test_a_shared_conversion_is_predicted_once_whatever_the_additive_price_counts() -> None:
     """Two layouts are each taken by two consumers, and at most one can be the shared one."""
     plan, model, inputs = planned(strategies=SPLIT)
     predicted = plan.prediction
     assert predicted is not None
-    assert predicted.objective > predicted.pass_seconds * 1.001, "the objective charges a conversion twice"
+    assert predicted.additive_price > predicted.pass_seconds * 1.001, "the additive price charges a conversion twice"
     report = sw.verify(model, inputs, plan, steps=1)
     assert report.ok
     graph, prices = capture(model, inputs, {}).graph, Prices(Links(cluster_of(1, 2), plan.mesh))
@@ -61,16 +63,16 @@ def test_a_shared_conversion_is_predicted_once_whatever_the_objective_counts() -
     assert claimed == pytest.approx(collective_seconds(recorded, prices), rel=1e-9)
 
 
-def test_the_gap_is_that_of_the_objective() -> None:
+def test_the_gap_is_that_of_the_additive_price() -> None:
     plan, _, _ = planned()
     own = plan.prediction
     assert own is not None
     assert own.bound > 0
-    assert own.objective >= own.pass_seconds * (1 - 1e-9)
-    assert own.objective >= own.bound * (1 - 1e-9)
-    dearer = replace(own, objective=1.25 * own.bound)
+    assert own.additive_price >= own.pass_seconds * (1 - 1e-9)
+    assert own.additive_price >= own.bound * (1 - 1e-9)
+    dearer = replace(own, additive_price=1.25 * own.bound)
     assert dearer.optimality_gap == pytest.approx(0.25)
-    assert replace(own, objective=own.bound).optimality_gap == 0
+    assert replace(own, additive_price=own.bound).optimality_gap == 0
 
 
 def test_the_bound_holds_for_every_mesh_that_was_searched() -> None:
@@ -85,20 +87,31 @@ def test_the_bound_holds_for_every_mesh_that_was_searched() -> None:
     assert 10**every.log10_plans == pytest.approx(sum(10**own.log10_plans for own in each if own is not None))
 
 
-def test_a_plan_chosen_by_simulation_says_what_that_says_of_both() -> None:
+def test_a_plan_chosen_by_simulation_names_price_bound_and_simulated_step_apart() -> None:
     plan, _, _ = planned()
     assert plan.prediction is not None
-    assert "chosen by simulation" not in str(plan)
+    assert "given away" not in str(plan)
+    bound = plan.prediction.bound
     own = replace(
         plan.prediction,
         passes=2,
-        objective=1.43 * plan.prediction.bound,
+        additive_price=1.03 * 1.4 * bound,
         simulated_seconds=0.010,
-        passed_over=PassedOver(objective=0.004, simulated_seconds=0.0125, peak_bytes=2048.0),
+        passed_over=PassedOver(1.4 * bound, simulated_seconds=0.0125, peak_bytes=2048.0),
     )
+    assert own.optimality_gap == pytest.approx(1.03 * 1.4 - 1)
+    assert own.given_away == pytest.approx(0.03), "beside the cheapest plan, whatever that is above the bound"
     chosen = replace(plan, prediction=own)
     text = " ".join(str(chosen).split())
-    assert "simulated step 20 ms" in text
-    assert "chosen by simulation: the plan of the least additive price, 8 ms, takes 25 ms simulated, peak 2 KiB" in text
-    assert "optimality gap 43.00%" in text
+    price, least, cheapest = (format_seconds(2 * seconds) for seconds in (own.additive_price, bound, 1.4 * bound))
+    assert f"additive price {price}, which the search minimised: optimality gap 44.20%" in text
+    assert f"bound {least}: no plan of 10^{own.log10_plans:.0f} has a lower price" in text
+    assert "simulated step 20 ms, with overlap and buckets; peak memory" in text
+    assert f"given away for the simulation 3.00%: the cheapest plan, of additive price {cheapest}, takes 25 ms" in text
+    assert "does not fit" not in text
     assert sw.Plan.from_json(chosen.to_json()).prediction == own
+    assert own.passed_over is not None
+    larger = replace(own, passed_over=replace(own.passed_over, fits=False))
+    text = str(replace(plan, prediction=larger))
+    assert "given away for the memory limit 3.00%" in text
+    assert "peak 2 KiB, which does not fit" in text

@@ -15,6 +15,7 @@ from programs.building import Program
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
+from shardwise.costs.routing import Router
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.layouts.conversions import WINDOW_CELLS
 from shardwise.layouts.layout import Layout
@@ -22,15 +23,17 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
-from shardwise.partition.program import localize
-from shardwise.partition.spmd import Spmd, build_spmd
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import Program as StepProgram
+from shardwise.programs.rank_program import delivered_values
+from shardwise.programs.spmd import Spmd, build_spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.runtime.shards import shard
-from shardwise.runtime.verify import run_virtual
-from shardwise.runtime.virtual import VirtualCluster
-from shardwise.search.routing import Router
 
 MESHES = (
     Mesh(a=2, b=2, c=2),
@@ -41,6 +44,7 @@ MESHES = (
     Mesh(x=8),
     Mesh(x=5),
 )
+KINDS = Kinds()
 TOLERANCE = 1e-10  # float64, tens of operators on a few thousand elements
 
 
@@ -145,16 +149,21 @@ def run(
             held[name] = [t.requires_grad_() for t in scatter(tensor, storage[name], generator)]
         else:
             held[name] = [shard(tensor, storage[name], c).clone() for c in cluster.coordinates]
-    programs = [localize(spmd, rank) for rank in range(mesh.num_devices)]
-    bindings = [{name: tensors[rank] for name, tensors in held.items()} for rank in range(mesh.num_devices)]
-    environments = run_virtual(cluster, programs, bindings)
+    reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
+    programs = [
+        differentiate(localize(spmd, rank), KINDS, loss_only=False, reached=reached) for rank in range(mesh.num_devices)
+    ]
+    bindings = [{name: tensors[rank].detach() for name, tensors in held.items()} for rank in range(mesh.num_devices)]
+    environments = run_forward(cluster, programs, bindings)
     outcome.collectives_match &= tuple(cluster.record) == spmd.forward_collectives()
     for position, (output, want) in enumerate(zip(spmd.outputs, program.results, strict=True)):
         assert isinstance(output, Ref)
         for rank, environment in enumerate(environments):
-            outcome.note(_difference(environment[output.name], want), f"output {position} on rank {rank}")
+            outcome.note(
+                _difference(environment[programs[rank].resolve(output.name)], want), f"output {position} on rank {rank}"
+            )
     if spmd.loss is not None:
-        _check_gradients(program, spmd, storage, held, environments, cluster, outcome)
+        _check_gradients(program, spmd, storage, programs, environments, cluster, outcome)
     return outcome
 
 
@@ -162,7 +171,7 @@ def _check_gradients(
     program: Program,
     spmd: Spmd,
     storage: dict[str, Layout],
-    held: dict[str, list[Tensor]],
+    programs: list[StepProgram],
     environments: list[dict[str, Tensor]],
     cluster: VirtualCluster,
     outcome: Outcome,
@@ -172,11 +181,16 @@ def _check_gradients(
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True)
     wanted = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), found, strict=True)}
     cluster.record.clear()
-    torch.autograd.backward([environment[spmd.loss or ""] for environment in environments])
+    one = [torch.ones_like(env[own.resolve(spmd.loss or "")]) for own, env in zip(programs, environments, strict=True)]
+    seeds = [{own.cotangents[0]: ones} if own.cotangents[0] else {} for own, ones in zip(programs, one, strict=True)]
+    gradients = run_backward(cluster, programs, environments, seeds)
     outcome.collectives_match &= tuple(cluster.record) == spmd.backward_collectives()
     largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
     for name, want in wanted.items():
-        have = [torch.zeros_like(t) if t.grad is None else t.grad for t in held[name]]
+        shapes = [storage[name].local_shape(coordinates) for coordinates in cluster.coordinates]
+        have = [
+            own.get(name, torch.zeros(shape, dtype=want.dtype)) for own, shape in zip(gradients, shapes, strict=True)
+        ]
         scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-6 * largest)
         difference = worst_difference(have, storage[name].dual, want)
         outcome.note(difference / scale if scale else difference, f"gradient of {name}")

@@ -18,10 +18,10 @@ from rules.samples import SAMPLES
 from shardwise.layouts import conversions, redistribute, shortest_path, strategy
 from shardwise.layouts.conversions import CELLS, Cell, Move, Primitive
 from shardwise.layouts.mesh import Mesh
-from shardwise.partition import lower
+from shardwise.programs import lower
+from shardwise.proof.virtual import VirtualCluster
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of
-from shardwise.runtime.virtual import VirtualCluster
 
 # A primitive of the same shapes that is wrong in its place.
 WRONG: dict[Primitive, Primitive] = {

@@ -15,9 +15,9 @@ from programs.running import run
 from rules.samples import Sample, call, x
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.mesh import Mesh
-from shardwise.runtime import virtual
-from shardwise.runtime.moves import LocalMove
-from shardwise.runtime.virtual import VirtualCluster
+from shardwise.programs.moves import LocalMove
+from shardwise.proof import virtual
+from shardwise.proof.virtual import VirtualCluster
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 from rules.samples import SAMPLES, Sample
 from shardwise.graph.schema import operator_name
-from shardwise.runtime.rule_check import RuleReport, check_rule
+from shardwise.proof.rule_check import RuleReport, check_rule
 
 # Splits that slicing shows and our rules do not have, by operator or by sample, with the reason.
 REMAINING = {

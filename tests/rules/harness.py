@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
@@ -30,6 +31,16 @@ class Case:
     graph: Graph
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
+
+    @cached_property
+    def seeds(self) -> list[Tensor]:
+        """The cotangents of the results with which gradients are compared."""
+        return cotangents(self.results)
+
+    @cached_property
+    def gradients(self) -> list[Tensor | None]:
+        """Those of the operands, on one device."""
+        return gradients(self.results, self.operands, self.seeds)
 
 
 def make_case(sample: Sample) -> Case:
@@ -204,8 +215,7 @@ def mismatch(case: Case, rule: OpRule, chosen: Mapping[str, Sequence[tuple[Piece
     kinds = {rule.factor(name).kind for name in chosen} & NEUTRAL.keys()
     kind = next(iter(kinds), "sum")
     fill = NEUTRAL.get(kind, 0.0)
-    seeds = cotangents(case.results)
-    expected_gradients = gradients(case.results, case.operands, seeds)
+    seeds, expected_gradients = case.seeds, case.gradients
     totals: list[Tensor | None] = [None] * len(case.results)
     gradient_totals: list[Tensor | None] = [None if g is None else torch.zeros_like(g) for g in expected_gradients]
     for pieces in splits(rule, chosen):

@@ -1,4 +1,7 @@
-"""Tensors that are not friendly: captured, split at random and compared with one device, outputs and gradients."""
+"""Tensors that are not friendly: captured, split at random and compared with one device, outputs and gradients.
+
+``make sweep`` runs more random splits of the same cases (``programs/sweep.py``).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from programs.running import run
 from rules.samples import bits, ids, leaf, plain, unit, x
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture
-from shardwise.runtime import verify
+from shardwise.proof import verify
 
 NAN, INF = math.nan, math.inf
 Function = Callable[..., Any]
@@ -240,7 +243,7 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 def test_odd_inputs_give_what_one_device_gives(name: str) -> None:
     function, tensors = CASES[name]
     program = program_of(function, tensors)
-    for seed in range(5):
+    for seed in range(2):
         outcome = run(program, seed)
         assert outcome.ok, f"seed {seed}: {outcome.error:.3g} at {outcome.where}, {outcome.collectives_match=}"
 
@@ -330,7 +333,7 @@ def test_lower_precision_differs_by_rounding_only(
         tensor.detach().to(dtype).requires_grad_() if tensor.requires_grad else tensor for tensor in tensors
     )
     program = program_of(function, rounded)
-    for seed in range(5):
+    for seed in range(2):
         outcome = run(program, seed)
         bound = min(128 * torch.finfo(dtype).eps, 0.25)
         assert outcome.error <= bound, f"seed {seed}: {outcome.error:.3g} > {bound:.3g} at {outcome.where}"

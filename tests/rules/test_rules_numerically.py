@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -44,6 +45,7 @@ pytestmark = [
 ]
 
 
+@cache
 def ruled(sample: Sample) -> tuple[Case, OpRule]:
     case = make_case(sample)
     rule = rule_of(case.op, case.graph)

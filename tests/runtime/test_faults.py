@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.launch.bootstrap import is_follow_up
+from shardwise.layouts.placement import Placement
 from shardwise.runtime import faults
-from shardwise.runtime.bootstrap import is_follow_up
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import Waiting, is_out_of_memory
 
@@ -96,7 +97,7 @@ def test_a_rank_that_does_not_arrive_is_named_with_the_operator_that_waits_for_i
 
 def timeouts_of_groups() -> set[float]:
     """On a rank: those of all process groups, in seconds."""
-    communicator = Communicator(sw.Mesh(dp=2, tp=2))
+    communicator = Communicator(Placement.whole(sw.Mesh(dp=2, tp=2)))
     communicator.create_groups([("dp",), ("tp",), ("dp", "tp")])
     groups = [communicator.group(axes) for axes in (("dp",), ("tp",), ("dp", "tp"))]
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}

@@ -5,7 +5,7 @@ There is no GPU here: the rest of the program is put on the meta device, and dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 import shardwise as sw
+from shardwise.layouts.placement import Placement
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.emit import take_all
 from shardwise.runtime.shards import shard
-from shardwise.runtime.transit import Convert, ConvertTogether, Depart
+from shardwise.runtime.transit import Converting
 
 RunRanks = Callable[..., list[Any]]
 HOST = ("users.weight", "item*.weight")
@@ -62,24 +64,28 @@ def plan_for(name: str) -> sw.Plan:
 # -------------------------------------------------------------------------------------------------------- the program
 
 
-def devices(par: Any) -> tuple[dict[fx.Node, str], list[str]]:
-    """The device of every node of the program compiled last, and what meets a tensor of another device than its own."""
-    compiled = next(reversed(par._compiled.values()))
+def devices(
+    module: fx.GraphModule, placeholders: Iterable[str], saved: Sequence[str] = ()
+) -> tuple[dict[fx.Node, str], list[str]]:
+    """The device of every node of one half of a program, and what meets a tensor of another device than its own.
+    ``placeholders``: the devices of its arguments; ``saved``: of what backward takes from the list of saved values."""
     found: dict[fx.Node, str] = {}
     mixed: list[str] = []
-    placeholders = iter(compiled.tensors)
-    for node in compiled.program.graph.nodes:
+    arguments = iter(placeholders)
+    for node in module.graph.nodes:
         if node.op == "placeholder":
-            tensor = next(placeholders)
-            found[node] = str(par.device) if tensor is None else tensor.device.type
+            found[node] = next(arguments)
         elif node.op == "call_method":
             assert node.target == "to"
             found[node] = node.args[1].type
+        elif node.op == "call_function" and node.args and found.get(node.args[0]) == "saved":
+            found[node] = "saved" if node.target is take_all else saved[node.args[1]]
         elif node.op != "output":
             own = {found[other] for other in node.all_input_nodes}
             if len(own) > 1:
                 mixed.append(f"{node}: {own}")
-            found[node] = min(own, default=str(par.device))
+            named = [arg.type for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, torch.device)]
+            found[node] = min(own or named, default="meta")
     return found, mixed
 
 
@@ -88,26 +94,32 @@ def look(name: str, host: tuple[str, ...]) -> dict[str, Any]:
     par = sw.parallelize(Clicks(), plan_for(name), device="meta", host=host, compile=False)
     with pytest.raises(NotImplementedError, match="meta tensor"):  # the indices can not leave it
         par(*batch())
-    program = par.program()
-    where, mixed = devices(par)
+    compiled = par.latest
+    forward, backward = compiled.step.emitted.forward, compiled.step.emitted.backward
+    where, mixed = devices(forward, [t.device.type if t is not None else "meta" for t in compiled.tensors])
+    output = next(node for node in forward.graph.nodes if node.op == "output")
+    there, mixed_back = devices(backward, ["saved", "meta"], [where[node] for node in output.args[0][2]])
     transfers = [
         (where[node.args[0]], where[node], {str(user.target) for user in node.users} if where[node] == "cpu" else set())
         for node in where
         if node.op == "call_method"
     ]
     over: set[tuple[str, bool]] = set()
-    for node, device in where.items():
-        if node.op == "call_module":
-            module = program.get_submodule(str(node.target))
-            if isinstance(module, Convert | ConvertTogether):
-                over.add((device, module.both.forward.purpose.ranks is par._host_ranks))
-            elif isinstance(module, Depart):
-                over.add((device, module.route.backward.message.ranks is par._host_ranks))
+    for module, placed in ((forward, where), (backward, there)):
+        for node, device in placed.items():
+            if node.op == "call_module":
+                exchange = module.get_submodule(str(node.target))
+                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.way.message.purpose
+                over.add((device, purpose.ranks is par._host_ranks))
     lookups = [where[node] for node in where if node.op == "call_function" and "embedding" in str(node.target)]
+    gradients = next(node for node in backward.graph.nodes if node.op == "output").args[0]
+    of = dict(zip(compiled.step.emitted.program.gradients, (there[node] for node in gradients), strict=True))
+    names = {value: source.names[0] for value, source in compiled.spmd.graph.source_of.items()}
     groups = {dist.get_backend(group) for group in par._host_ranks._groups.values()}
     shared = [g for axes, g in par._host_ranks._groups.items() if g is par._ranks._groups.get(axes)]
     return {
-        "parameters": {n: p.device.type for n, p in par.named_parameters()}, "mixed": mixed, "transfers": transfers,
+        "parameters": {n: p.device.type for n, p in par.named_parameters()}, "mixed": mixed + mixed_back,
+        "transfers": transfers, "gradients": {names[value]: device for value, device in of.items()},
         "over": over, "lookups": lookups, "groups": groups, "shared": len(shared),
     }  # fmt: skip
 
@@ -122,12 +134,13 @@ def test_indices_go_to_the_host_and_rows_come_back_around_the_lookups_only(run_r
             on_host = {n for n, device in result["parameters"].items() if device == "cpu"}
             assert on_host == {"users.weight", "items.weight"}
             assert not result["mixed"]
+            assert result["gradients"] == result["parameters"]
             assert sorted(result["lookups"]) == ["cpu", "cpu", "meta"]
             there = [users for before, after, users in result["transfers"] if (before, after) == ("meta", "cpu")]
             back = [before for before, after, _ in result["transfers"] if (before, after) == ("cpu", "meta")]
             assert len(there) == len(back) == 2
             assert len(result["transfers"]) == 4
-            assert all(len(users) == 1 and "embedding" in min(users) for users in there)
+            assert all(users - {"output"} for users in there), there  # which are on the host, as nothing is mixed
             # What is on the host travels over groups of its own, and nothing else does.
             assert all((device == "cpu") == over_host for device, over_host in result["over"])
             assert result["groups"] <= {"gloo"}
@@ -144,7 +157,7 @@ def train(name: str, host: tuple[str, ...], check: int | None = None) -> dict[st
     plan = plan_for(name)
     par = sw.parallelize(Clicks(), plan, host=host, check_replicas=check)
     if host:  # as on a GPU: groups of their own
-        par._host_ranks = Communicator(plan.mesh, "Clicks", backend="gloo")
+        par._host_ranks = Communicator(Placement.whole(plan.mesh), "Clicks", backend="gloo")
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
     losses, norms = [], []
     for step in range(3):

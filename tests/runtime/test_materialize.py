@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.deferred import deferred
-from shardwise.runtime.materialize import full_tensors, stable_seed
-from shardwise.runtime.replay import leaves
+from shardwise.runtime.initial.deferred import deferred
+from shardwise.runtime.initial.materialize import full_tensors, stable_seed
+from shardwise.runtime.initial.replay import leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig

@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm  # before shardwise c
 import shardwise as sw
 from launch.gloo_ranks import run_on_ranks
 from runtime.edges import FIELDS, Counted, Ranks, batch, gradients, make, refusal, restore, split
-from shardwise.runtime import guards
-from shardwise.runtime.norms import _combine
+from shardwise.runtime.guards import protect as guards
+from shardwise.runtime.guards.norms import _combine
 from shardwise.runtime.shards import shard
 
 ORDERS = [0.5, 1.0, 2.0, 3.0, 40.0, math.inf]
@@ -173,7 +173,7 @@ def odd_norms() -> dict[str, Any]:
 
 
 def held_of(par: sw.Parallel) -> Iterator[Any]:
-    from shardwise.runtime.registry import held_parameters
+    from shardwise.runtime.guards.registry import held_parameters
 
     held = {id(p): own for p, own in held_parameters()}
     return (held[id(p)] for p in par.parameters() if p.grad is not None)

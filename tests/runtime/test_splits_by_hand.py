@@ -21,7 +21,7 @@ from shardwise.layouts.layout import Atom, Layout, Windows
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, parse_choices, parse_cuts
 from shardwise.layouts.text import format_layout, parse_layout
-from shardwise.runtime.virtual import VirtualCluster
+from shardwise.proof.virtual import VirtualCluster
 
 RunRanks = Callable[..., list[Any]]
 
@@ -176,7 +176,7 @@ def test_memory_is_that_of_the_device_with_most_rows() -> None:
 
 def edited(plan: sw.Plan, name: str, layout: str) -> sw.Plan:
     body = json.loads(plan.to_json())
-    body["parameters"][name]["layout"] = layout
+    body["stages"][0]["parameters"][name]["layout"] = layout
     return sw.Plan.from_json(json.dumps(body), edited=True)
 
 

@@ -116,7 +116,7 @@ def stored_in_shards() -> sw.Plan:
     entries = tuple(
         replace(e, layout=e.layout.replace("[8, 8]", "[8@dp, 8]").replace("[8]", "[8@dp]")) for e in plan.parameters
     )
-    return replace(plan, parameters=entries, conversions=())
+    return plan.revised(parameters=entries, conversions=None)
 
 
 def gather_parameters() -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_nee
         assert [kind for kind, _, _ in forward] == ["all_gather", "all_gather", "all_reduce"]
         assert [kind for kind, _, _ in backward] == ["reduce_scatter", "reduce_scatter"]
         # The second bucket leaves before the first one is waited for.
-        assert transit[:3] == ["depart", "depart", "convert"], transit
+        assert transit[:3] == ["depart", "depart", "arrive"], transit
 
 
 def compiled_and_not(mesh: sw.Mesh) -> list[Any]:

@@ -23,11 +23,11 @@ from search.cost_graphs import (
 )
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import collective_seconds
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.layouts.conversions import Collective
-from shardwise.partition.pricing import collective_seconds
 from shardwise.search.auto import Search, searched
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph
 from shardwise.search.dynamic_programming import DoesNotFit

@@ -17,24 +17,24 @@ from programs.building import STEPS, Builder, aten
 from shardwise.costs.cluster import Cluster, Device, Level
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import ProgramPrice, price_program
 from shardwise.costs.units import Figures
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.layouts.routes import Axes, Floats
-from shardwise.partition.pricing import Fragments, ProgramPrice, price_program
-from shardwise.partition.spmd import build_spmd
-from shardwise.plans.rules import rules_of
+from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import Search, cost_graph
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph
 from shardwise.search.elimination import Interner, Problem, Table
+from shardwise.search.rules import rules_of
 
 
 def cost_of(graph: Graph, mesh: sw.Mesh, cluster: Cluster | None = None, fixed: Any = None) -> CostGraph:
     """The cost graph of a captured model, or of a random program."""
     factored = factor_graph(graph, rules_of(graph))
     links = Links(cluster or Cluster.local(mesh.num_devices), mesh)
-    return cost_graph(graph, factored, fixed or {}, Axes.of(mesh), Prices(links), Fragments)
+    return cost_graph(graph, factored, fixed or {}, Axes.of(mesh), Prices(links))
 
 
 def cost_of_model(model: nn.Module, inputs: dict[str, Any], mesh: sw.Mesh, cluster: Cluster | None = None) -> CostGraph:

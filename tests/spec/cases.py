@@ -1,4 +1,7 @@
-"""The cases of the specification, which of them are tested, and in what words of this library."""
+"""The cases of the specification, which of them are tested, and in what words of this library.
+
+``cases.json``: figures from the public tests and documents of the reference system, each with its source.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from spec.cited import CITED
+FILE = Path(__file__).with_name("cases.json")
+CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in json.loads(FILE.read_text(encoding="utf-8"))}
 
-FILE = Path(__file__).parents[3] / "shared/spec/cases.json"
-FOUND: list[dict[str, Any]] = json.loads(FILE.read_text())["cases"] if FILE.exists() else []
-CASES = {case["id"]: case for case in (*CITED, *FOUND)}
-
-# What waits for a later issue: kind, or id, -> which, and what it is about.
+# What is not built yet: kind of the case -> what it is about.
 LATER = {
-    "optimizer_parallel": "after issue 6: optimizer parallelism",
-    "pipeline": "after issue 6: pipelines",
+    "optimizer_parallel": "parameters sharded over the replicas of an optimizer, with the reference's threshold",
+    "pipeline": "pipelines",
 }
 
 # What the tests of the dialect check: kind, or id, -> where in tests/.
@@ -47,7 +47,7 @@ OTHERWISE = {
 
 
 def is_not_here(case: dict[str, Any]) -> bool:
-    """Whether a case is tested elsewhere, waits for a later issue, or is about what is otherwise here."""
+    """Whether a case is tested elsewhere, is about what is not built yet, or otherwise here."""
     return any(case[key] in table for key in ("id", "kind") for table in (LATER, ELSEWHERE, OTHERWISE))
 
 

@@ -23,7 +23,7 @@ from shardwise.graph.capture import capture_function
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.rules.tables import rule_of
 from shardwise.search.wishes import choices_for
-from spec.cases import CASES, CITED, ELSEWHERE, FOUND, LATER, OTHERWISE, TESTED, is_not_here, of_kind
+from spec.cases import CASES, ELSEWHERE, LATER, OTHERWISE, TESTED, is_not_here, of_kind
 from spec.words import (
     Called,
     Chain,
@@ -39,35 +39,17 @@ from spec.words import (
 )
 
 
-def test_every_case_is_tested_or_listed_for_later() -> None:
+def test_every_case_is_tested_or_listed_as_not_built() -> None:
     assert not [case["id"] for case in CASES.values() if case["kind"] not in TESTED and not is_not_here(case)]
-    assert {*LATER, *ELSEWHERE, *OTHERWISE} <= {case["kind"] for case in CASES.values()} | CASES.keys() or not FOUND
+    assert {*LATER, *ELSEWHERE, *OTHERWISE} <= {case["kind"] for case in CASES.values()} | CASES.keys()
 
 
-@pytest.mark.skipif(not FOUND, reason="the specification's file is not here")
 def test_what_is_tested_elsewhere_is_named_there() -> None:
     for name, file in ELSEWHERE.items():
         text = (Path(__file__).parents[1] / file).read_text()
         told = [case["id"] in text or f'"{case["kind"]}"' in text for case in CASES.values()
                 if name in (case["id"], case["kind"])]  # fmt: skip
         assert all(told), name
-
-
-@pytest.mark.skipif(not FOUND, reason="the specification's file is not here")
-def test_the_cited_figures_are_those_of_the_file() -> None:
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(own) for key, own in value.items()}
-        return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
-
-    found = {case["id"]: plain(case) for case in FOUND}
-    for case in CITED:
-        own = found[case["id"]]
-        for key, value in case.items():
-            if isinstance(value, dict):
-                assert value.items() <= own[key].items(), case["id"]
-            else:
-                assert value == own[key], case["id"]
 
 
 # ------------------------------------------------------------------------------------------------ operators: layouts

@@ -19,10 +19,10 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout
+from shardwise.proof.virtual import VirtualCluster
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of
 from shardwise.runtime.shards import shard
-from shardwise.runtime.virtual import VirtualCluster
 from shardwise.search.wishes import choices_for
 
 

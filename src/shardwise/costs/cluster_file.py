@@ -130,25 +130,25 @@ class _Reader:
     def figures(
         self, table: Mapping[str, Any], keys: Mapping[str, tuple[str, str, bool, bool]], where: str
     ) -> dict[str, float]:
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for key, (name, unit, required, may_be_zero) in keys.items():
             if key in table:
-                found[name] = self.figure(table[key], unit, f"{where}.{key}", may_be_zero)
+                numbers[name] = self.figure(table[key], unit, f"{where}.{key}", may_be_zero)
             elif required:
                 self.complain(f"{where}.{key}", "is missing")
-        return found
+        return numbers
 
     def named(
         self, table: Mapping[str, Any], key: str, unit: str, where: str, names: tuple[str, ...], most: float = inf
     ) -> Figures:
         """A table of figures by name: dtypes or kinds of collectives. Only times may be 0."""
-        found = self.table(table, key, where)
-        for name in found.keys() - set(names):
+        entries = self.table(table, key, where)
+        for name in entries.keys() - set(names):
             self.complain(f"{where}.{key}.{name}", f"is not one of {', '.join(names)}")
         values = {
-            name: self.figure(found[name], unit, f"{where}.{key}.{name}", may_be_zero=unit == "s")
+            name: self.figure(entries[name], unit, f"{where}.{key}.{name}", may_be_zero=unit == "s")
             for name in names
-            if name in found
+            if name in entries
         }
         for name, value in values.items():
             if value > most:
@@ -156,39 +156,39 @@ class _Reader:
         return Figures(values)
 
     def table(self, holder: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-        found = holder.get(key, {})
-        if isinstance(found, dict):
-            return found
+        entry = holder.get(key, {})
+        if isinstance(entry, dict):
+            return entry
         self.complain(f"{where}.{key}", "is not a table")
         return {}
 
     def tables(self, holder: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-        found = holder.get(key, [])
-        if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
-            return found
+        entries = holder.get(key, [])
+        if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
+            return entries
         self.complain(key, f"is not a list of tables ([[{key}]])")
         return []
 
     def text(self, table: Mapping[str, Any], key: str, where: str) -> str:
-        found = table.get(key)
-        if not isinstance(found, str) or not found:
-            self.complain(f"{where}.{key}".lstrip("."), "is missing" if found is None else f"{found!r} is not a name")
+        entry = table.get(key)
+        if not isinstance(entry, str) or not entry:
+            self.complain(f"{where}.{key}".lstrip("."), "is missing" if entry is None else f"{entry!r} is not a name")
             return ""
-        return found
+        return entry
 
     def count(self, table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-        found = table.get(key, default)
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            what = "is missing" if found is None else f"{found!r} is not a whole number from 1"
+        entry = table.get(key, default)
+        if isinstance(entry, bool) or not isinstance(entry, int) or entry < 1:
+            what = "is missing" if entry is None else f"{entry!r} is not a whole number from 1"
             self.complain(f"{where}.{key}", what)
             return 1
-        return found
+        return entry
 
     def flag(self, table: Mapping[str, Any], key: str, where: str) -> bool:
-        found = table.get(key, False)
-        if not isinstance(found, bool):
-            self.complain(f"{where}.{key}", f"{found!r} is neither true nor false")
-        return bool(found)
+        entry = table.get(key, False)
+        if not isinstance(entry, bool):
+            self.complain(f"{where}.{key}", f"{entry!r} is neither true nor false")
+        return bool(entry)
 
     def unknown(self, table: Mapping[str, Any], known: set[str], where: str) -> None:
         for key in table.keys() - known:
@@ -316,15 +316,15 @@ def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
 
 def _lines(reader: _Reader, table: Mapping[str, Any], where: str) -> tuple[tuple[str, int, float, float], ...]:
     """``"all_reduce over 4" = ["30 us", "150 GB/s"]``: latency, and bytes of the message per second."""
-    found: list[tuple[str, int, float, float]] = []
+    parsed: list[tuple[str, int, float, float]] = []
     for key, value in reader.table(table, "lines", where).items():
         match, place = _LINE.fullmatch(key), f"{where}.lines.{key!r}"
         if match is None or match["kind"] not in KINDS or not isinstance(value, list) or len(value) != 2:
             reader.complain(place, 'is not like "all_reduce over 4" = ["30 us", "150 GB/s"]')
             continue
         seconds, pace = reader.figure(value[0], "s", place, may_be_zero=True), reader.figure(value[1], "B/s", place)
-        found.append((match["kind"], int(match["units"]), seconds, 1 / (pace or 1)))
-    return tuple(found)
+        parsed.append((match["kind"], int(match["units"]), seconds, 1 / (pace or 1)))
+    return tuple(parsed)
 
 
 # -------------------------------------------------------------------------------------------------------- writing

@@ -38,6 +38,7 @@ from shardwise.costs.cluster import Cluster, Level
 from shardwise.costs.units import Figures
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,16 +93,32 @@ class Span:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a cluster as the groups of a mesh see them.
+    """The links of a cluster as the groups of a mesh see them. ``ranks``: the global ranks of the mesh's devices; none:
+    the mesh has the whole cluster.
 
-    Raises PlanError if the mesh has another number of devices than the cluster.
+    Raises PlanError if the mesh has another number of devices than the cluster, or ranks that the cluster has not.
     """
 
     cluster: Cluster
     mesh: Mesh
+    ranks: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(cluster: Cluster, place: Placement) -> Links:
+        """The links that the groups of a placement use."""
+        return Links(cluster, place.mesh, () if len(place.ranks) == cluster.num_devices else place.ranks)
 
     def __post_init__(self) -> None:
-        if self.mesh.num_devices != self.cluster.num_devices:
+        if self.ranks:
+            absent = [rank for rank in self.ranks if rank >= self.cluster.num_devices]
+            if absent:
+                what = (
+                    f"{Placement(self.mesh, self.ranks)}: {self.cluster.name} has {self.cluster.num_devices} devices, "
+                )
+                what += f"none for {len(absent)} of them from rank {absent[0]} on"
+                fix = f"name ranks from 0 to {self.cluster.num_devices - 1}, or describe a larger cluster"
+                raise PlanError(problem(what, fix=fix))
+        elif self.mesh.num_devices != self.cluster.num_devices:
             sizes = " x ".join(str(size) for _, size in self.mesh.axes) or "1"
             what = f"{self.mesh} has {sizes} = {self.mesh.num_devices} devices, {self.cluster.name} has"
             what += f" {self.cluster.num_devices}"
@@ -139,7 +156,7 @@ class Links:
         units, unit = [prod(size for _, size in group)], 1
         for level in self.cluster.levels[:-1]:
             unit *= level.size
-            units.append(_num_units(group, rest, unit))
+            units.append(_num_units(group, rest, unit, self.ranks))
         return Span((*units, 1))
 
     def level_names(self, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -165,7 +182,7 @@ class Links:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.cluster, self.mesh))
+        return hash((self.cluster, self.mesh, self.ranks))
 
     def __hash__(self) -> int:
         return self._hash
@@ -187,8 +204,14 @@ class LinkPrice:
         return (self.links.seconds(kind, axes, whole * self.itemsize),)
 
 
-def _num_units(group: list[tuple[int, int]], rest: list[tuple[int, int]], unit: int) -> int:
-    """How many blocks of ``unit`` neighbouring ranks a group touches, whose sub-axes are (stride, size) pairs."""
+def _num_units(
+    group: list[tuple[int, int]], rest: list[tuple[int, int]], unit: int, ranks: tuple[int, ...] = ()
+) -> int:
+    """How many blocks of ``unit`` neighbouring ranks a group touches, whose sub-axes are (stride, size) pairs.
+    ``ranks``: those of the devices, where they are not counted from 0."""
+    if ranks:
+        members, starts = _offsets(group), _offsets(rest)
+        return max(len({ranks[start + member] // unit for member in members}) for start in starts)
     aligned = all(stride % unit == 0 or unit % (stride * size) == 0 for stride, size in (*group, *rest))
     if aligned:
         return prod(size for stride, size in group if stride % unit == 0)

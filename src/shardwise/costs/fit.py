@@ -263,19 +263,19 @@ class Residual:
 def residuals(cluster: Cluster, measured: Measurements) -> tuple[Residual, ...]:
     """Every measurement beside what the cluster's figures say."""
     device = cluster.device
-    found = []
+    result = []
     for product in measured.matmuls:
         seconds = device.kernel_latency + device.matmul_ramp + product.flops / device.matmul_flops(product.dtype)
-        found.append(Residual(f"matmul {product.dtype}", product.flops, product.seconds, seconds))
+        result.append(Residual(f"matmul {product.dtype}", product.flops, product.seconds, seconds))
     for stream in measured.streams:
         seconds = device.kernel_latency + stream.num_bytes / device.bytes_per_second()
-        found.append(Residual("element-wise", stream.num_bytes, stream.seconds, seconds))
+        result.append(Residual("element-wise", stream.num_bytes, stream.seconds, seconds))
     for time in measured.collectives:
         algorithms = affines(time.kind, cluster.levels, Span(time.units))
         seconds = min(fixed + slope * time.num_bytes for fixed, slope in algorithms)
         spread = " x ".join(str(units) for units in time.units[:-1])
-        found.append(Residual(f"{time.kind} over {spread}", time.num_bytes, time.seconds, seconds))
-    return tuple(found)
+        result.append(Residual(f"{time.kind} over {spread}", time.num_bytes, time.seconds, seconds))
+    return tuple(result)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -288,11 +288,11 @@ def quantile(values: Sequence[float], part: float) -> float:
     return ordered[max(0, -int(-part * len(ordered) // 1) - 1)]
 
 
-def format_residuals(found: Sequence[Residual]) -> list[str]:
+def format_residuals(rows: Sequence[Residual]) -> list[str]:
     """One line per series: how many measurements, median and 90th percentile of the relative error, and the largest
     measurement beside its prediction."""
     by_series: dict[str, list[Residual]] = {}
-    for residual in found:
+    for residual in rows:
         by_series.setdefault(residual.series, []).append(residual)
     lines = []
     for series, those in by_series.items():

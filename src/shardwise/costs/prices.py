@@ -7,8 +7,9 @@ operator and each collective takes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.compute import Shape, backward_seconds, forward_seconds
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.ir import Op, Value
+from shardwise.graph.ir import Graph, Op, Value
 
 # States that an optimizer keeps per element of a parameter, in the parameter's dtype (torch.optim's source: exp_avg,
 # exp_avg_sq; momentum_buffer; sum; square_avg).
@@ -55,12 +56,14 @@ class Precision:
 @dataclass(frozen=True)
 class Prices:
     """Seconds and bytes on the devices of ``links``, of one pass: forward and backward of one batch. ``passes``: how
-    many of them, with their gradients added up, there are to a step of the optimizer."""
+    many of them, with their gradients added up, there are to a step of the optimizer. ``bucket_bytes``: of a full
+    message in which parameters travel together (0: each travels by itself)."""
 
     links: Links
     optimizer: str = "adamw"
     precision: Precision = field(default_factory=Precision)
     passes: int = 1
+    bucket_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_STATES:
@@ -74,6 +77,12 @@ class Prices:
     @property
     def device(self) -> Device:
         return self.links.cluster.device
+
+    def with_buckets(self, graph: Graph, bucket_bytes: int) -> Prices:
+        """The prices where parameters share messages of up to ``bucket_bytes``; none is fuller than all gradients."""
+        updated = [graph.by_name[name] for name in graph.updated]
+        total = sum(prod(value.shape) * self.grad_itemsize(value, True) for value in updated)
+        return replace(self, bucket_bytes=float(min(bucket_bytes, total)))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -110,6 +119,16 @@ class Prices:
         assert best is not None, f"{kind} over {axes} has no algorithm"
         return best
 
+    def parameter_collective(
+        self, kind: str, axes: tuple[str, ...], num_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Seconds of a collective of a parameter: its share, by bytes, of those of a full message. The start of a
+        message that does not get full is counted in part only."""
+        if not self.bucket_bytes:
+            return self.collective(kind, axes, num_bytes)
+        message = np.maximum(num_bytes, self.bucket_bytes)
+        return self.collective(kind, axes, message) * (num_bytes / message)
+
     def operator(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
         """Seconds of an operator on local ``shapes``, forward and backward. ``operands`` and ``results`` are the whole
         values."""
@@ -138,7 +157,7 @@ class Prices:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.links, self.optimizer, self.precision, self.passes))
+        return hash((self.links, self.optimizer, self.precision, self.passes, self.bucket_bytes))
 
     def __hash__(self) -> int:
         return self._hash

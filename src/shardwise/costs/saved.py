@@ -1,14 +1,25 @@
-"""What autograd keeps of an operator of a graph for its backward (``costs.footprints`` asks autograd)."""
+"""What autograd keeps of an operator of a graph for its backward: asked of PyTorch itself, on tensors without memory.
+
+The search asks this of every operator before there is a program. Of a program its list says what is saved
+(``programs.differentiate``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from typing import Any
 
-from shardwise.costs.footprints import Call, Footprints, Form
+import torch
+from torch.utils._pytree import tree_leaves
+
 from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
+from shardwise.programs.forms import Form
+from shardwise.programs.vjp import Call
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +42,78 @@ def saved_by(op: Op, operands: Sequence[Value]) -> Saved:
         return map_refs(arg, lambda _: Ref(str(next(position))))
 
     call = op.target, tuple(map(numbered, op.args)), tuple((key, numbered(arg)) for key, arg in op.kwargs)
-    return _saved(call, tuple(Form.of(value) for value in operands))
+    return _saved(call, tuple(Form.of_value(value) for value in operands))
 
 
 @lru_cache(maxsize=4096)
 def _saved(call: Call, operands: tuple[Form, ...]) -> Saved:
-    found = Footprints().forward(call, operands)
-    kept = {kind: tuple(i for own, i in found.saved if own == kind) for kind in ("operand", "result")}
-    return Saved(kept["operand"], kept["result"], found.saved_bytes)
+    kept: list[torch.Tensor] = []
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeping(kept), _unpacked):
+        inputs = [_empty(form) for form in operands]
+        outputs = _run(call, inputs)
+    owner: dict[int, tuple[str, int]] = {}
+    for kind, group in (("result", outputs), ("operand", inputs)):
+        for position in reversed(range(len(group))):
+            owner[_storage(group[position])] = (kind, position)
+    places = [owner.get(_storage(tensor)) for tensor in kept]
+    others = {_storage(t): t.untyped_storage().nbytes() for t, place in zip(kept, places, strict=True) if place is None}
+    of_kind = {kind: sorted({p[1] for p in places if p is not None and p[0] == kind}) for kind in ("operand", "result")}
+    return Saved(tuple(of_kind["operand"]), tuple(of_kind["result"]), sum(others.values()))
+
+
+def _empty(form: Form) -> torch.Tensor:
+    """A tensor without memory. One that needs a gradient is a view of a leaf, which operators in place may be called
+    on."""
+    tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+    return tensor.requires_grad_().as_strided(tensor.shape, tensor.stride()) if form.requires_grad else tensor
+
+
+def _run(call: Call, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fill(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return inputs[int(arg.name)]
+        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    target, args, kwargs = call
+    filled, named = [fill(arg) for arg in args], {key: fill(arg) for key, arg in kwargs}
+    if target == aten.scaled_dot_product_attention.default:
+        returned = _attention(target, filled, named)
+    else:
+        with torch.device("meta"):
+            returned = target(*filled, **named)
+    return [item for item in tree_leaves(returned) if isinstance(item, torch.Tensor)]
+
+
+def _attention(target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Attention as its kernels keep it (operands, result and one number per row), which on meta tensors PyTorch does
+    not choose by itself. Dropout and masks that are learned are left to the form that keeps the scores, as on CPU."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mask = given.get("attn_mask")
+    if given.get("dropout_p") or given["query"].dim() != 4 or (mask is not None and mask.requires_grad):
+        return target(*args, **kwargs)
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(
+        given["query"],
+        given["key"],
+        given["value"],
+        0.0,
+        bool(given.get("is_causal")),
+        attn_mask=mask.to(given["query"].dtype) if mask is not None and mask.dtype == torch.bool else mask,
+        scale=given.get("scale"),
+    )[0]
+
+
+def _keeping(kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    return keep
+
+
+def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

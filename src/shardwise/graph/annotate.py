@@ -183,11 +183,11 @@ def checked_strategy(strategy: Any, name: str, source: str = "") -> Strategy:
 def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> tuple[Strategy | None, Strategy | None]:
     if _is_flat(strategy):
         pair = [strategy] + ([out_strategy] if _is_flat(out_strategy) else [])
-        given, meant = _tuples(strategy), _tuples(pair)
+        written, meant = _tuples(strategy), _tuples(pair)
         alone = "; its second argument would be the strategy of the results" if len(pair) == 2 else ""
         raise ShardwiseError(
             problem(
-                f"a strategy holds one tuple per tensor operand, but {given!r} is a single tuple of counts{alone}",
+                f"a strategy holds one tuple per tensor operand, but {written!r} is a single tuple of counts{alone}",
                 op=name,
                 source=source,
                 fix=f"shard({name}, {meant!r})",

@@ -24,8 +24,8 @@ def batch_norm_with_statistics(op: Op, emitter: Emitter) -> tuple[Ref, Ref, Ref]
 
     Its result, and the batch's mean and unbiased variance, detached, of shape (channels,).
     """
-    given = arguments(op)
-    x: Ref = given["input"]
+    args = arguments(op)
+    x: Ref = args["input"]
     value = emitter.value(x)
     channels = value.shape[1]
     per_channel = (1, channels, *[1] * (len(value.shape) - 2))
@@ -39,11 +39,11 @@ def batch_norm_with_statistics(op: Op, emitter: Emitter) -> tuple[Ref, Ref, Ref]
     centered = emit(aten.sub.Tensor, x, mean)
     squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centered, centered), dims, True)
     variance = emit(aten.div.Tensor, squares, count)
-    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
+    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, args["eps"]))
     result = emit(aten.mul.Tensor, centered, scale)
     for name, target in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
-        if given[name] is not None:
-            result = emit(target, result, emit(aten.reshape.default, given[name], per_channel))
+        if args[name] is not None:
+            result = emit(target, result, emit(aten.reshape.default, args[name], per_channel))
     if low_precision:
         result = emit(aten.to.dtype, result, value.dtype)
     unbiased = emit(aten.div.Tensor, squares, max(count - 1, 1))

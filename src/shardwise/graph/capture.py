@@ -85,13 +85,15 @@ def capture(
     examples = tuple(leaf.detach() for _, leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
-        given = iter(tensors)
-        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        arguments = iter(tensors)
+        filled = [next(arguments) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         all_args, all_kwargs = pytree.tree_unflatten(filled, in_spec)
         output = call_module(copy, all_args, all_kwargs, loss)
         return output, find_loss(output, required=loss is not None)
 
-    annotated = {path: region for path, own in module.named_modules() if (region := module_region(own)) is not None}
+    annotated = {
+        path: region for path, submodule in module.named_modules() if (region := module_region(submodule)) is not None
+    }
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
     traced = trace(module, examples, call, regions)
@@ -165,8 +167,8 @@ def _divide_targets(
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
     wanted = required[1:]
-    own, every = set(inspect.signature(module.forward).parameters), set(parameters)
-    named = {name: value for name, value in kwargs.items() if name in every and name not in own}
+    of_forward, every = set(inspect.signature(module.forward).parameters), set(parameters)
+    named = {name: value for name, value in kwargs.items() if name in every and name not in of_forward}
     count = len([name for name in wanted if name not in named])
     if count > len(args):
         raise CaptureError(
@@ -201,7 +203,7 @@ def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
 
 def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dict[str, Region]:
     paths = [path for path, _ in module.named_modules()]
-    found: dict[str, Region] = {}
+    regions: dict[str, Region] = {}
     missing = []
     for pattern, strategy in strategies.items():
         matched = [path for path in paths if fnmatchcase(path, pattern)]
@@ -209,14 +211,16 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
             near = get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.4)
             missing.append(f"{pattern!r}" + (f" (near: {', '.join(near)})" if near else ""))
         source = f"strategies[{pattern!r}]"
-        found |= {path: Region("", path, checked_strategy(strategy, pattern, source), None, source) for path in matched}
+        regions |= {
+            path: Region("", path, checked_strategy(strategy, pattern, source), None, source) for path in matched
+        }
     if missing:
         raise ShardwiseError(
             problem(
                 f"no module matches {'; '.join(missing)}", fix="patterns are over the names of model.named_modules()"
             )
         )
-    return found
+    return regions
 
 
 # ----------------------------------------------------------------------------------------------------- graph
@@ -302,12 +306,12 @@ def _module_sources(module: nn.Module) -> tuple[list[Source], list[Value], dict[
         tensors[id(tensor)] = tensor
     trainable = {id(tensor) for _, tensor in parameters}
     sources, values = [], []
-    for key, own in names.items():
+    for key, tensor_names in names.items():
         tensor = tensors[key]
         kind: Any = "parameter" if key in trainable else "buffer"
-        sources.append(Source(own[0], kind, tuple(own), kind == "parameter" and tensor.requires_grad))
-        values.append(Value(own[0], tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-    return sources, values, {name: own[0] for own in names.values() for name in own}
+        sources.append(Source(tensor_names[0], kind, tuple(tensor_names), kind == "parameter" and tensor.requires_grad))
+        values.append(Value(tensor_names[0], tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return sources, values, {name: tensor_names[0] for tensor_names in names.values() for name in tensor_names}
 
 
 def _bind_placeholders(

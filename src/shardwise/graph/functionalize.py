@@ -240,9 +240,9 @@ class Functionalizer:
         return self._detached[name]
 
     def _tensor(self, node: Node) -> Tensor:
-        found = self._known[node]
-        assert isinstance(found, Tensor), f"{node} is not a tensor"
-        return found
+        ref = self._known[node]
+        assert isinstance(ref, Tensor), f"{node} is not a tensor"
+        return ref
 
     def _lookup(self, arg: Any) -> Any:
         """Nodes replaced by what is known of them."""
@@ -319,13 +319,13 @@ class Functionalizer:
     def _written_value(self, op: Op, before: Value) -> Ref:
         """What an in-place operator writes, with the shape and dtype of the tensor it writes to."""
         name = operator_name(op.target)
-        given = arguments(op)
-        if name in ("fill_", "zero_") and not isinstance(given.get("value"), Ref):
+        call_args = arguments(op)
+        if name in ("fill_", "zero_") and not isinstance(call_args.get("value"), Ref):
             dtype = (("dtype", before.dtype),)
-            full = replace(op, target=aten.full.default, args=(before.shape, given.get("value", 0)), kwargs=dtype)
+            full = replace(op, target=aten.full.default, args=(before.shape, call_args.get("value", 0)), kwargs=dtype)
             return self._apply(full)[0]
         if name in ("copy_", "fill_"):
-            new: Ref = given["src"] if name == "copy_" else given["value"]
+            new: Ref = call_args["src"] if name == "copy_" else call_args["value"]
             if not self._grad:
                 new = self._detach(new.name)
         else:
@@ -355,8 +355,8 @@ def region_mark(number: int) -> str:
     return f"#{number}"
 
 
-def _updates_statistics(given: dict[str, Any]) -> bool:
-    return bool(given["use_input_stats"]) and given["running_mean"] is not None
+def _updates_statistics(args: dict[str, Any]) -> bool:
+    return bool(args["use_input_stats"]) and args["running_mean"] is not None
 
 
 def _on_base(view: Op | None, base: Ref) -> Op:
@@ -393,10 +393,10 @@ def _functional_form(op: Op) -> OpOverload:
     wanted = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
     packets = [packet for packet in (getattr(aten, name, None), getattr(aten, f"{name}_functional", None)) if packet]
     for functional in (getattr(packet, overload) for packet in packets for overload in packet.overloads()):
-        own = [(_argument_name(a.name), str(a.type)) for a in functional._schema.arguments]
-        if own == wanted and returns_one_tensor(functional):
-            found: OpOverload = functional
-            return found
+        parameters = [(_argument_name(a.name), str(a.type)) for a in functional._schema.arguments]
+        if parameters == wanted and returns_one_tensor(functional):
+            form_without_writes: OpOverload = functional
+            return form_without_writes
     raise _write_error(f"{operator_name(op.target)} has no form without mutation", op, "make a new tensor")
 
 

@@ -48,7 +48,7 @@ class Value:
         return self.numel * self.dtype.itemsize
 
 
-SourceKind = Literal["input", "parameter", "buffer", "constant"]
+SourceKind = Literal["input", "parameter", "buffer", "constant", "activation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Source:
 
     ``names``: for parameters and buffers every qualified name under which the module holds this tensor
     (more than one when weights are tied; the first is the canonical one, in ``named_parameters()`` order). For inputs
-    the path of the leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``. ``trainable``: the parameter
-    requires grad.
+    the path of the leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``; for activations, which another
+    part of a cut graph sends, the value's own name. ``trainable``: the parameter requires grad.
     """
 
     value: str
@@ -102,6 +102,9 @@ class Graph:
     ``sources``: parameters, buffers, constants and inputs. ``outputs``: the flattened outputs of the call: Refs or
     Python constants. ``loss``: the value that is differentiated, or None. ``mutations``: (buffer value, value written
     back to it after the step). ``constraints``: (value, layout text) from ``sw.constrain``.
+
+    ``cotangents``: of a part of a cut graph (``graph.cut``), the outputs whose cotangents come from outside; None: the
+    graph is no part.
     """
 
     values: tuple[Value, ...]
@@ -111,6 +114,7 @@ class Graph:
     loss: str | None = None
     mutations: tuple[tuple[str, str], ...] = ()
     constraints: tuple[tuple[str, str], ...] = ()
+    cotangents: tuple[str, ...] | None = None
 
     @cached_property
     def by_name(self) -> dict[str, Value]:
@@ -132,17 +136,25 @@ class Graph:
     @cached_property
     def consumers(self) -> dict[str, tuple[Op, ...]]:
         """Value name -> the ops that use it, in order, each once."""
-        found: dict[str, dict[str, Op]] = {value.name: {} for value in self.values}
+        ops_of: dict[str, dict[str, Op]] = {value.name: {} for value in self.values}
         for op in self.ops:
             for name in op.operands:
-                found[name][op.name] = op
-        return {name: tuple(ops.values()) for name, ops in found.items()}
+                ops_of[name][op.name] = op
+        return {name: tuple(ops.values()) for name, ops in ops_of.items()}
+
+    @cached_property
+    def differentiated(self) -> tuple[str, ...]:
+        """The values from which backward starts: the loss, and what has cotangents from outside; without both, the
+        outputs."""
+        if self.loss is None and self.cotangents is None:
+            return tuple(name for name in refs(self.outputs) if self.by_name[name].requires_grad)
+        return (() if self.loss is None else (self.loss,)) + (self.cotangents or ())
 
     @cached_property
     def updated(self) -> frozenset[str]:
-        """The trainable parameters that get a gradient from the loss (without a loss: from some output). Optimizers
-        pass over all others, and keep no states for them."""
-        reached = {self.loss} if self.loss is not None else set(refs(self.outputs))
+        """The trainable parameters that get a gradient (``differentiated``). Optimizers pass over all others, and keep
+        no states for them."""
+        reached = set(self.differentiated)
         for op in reversed(self.ops):
             if any(name in reached and self.by_name[name].requires_grad for name in op.results):
                 reached.update(name for name in op.operands if self.by_name[name].requires_grad)

@@ -20,7 +20,6 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_call
-from shardwise.graph.normalize_random import SEED as SEED
 from shardwise.graph.operators import dropout as dropout_operator
 from shardwise.graph.operators import mark as mark_operator
 from shardwise.graph.schema import arguments, is_random, operator_name
@@ -50,8 +49,8 @@ def normalize(graph: Graph) -> Graph:
 
 
 def _draws_nothing(op: Op) -> bool:
-    given = arguments(op)
-    return given.get("dropout_p", 1) == 0 or given.get("dropout", 1) == 0 or given.get("train") is False
+    args = arguments(op)
+    return args.get("dropout_p", 1) == 0 or args.get("dropout", 1) == 0 or args.get("train") is False
 
 
 # --------------------------------------------------------------------------------------------------- contractions
@@ -63,36 +62,36 @@ def _scaled(emitter: Emitter, ref: Ref, factor: Any) -> Ref:
 
 
 def _linear(op: Op, emitter: Emitter) -> Results:
-    given = arguments(op)
-    if given["bias"] is None:
+    args = arguments(op)
+    if args["bias"] is None:
         return None
-    product = emitter.emit(aten.linear.default, given["input"], given["weight"])
-    return (emitter.emit(aten.add.Tensor, product, given["bias"]),)
+    product = emitter.emit(aten.linear.default, args["input"], args["weight"])
+    return (emitter.emit(aten.add.Tensor, product, args["bias"]),)
 
 
 def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
     """``beta * self + alpha * (left @ right)``; with beta = 0, self is not read."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
-        given = arguments(op)
-        result = _scaled(emitter, emitter.emit(product, given[left], given[right]), given["alpha"])
-        if given["beta"] == 0:
+        args = arguments(op)
+        result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
+        if args["beta"] == 0:
             return (result,)
-        return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, given["self"], given["beta"])),)
+        return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
 
     return rewrite
 
 
 def _convolution(op: Op, emitter: Emitter) -> Results:
     """The bias is added per channel."""
-    given = arguments(op)
-    bias = given["bias"]
+    args = arguments(op)
+    bias = args["bias"]
     if bias is None:
         return None
-    given["bias"] = None
+    args["bias"] = None
     names = [argument.name for argument in op.target._schema.arguments]
-    result = emitter.emit(op.target, *(given[name] for name in names))
-    weight = emitter.value(given["weight"])
+    result = emitter.emit(op.target, *(args[name] for name in names))
+    weight = emitter.value(args["weight"])
     channels = emitter.value(bias).shape[0]
     column = emitter.emit(aten.reshape.default, bias, (channels, *[1] * (len(weight.shape) - 2)))
     return (emitter.emit(aten.add.Tensor, result, column),)
@@ -106,19 +105,19 @@ def _mean(op: Op, emitter: Emitter) -> Results:
 
     Half precision is summed in float32: the sum may not fit, nor lose the bits that the mean keeps.
     """
-    given = arguments(op)
-    shape = emitter.value(given["self"]).shape
-    dims = tuple(range(len(shape))) if not given.get("dim") and given.get("dim") != 0 else given["dim"]
+    args = arguments(op)
+    shape = emitter.value(args["self"]).shape
+    dims = tuple(range(len(shape))) if not args.get("dim") and args.get("dim") != 0 else args["dim"]
     dims = (dims,) if isinstance(dims, int) else dims
     count = prod(shape[d] for d in dims) if shape else 1
-    dtype = given["dtype"] or emitter.value(given["self"]).dtype
+    dtype = args["dtype"] or emitter.value(args["self"]).dtype
     low_precision = dtype in (torch.float16, torch.bfloat16)
-    sum_dtype = torch.float32 if low_precision else given["dtype"]
+    sum_dtype = torch.float32 if low_precision else args["dtype"]
     kwargs = {} if sum_dtype is None else {"dtype": sum_dtype}
     if op.target is aten.mean.default:
-        total = emitter.emit(aten.sum.default, given["self"], **kwargs)
+        total = emitter.emit(aten.sum.default, args["self"], **kwargs)
     else:
-        total = emitter.emit(aten.sum.dim_IntList, given["self"], dims, given["keepdim"], **kwargs)
+        total = emitter.emit(aten.sum.dim_IntList, args["self"], dims, args["keepdim"], **kwargs)
     result = emitter.emit(aten.div.Tensor, total, count)
     return (emitter.emit(aten.to.dtype, result, dtype) if low_precision else result,)
 
@@ -142,10 +141,10 @@ def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
 
 
 def _dropout(op: Op, emitter: Emitter) -> Results:
-    given = arguments(op)
-    if not given["train"] or given["p"] == 0:
-        return (given["input"],)
-    return (_drop(emitter, given["input"], given["p"]),)
+    args = arguments(op)
+    if not args["train"] or args["p"] == 0:
+        return (args["input"],)
+    return (_drop(emitter, args["input"], args["p"]),)
 
 
 def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
@@ -155,49 +154,49 @@ def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
 
 def _feature_dropout(op: Op, emitter: Emitter) -> Results:
     """Drops whole channels: a dropout of ones of shape (n, c, 1, ...), multiplied in."""
-    given = arguments(op)
-    if not given["train"] or given["p"] == 0:
-        return (given["input"],)
-    value = emitter.value(given["input"])
-    noise = _drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), given["p"])
-    return (emitter.emit(aten.mul.Tensor, given["input"], noise),)
+    args = arguments(op)
+    if not args["train"] or args["p"] == 0:
+        return (args["input"],)
+    value = emitter.value(args["input"])
+    noise = _drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), args["p"])
+    return (emitter.emit(aten.mul.Tensor, args["input"], noise),)
 
 
 def _native_dropout(op: Op, emitter: Emitter) -> Results:
-    given = arguments(op)
-    value = emitter.value(given["input"])
-    if not given["train"] and given["train"] is not None:
-        return given["input"], emitter.emit(aten.full.default, value.shape, True, dtype=torch.bool)
-    noise = _drop(emitter, _ones(emitter, value.shape, value.dtype), given["p"])
-    return emitter.emit(aten.mul.Tensor, given["input"], noise), emitter.emit(aten.ne.Scalar, noise, 0)
+    args = arguments(op)
+    value = emitter.value(args["input"])
+    if not args["train"] and args["train"] is not None:
+        return args["input"], emitter.emit(aten.full.default, value.shape, True, dtype=torch.bool)
+    noise = _drop(emitter, _ones(emitter, value.shape, value.dtype), args["p"])
+    return emitter.emit(aten.mul.Tensor, args["input"], noise), emitter.emit(aten.ne.Scalar, noise, 0)
 
 
 def _bernoulli(op: Op, emitter: Emitter) -> Results:
     """Ones with probability p: where a dropout of ones with probability 1 - p keeps them."""
-    given = arguments(op)
-    value = emitter.value(given["self"])
+    args = arguments(op)
+    value = emitter.value(args["self"])
     dtype = value.dtype if value.dtype.is_floating_point else torch.float32
-    noise = _drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - given["p"])
+    noise = _drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - args["p"])
     return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
 
 
 def _attention(op: Op, emitter: Emitter) -> Results:
     """With dropout: softmax(q k^T * scale + mask), dropped, times v (Vaswani et al. 2017, section 3.2.1)."""
-    given = arguments(op)
-    if given["dropout_p"] == 0:
+    args = arguments(op)
+    if args["dropout_p"] == 0:
         return None
     emit = emitter.emit
-    query, key, value, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+    query, key, value, mask = args["query"], args["key"], args["value"], args["attn_mask"]
     shape = emitter.value(query).shape
     length, key_length = shape[-2], emitter.value(key).shape[-2]
-    if given["enable_gqa"]:
+    if args["enable_gqa"]:
         groups = shape[-3] // emitter.value(key).shape[-3]
         if groups > 1:
             key = emit(aten.repeat_interleave.self_int, key, groups, -3)
             value = emit(aten.repeat_interleave.self_int, value, groups, -3)
-    scale = shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    scale = shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
     scores = emit(aten.matmul.default, emit(aten.mul.Tensor, query, scale), emit(aten.transpose.int, key, -2, -1))
-    if given["is_causal"]:
+    if args["is_causal"]:
         rows = emit(aten.unsqueeze.default, emit(aten.arange.default, length), 1)
         later = emit(aten.gt.Tensor, emit(aten.arange.default, key_length), rows)
         scores = emit(aten.masked_fill.Scalar, scores, later, float("-inf"))
@@ -206,7 +205,7 @@ def _attention(op: Op, emitter: Emitter) -> Results:
     elif mask is not None:
         scores = emit(aten.add.Tensor, scores, mask)
     softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
-    weights = _drop(emitter, emit(softmax, scores, -1), given["dropout_p"])
+    weights = _drop(emitter, emit(softmax, scores, -1), args["dropout_p"])
     return (emit(aten.matmul.default, weights, value),)
 
 

@@ -23,24 +23,24 @@ def recurrent(drop: Drop) -> Rewrite:
     """LSTM, GRU and RNN with dropout between the layers: one operator per layer, and dropout as everywhere else."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
-        given = arguments(op)
-        layers = given["num_layers"]
-        if not given["train"] or given["dropout"] == 0:
+        args = arguments(op)
+        layers = args["num_layers"]
+        if not args["train"] or args["dropout"] == 0:
             return None
-        states = given["hx"] if isinstance(given["hx"], tuple) else (given["hx"],)
-        directions = 2 if given["bidirectional"] else 1
-        own = len(given["params"]) // layers
-        x = given["input"]
+        states = args["hx"] if isinstance(args["hx"], tuple) else (args["hx"],)
+        directions = 2 if args["bidirectional"] else 1
+        num_params = len(args["params"]) // layers
+        x = args["input"]
         finals: list[tuple[Ref, ...]] = []
         for layer in range(layers):
             first = layer * directions
             hx = tuple(emitter.emit(aten.slice.Tensor, s, 0, first, first + directions) for s in states)
-            params = given["params"][layer * own : (layer + 1) * own]
-            rest = (given["has_biases"], 1, 0.0, given["train"], given["bidirectional"], given["batch_first"])
-            x, *last = emitter.emit_as_is(op.target, x, hx if isinstance(given["hx"], tuple) else hx[0], params, *rest)
+            params = args["params"][layer * num_params : (layer + 1) * num_params]
+            rest = (args["has_biases"], 1, 0.0, args["train"], args["bidirectional"], args["batch_first"])
+            x, *last = emitter.emit_as_is(op.target, x, hx if isinstance(args["hx"], tuple) else hx[0], params, *rest)
             finals.append(tuple(last))
             if layer < layers - 1:
-                x = drop(emitter, x, given["dropout"])
+                x = drop(emitter, x, args["dropout"])
         return x, *(emitter.emit(aten.cat.default, together, 0) for together in zip(*finals, strict=True))
 
     return rewrite
@@ -48,11 +48,11 @@ def recurrent(drop: Drop) -> Rewrite:
 
 def _weight_norm(op: Op, emitter: Emitter) -> Results:
     """``v g / |v|``, the norm over all dims but one (Salimans and Kingma 2016)."""
-    given = arguments(op)
-    rank, kept = len(emitter.value(given["v"]).shape), given["dim"]
+    args = arguments(op)
+    rank, kept = len(emitter.value(args["v"]).shape), args["dim"]
     dims = None if kept == -1 else tuple(d for d in range(rank) if d != kept % rank)
-    norm = emitter.emit(aten.linalg_vector_norm.default, given["v"], 2, dims, kept != -1)
-    return (emitter.emit(aten.mul.Tensor, given["v"], emitter.emit(aten.div.Tensor, given["g"], norm)),)
+    norm = emitter.emit(aten.linalg_vector_norm.default, args["v"], 2, dims, kept != -1)
+    return (emitter.emit(aten.mul.Tensor, args["v"], emitter.emit(aten.div.Tensor, args["g"], norm)),)
 
 
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -62,26 +62,26 @@ def _embedding_bag(op: Op, emitter: Emitter) -> Results:
     """Sums, means or maxima of embeddings. Bags of equal lengths, which PyTorch makes of a matrix of indices, are rows
     of a matrix; others are added to the row of their bag. Gradients scaled by frequency stay as they are.
     """
-    given, emit = arguments(op), emitter.emit
-    if given["scale_grad_by_freq"]:
+    call_args, emit = arguments(op), emitter.emit
+    if call_args["scale_grad_by_freq"]:
         return None
-    padding = given.get("padding_idx")
-    table = emitter.value(given["weight"]).shape[0]
+    padding = call_args.get("padding_idx")
+    table = emitter.value(call_args["weight"]).shape[0]
     padding = None if padding is None else padding % table
-    count = emitter.value(given["indices"]).shape[0]
-    rows = emit(aten.embedding.default, given["weight"], given["indices"])
+    count = emitter.value(call_args["indices"]).shape[0]
+    rows = emit(aten.embedding.default, call_args["weight"], call_args["indices"])
     others = emitter.emit_as_is(op.target, *op.args, **dict(op.kwargs))[1:]  # dropped if nobody reads them
-    if given["mode"] == _MAX:
-        return _bag_maxima(emitter, given, rows, padding), *others
+    if call_args["mode"] == _MAX:
+        return _bag_maxima(emitter, call_args, rows, padding), *others
     counted = None  # per index, 1 unless it is padding
     if padding is not None:
-        counted = emit(aten.to.dtype, emit(aten.ne.Scalar, given["indices"], padding), emitter.value(rows).dtype)
-    for weights in (given["per_sample_weights"], counted):
+        counted = emit(aten.to.dtype, emit(aten.ne.Scalar, call_args["indices"], padding), emitter.value(rows).dtype)
+    for weights in (call_args["per_sample_weights"], counted):
         if weights is not None:
             rows = emit(aten.mul.Tensor, rows, emit(aten.unsqueeze.default, weights, -1))
-    add = _bag_sums(emitter, given, count)
+    add = _bag_sums(emitter, call_args, count)
     total = add(rows)
-    if given["mode"] == _MEAN:
+    if call_args["mode"] == _MEAN:
         ones = (
             counted if counted is not None else emit(aten.full.default, (count,), 1.0, dtype=emitter.value(rows).dtype)
         )
@@ -90,11 +90,11 @@ def _embedding_bag(op: Op, emitter: Emitter) -> Results:
     return total, *others
 
 
-def _bag_sums(emitter: Emitter, given: dict[str, Any], count: int) -> Callable[[Ref], Ref]:
+def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[Ref], Ref]:
     """The function that adds up ``[index, ...]`` by bags."""
     emit = emitter.emit
-    bags = emitter.value(given["offsets"]).shape[0] - bool(given["include_last_offset"])
-    length = _equal_length(emitter, given["offsets"], count)
+    bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
+    length = _equal_length(emitter, args["offsets"], count)
     if length is not None and bags * length == count:
 
         def add_rows(rows: Ref) -> Ref:
@@ -103,7 +103,7 @@ def _bag_sums(emitter: Emitter, given: dict[str, Any], count: int) -> Callable[[
             return result
 
         return add_rows
-    bag = _bag_of(emitter, given["offsets"], count)
+    bag = _bag_of(emitter, args["offsets"], count)
 
     def add_to_bags(rows: Ref) -> Ref:
         value = emitter.value(rows)
@@ -123,48 +123,48 @@ def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
     return bag
 
 
-def _bag_maxima(emitter: Emitter, given: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
+def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
     """The largest ``[index, ...]`` of every bag; 0 for a bag that holds nothing (but padding)."""
     emit, value = emitter.emit, emitter.value(rows)
     count, columns = value.shape
-    bags = emitter.value(given["offsets"]).shape[0] - bool(given["include_last_offset"])
-    length = _equal_length(emitter, given["offsets"], count)
+    bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
+    length = _equal_length(emitter, args["offsets"], count)
     if padding is None and length is not None and bags * length == count:
         values: Ref = emit(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
         return values
-    bag = _bag_of(emitter, given["offsets"], count)
+    bag = _bag_of(emitter, args["offsets"], count)
     if padding is not None:  # in a bag of its own, behind the others
-        bag = emit(aten.masked_fill.Scalar, bag, emit(aten.eq.Scalar, given["indices"], padding), bags)
+        bag = emit(aten.masked_fill.Scalar, bag, emit(aten.eq.Scalar, args["indices"], padding), bags)
     zeros = emit(aten.full.default, (bags + 1, columns), 0.0, dtype=value.dtype)
     index = emit(aten.expand.default, emit(aten.unsqueeze.default, bag, 1), (count, columns))
     largest = emit(aten.scatter_reduce.two, zeros, 0, index, rows, "amax", include_self=False)
-    found: Ref = emit(aten.slice.Tensor, largest, 0, 0, bags)
-    return found
+    maxima: Ref = emit(aten.slice.Tensor, largest, 0, 0, bags)
+    return maxima
 
 
 def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
     """The step of ``offsets = arange(0, count, step)``."""
-    made = next((op for op in emitter.ops if offsets.name in op.results), None)
-    if made is None or made.target is not aten.arange.start_step:
+    producer = next((op for op in emitter.ops if offsets.name in op.results), None)
+    if producer is None or producer.target is not aten.arange.start_step:
         return None
-    given = arguments(made)
-    step = given["step"]
-    exact = isinstance(step, int) and given["start"] == 0 and given["end"] == count
+    args = arguments(producer)
+    step = args["step"]
+    exact = isinstance(step, int) and args["start"] == 0 and args["end"] == count
     return step if exact else None
 
 
 def _grouped_mm(op: Op, emitter: Emitter) -> Results:
     """Rows by expert times one matrix per expert; the operator's other forms stay."""
-    x, weight, *given = (op.args + tuple(arg for _, arg in op.kwargs))[:3]
+    x, weight, *rest = (op.args + tuple(arg for _, arg in op.kwargs))[:3]
     others = [arg for name, arg in arguments(op).items() if name in ("bias", "out_dtype")]
-    if not given or given[0] is None or any(arg is not None for arg in others):
+    if not rest or rest[0] is None or any(arg is not None for arg in others):
         return None
     shapes = emitter.value(x).shape, emitter.value(weight).shape
     if tuple(map(len, shapes)) != (2, 3):
         return None
     (rows, _), (experts, _, _) = shapes
     parts = ((rows,), (0,), (rows,), (experts,), (0,), (experts,))
-    return (emitter.emit(GROUPED_MM, x, weight, given[0], *parts),)
+    return (emitter.emit(GROUPED_MM, x, weight, rest[0], *parts),)
 
 
 def foreign_normalizations() -> dict[OpOverload, Rewrite]:

@@ -22,13 +22,13 @@ NONE, MEAN, SUM = 0, 1, 2
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def _total(op: Op, given: dict[str, Any], scores: Ref, emitter: Emitter) -> Ref:
+def _total(op: Op, args: dict[str, Any], scores: Ref, emitter: Emitter) -> Ref:
     """The summed loss, in float32 if the scores have half precision."""
     low_precision = emitter.value(scores).dtype in _LOW_PRECISION
-    given = given | {"reduction": NONE if low_precision else SUM}
+    args = args | {"reduction": NONE if low_precision else SUM}
     schema = op.target._schema.arguments
-    positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
-    keywords = {argument.name: given[argument.name] for argument in schema if argument.kwarg_only}
+    positional = [args[argument.name] for argument in schema if not argument.kwarg_only]
+    keywords = {argument.name: args[argument.name] for argument in schema if argument.kwarg_only}
     loss: Ref = emitter.emit(op.target, *positional, **keywords)
     if low_precision:
         loss = emitter.emit(aten.sum.default, loss, dtype=torch.float32)
@@ -46,38 +46,38 @@ def _class_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
 
     With probabilities as targets (``target`` is floating), over the count of samples.
     """
-    given = arguments(op)
-    if given["reduction"] != MEAN:
+    args = arguments(op)
+    if args["reduction"] != MEAN:
         return None
-    scores, target = given["self"], given["target"]
-    total = _total(op, given, scores, emitter)
+    scores, target = args["self"], args["target"]
+    total = _total(op, args, scores, emitter)
     if emitter.value(target).dtype.is_floating_point:
         shape = emitter.value(scores).shape
         classes = shape[1] if len(shape) > 1 else shape[0]
         return _divided(op, total, prod(shape) // classes, scores, emitter)
-    valid = emitter.emit(aten.ne.Scalar, target, given["ignore_index"])
+    valid = emitter.emit(aten.ne.Scalar, target, args["ignore_index"])
     dtype = emitter.value(total).dtype
     count = emitter.emit(aten.to.dtype, valid, dtype)
-    if given["weight"] is not None:
+    if args["weight"] is not None:
         labels = emitter.emit(aten.masked_fill.Scalar, target, emitter.emit(aten.logical_not.default, valid), 0)
-        own = emitter.emit(aten.index.Tensor, given["weight"], (labels,))
-        count = emitter.emit(aten.mul.Tensor, own, count)
+        label_weight = emitter.emit(aten.index.Tensor, args["weight"], (labels,))
+        count = emitter.emit(aten.mul.Tensor, label_weight, count)
     return _divided(op, total, emitter.emit(aten.sum.default, count), scores, emitter)
 
 
 def _element_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """Losses of single elements: over the count of elements, after broadcasting."""
-    given = arguments(op)
-    if given["reduction"] != MEAN:
+    call_args = arguments(op)
+    if call_args["reduction"] != MEAN:
         return None
     scores: Ref = op.args[0]
     shapes = [
-        emitter.value(given[name]).shape
+        emitter.value(call_args[name]).shape
         for name in ("self", "input", "target", "weight")
-        if given.get(name) is not None
+        if call_args.get(name) is not None
     ]
     count = prod(torch.broadcast_shapes(*shapes))
-    return _divided(op, _total(op, given, scores, emitter), count, scores, emitter)
+    return _divided(op, _total(op, call_args, scores, emitter), count, scores, emitter)
 
 
 LOSS_NORMALIZATIONS: dict[OpOverload, Rewrite] = {

@@ -60,12 +60,12 @@ def _made(draw: Any) -> Rewrite:
     """``rand(size)`` and its like, or ``rand_like(x)``."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
-        given = arguments(op)
-        if "self" in given:
-            model = emitter.value(given["self"])
-            shape, dtype = model.shape, given["dtype"] or model.dtype
+        args = arguments(op)
+        if "self" in args:
+            model = emitter.value(args["self"])
+            shape, dtype = model.shape, args["dtype"] or model.dtype
         else:
-            shape, dtype = tuple(given["size"]), given["dtype"] or torch.get_default_dtype()
+            shape, dtype = tuple(args["size"]), args["dtype"] or torch.get_default_dtype()
         return (draw(emitter, shape, dtype),) if dtype.is_floating_point else None
 
     return rewrite
@@ -73,47 +73,47 @@ def _made(draw: Any) -> Rewrite:
 
 def _integers(op: Op, emitter: Emitter) -> Results:
     """``low + floor(u (high - low))``."""
-    given = arguments(op)
-    low = given.get("low", 0)
-    if "self" in given:
-        shape, dtype = emitter.value(given["self"]).shape, given["dtype"] or emitter.value(given["self"]).dtype
+    args = arguments(op)
+    low = args.get("low", 0)
+    if "self" in args:
+        shape, dtype = emitter.value(args["self"]).shape, args["dtype"] or emitter.value(args["self"]).dtype
     else:
-        shape, dtype = tuple(given["size"]), given["dtype"] or torch.int64
-    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, torch.float64), given["high"] - low)
+        shape, dtype = tuple(args["size"]), args["dtype"] or torch.int64
+    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, torch.float64), args["high"] - low)
     whole = emitter.emit(aten.to.dtype, emitter.emit(aten.floor.default, scaled), dtype)
     return (emitter.emit(aten.add.Tensor, whole, low),)
 
 
 def _bernoulli(op: Op, emitter: Emitter) -> Results:
     """Ones where a uniform number is below the probability."""
-    given = arguments(op)
-    value = emitter.value(given["self"])
+    args = arguments(op)
+    value = emitter.value(args["self"])
     drawn = _uniform(emitter, value.shape, torch.float64)
-    return (emitter.emit(aten.to.dtype, emitter.emit(aten.lt.Tensor, drawn, given["self"]), value.dtype),)
+    return (emitter.emit(aten.to.dtype, emitter.emit(aten.lt.Tensor, drawn, args["self"]), value.dtype),)
 
 
 def _between(op: Op, emitter: Emitter) -> Results:
     """``uniform_(low, high)``."""
-    given = arguments(op)
-    value = emitter.value(given["self"])
-    width = emitter.emit(aten.mul.Tensor, _uniform(emitter, value.shape, torch.float64), given["to"] - given["from"])
-    return (emitter.emit(aten.to.dtype, emitter.emit(aten.add.Tensor, width, given["from"]), value.dtype),)
+    args = arguments(op)
+    value = emitter.value(args["self"])
+    width = emitter.emit(aten.mul.Tensor, _uniform(emitter, value.shape, torch.float64), args["to"] - args["from"])
+    return (emitter.emit(aten.to.dtype, emitter.emit(aten.add.Tensor, width, args["from"]), value.dtype),)
 
 
 def _exponential(op: Op, emitter: Emitter) -> Results:
     """``-log(1 - u) / rate``."""
-    given = arguments(op)
-    value = emitter.value(given["self"])
+    args = arguments(op)
+    value = emitter.value(args["self"])
     negative = emitter.emit(aten.neg.default, _uniform(emitter, value.shape, torch.float64))
-    scaled = emitter.emit(aten.div.Tensor, emitter.emit(aten.log1p.default, negative), -given["lambd"])
+    scaled = emitter.emit(aten.div.Tensor, emitter.emit(aten.log1p.default, negative), -args["lambd"])
     return (emitter.emit(aten.to.dtype, scaled, value.dtype),)
 
 
 def _permutation(op: Op, emitter: Emitter) -> Results:
     """The order of as many uniform numbers."""
-    given = arguments(op)
-    order = emitter.emit(aten.argsort.default, _uniform(emitter, (given["n"],), torch.float64))
-    dtype = given["dtype"] or torch.int64
+    args = arguments(op)
+    order = emitter.emit(aten.argsort.default, _uniform(emitter, (args["n"],), torch.float64))
+    dtype = args["dtype"] or torch.int64
     return (order if dtype == torch.int64 else emitter.emit(aten.to.dtype, order, dtype),)
 
 
@@ -121,9 +121,9 @@ def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref]) -> 
     """``x.cauchy_(...)`` and its like: ``draw`` gives float64 numbers of the shape."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
-        given = arguments(op)
-        value = emitter.value(given["self"])
-        return (emitter.emit(aten.to.dtype, draw(given, emitter, value.shape), value.dtype),)
+        args = arguments(op)
+        value = emitter.value(args["self"])
+        return (emitter.emit(aten.to.dtype, draw(args, emitter, value.shape), value.dtype),)
 
     return rewrite
 
@@ -134,63 +134,63 @@ def _log_survival(emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     return result
 
 
-def _gaussian(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+def _gaussian(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """``mean + std z``."""
-    spread = emitter.emit(aten.mul.Tensor, _normal(emitter, shape, _WIDE), _free(emitter, given["std"]))
-    result: Ref = emitter.emit(aten.add.Tensor, spread, _free(emitter, given["mean"]))
+    spread = emitter.emit(aten.mul.Tensor, _normal(emitter, shape, _WIDE), _free(emitter, args["std"]))
+    result: Ref = emitter.emit(aten.add.Tensor, spread, _free(emitter, args["mean"]))
     return result
 
 
 def _gaussian_of(op: Op, emitter: Emitter) -> Results:
     """``torch.normal`` of two tensors, of a tensor and a number, or of two numbers and a size."""
-    given = arguments(op)
-    tensors = [emitter.value(arg) for arg in (given["mean"], given["std"]) if isinstance(arg, Ref)]
-    shape = tuple(torch.broadcast_shapes(*(value.shape for value in tensors))) if tensors else tuple(given["size"])
-    dtype = tensors[0].dtype if tensors else given["dtype"] or torch.get_default_dtype()
-    return (emitter.emit(aten.to.dtype, _gaussian(given, emitter, shape), dtype),)
+    args = arguments(op)
+    tensors = [emitter.value(arg) for arg in (args["mean"], args["std"]) if isinstance(arg, Ref)]
+    shape = tuple(torch.broadcast_shapes(*(value.shape for value in tensors))) if tensors else tuple(args["size"])
+    dtype = tensors[0].dtype if tensors else args["dtype"] or torch.get_default_dtype()
+    return (emitter.emit(aten.to.dtype, _gaussian(args, emitter, shape), dtype),)
 
 
-def _log_normal(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    result: Ref = emitter.emit(aten.exp.default, _gaussian(given, emitter, shape))
+def _log_normal(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    result: Ref = emitter.emit(aten.exp.default, _gaussian(args, emitter, shape))
     return result
 
 
-def _cauchy(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+def _cauchy(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """``median + sigma tan(pi (u - 1/2))``."""
     emit = emitter.emit
     angle = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _uniform(emitter, shape, _WIDE), 0.5), pi)
-    spread = emit(aten.mul.Tensor, emit(aten.tan.default, angle), given["sigma"])
-    result: Ref = emit(aten.add.Tensor, spread, given["median"])
+    spread = emit(aten.mul.Tensor, emit(aten.tan.default, angle), args["sigma"])
+    result: Ref = emit(aten.add.Tensor, spread, args["median"])
     return result
 
 
-def _geometric(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+def _geometric(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """Trials up to the first success: ``1 + floor(log(1 - u) / log(1 - p))``."""
-    failures = emitter.emit(aten.div.Tensor, _log_survival(emitter, shape), log1p(-given["p"]))
+    failures = emitter.emit(aten.div.Tensor, _log_survival(emitter, shape), log1p(-args["p"]))
     result: Ref = emitter.emit(aten.add.Tensor, emitter.emit(aten.floor.default, failures), 1)
     return result
 
 
-def _below(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+def _below(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """``random_(to)``."""
-    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), given["to"])
+    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), args["to"])
     result: Ref = emitter.emit(aten.floor.default, scaled)
     return result
 
 
-def _bernoulli_of(given: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+def _bernoulli_of(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """``bernoulli_(p)`` with a tensor of probabilities."""
-    result: Ref = emitter.emit(aten.lt.Tensor, _uniform(emitter, shape, _WIDE), _free(emitter, given["p"]))
+    result: Ref = emitter.emit(aten.lt.Tensor, _uniform(emitter, shape, _WIDE), _free(emitter, args["p"]))
     return result
 
 
 def _multinomial(op: Op, emitter: Emitter) -> Results:
     """Without replacement the largest of ``weight / exponential`` (Efraimidis and Spirakis 2006, as in PyTorch); with
     it, how many cumulative weights lie at or below ``u`` times their sum."""
-    given, emit = arguments(op), emitter.emit
-    shape, count = emitter.value(given["self"]).shape, given["num_samples"]
-    weights = emit(aten.to.dtype, given["self"], _WIDE)
-    if count == 1 or not given["replacement"]:
+    args, emit = arguments(op), emitter.emit
+    shape, count = emitter.value(args["self"]).shape, args["num_samples"]
+    weights = emit(aten.to.dtype, args["self"], _WIDE)
+    if count == 1 or not args["replacement"]:
         waited = emit(aten.neg.default, _log_survival(emitter, shape))
         return (emit(aten.topk.default, emit(aten.div.Tensor, weights, waited), count, -1)[1],)
     cumulated = emit(aten.cumsum.default, weights, -1)
@@ -202,15 +202,15 @@ def _multinomial(op: Op, emitter: Emitter) -> Results:
 
 def _rrelu(op: Op, emitter: Emitter) -> Results:
     """A slope of [lower, upper) per negative element; in evaluation their mean."""
-    given, emit = arguments(op), emitter.emit
-    lower, upper = given["lower"], given["upper"]
-    if not given["training"]:
-        return (emit(aten.leaky_relu.default, given["self"], (lower + upper) / 2),)
-    value = emitter.value(given["self"])
+    args, emit = arguments(op), emitter.emit
+    lower, upper = args["lower"], args["upper"]
+    if not args["training"]:
+        return (emit(aten.leaky_relu.default, args["self"], (lower + upper) / 2),)
+    value = emitter.value(args["self"])
     scaled = emit(aten.mul.Tensor, _uniform(emitter, value.shape, _WIDE), upper - lower)
     slope = emit(aten.to.dtype, emit(aten.add.Tensor, scaled, lower), value.dtype)
-    kept = emit(aten.where.ScalarOther, emit(aten.le.Scalar, given["self"], 0), slope, 1.0)
-    return (emit(aten.mul.Tensor, given["self"], kept),)
+    kept = emit(aten.where.ScalarOther, emit(aten.le.Scalar, args["self"], 0), slope, 1.0)
+    return (emit(aten.mul.Tensor, args["self"], kept),)
 
 
 def alpha_scale(p: float) -> tuple[float, float]:
@@ -225,10 +225,10 @@ def _alpha_dropout(features: bool) -> Rewrite:
     """``features``: whole channels."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
-        given, emit = arguments(op), emitter.emit
-        x, p = given["input"], given["p"]
+        args, emit = arguments(op), emitter.emit
+        x, p = args["input"], args["p"]
         value = emitter.value(x)
-        if not given["train"] or p == 0:
+        if not args["train"] or p == 0:
             return (x,)
         if p == 1:
             return (emit(aten.mul.Tensor, x, 0.0),)

@@ -79,8 +79,10 @@ def hashed(
     bits = torch.empty(tuple(lengths), dtype=torch.int64)
     for start, stop in _pieces(lengths):
         first = tuple(a + b for a, b in zip(offsets, start, strict=True))
-        own = tuple(b - a for a, b in zip(start, stop, strict=True))
-        bits[tuple(map(slice, start, stop))] = _hashed_indices(key, global_indices(sizes, first, own, seed.device))
+        part_shape = tuple(b - a for a, b in zip(start, stop, strict=True))
+        bits[tuple(map(slice, start, stop))] = _hashed_indices(
+            key, global_indices(sizes, first, part_shape, seed.device)
+        )
     return bits
 
 

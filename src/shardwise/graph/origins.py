@@ -45,8 +45,8 @@ def is_initial(node: Node) -> bool:
 
 def _line_of_trace(trace: str) -> str:
     """The innermost user line of a stack trace as text."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    users = [(name, line) for name, line in found if not name.startswith(NOT_USER_CODE)]
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    users = [(name, line) for name, line in frames if not name.startswith(NOT_USER_CODE)]
     return f"{Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
 
 

@@ -17,13 +17,13 @@ def operator_name(target: OpOverload) -> str:
 
 def arguments(op: Op) -> dict[str, Arg]:
     """Every argument of the call by its schema name, defaults filled in (list defaults as tuples)."""
-    given = dict(op.kwargs)
+    named = dict(op.kwargs)
     bound: dict[str, Arg] = {}
     for position, argument in enumerate(op.target._schema.arguments):
         if position < len(op.args) and not argument.kwarg_only:
             bound[argument.name] = op.args[position]
-        elif argument.name in given:
-            bound[argument.name] = given[argument.name]
+        elif argument.name in named:
+            bound[argument.name] = named[argument.name]
         elif argument.has_default_value():
             default = argument.default_value
             bound[argument.name] = tuple(default) if isinstance(default, list) else default

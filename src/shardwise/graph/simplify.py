@@ -2,9 +2,9 @@
 
 ``view`` becomes ``reshape``: on a rank the operand may be a slice, of which a view can not be taken.
 
-Where only the shape or the dtype of an operand is used (``expand_as``), or every result is made of one operand only
-(``meshgrid``), what is left says so: autograd sends the other operands no gradient, and a program must neither convert
-them nor list what their backward would do.
+``expand_as`` uses only the shape of its second operand, and each result of ``meshgrid`` only one of the operands. They
+become ``expand``, which has that one operand. Autograd sends the others no gradient; a program that had them would
+convert them, and list a backward that never runs.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ def _meshgrid(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     shape = [1] * len(dims)
     for ref, dim in zip(operands, dims, strict=True):
         shape[dim] = emitter.value(ref).numel
-    found = []
+    grids = []
     for ref, dim in zip(operands, dims, strict=True):
-        along = tuple(size if own == dim else 1 for own, size in enumerate(shape))
+        along = tuple(size if position == dim else 1 for position, size in enumerate(shape))
         reshaped = emitter.emit(aten.reshape.default, ref, along)
-        found.append(emitter.emit(aten.expand.default, reshaped, tuple(shape)))
-    return tuple(found)
+        grids.append(emitter.emit(aten.expand.default, reshaped, tuple(shape)))
+    return tuple(grids)
 
 
 def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """A slice of everything is its operand."""
-    given = arguments(op)
+    args = arguments(op)
     shape = emitter.value(_operand(op)).shape
-    size = shape[given["dim"]]
-    start, end = given["start"] or 0, size if given["end"] is None else given["end"]
-    whole = (start == 0 or start <= -size) and end >= size and given["step"] == 1
+    size = shape[args["dim"]]
+    start, end = args["start"] or 0, size if args["end"] is None else args["end"]
+    whole = (start == 0 or start <= -size) and end >= size and args["step"] == 1
     return (_operand(op),) if whole else None
 
 

@@ -44,8 +44,8 @@ def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tenso
     *lengths, blank, zero_infinity = rest
     losses, table = torch.ops.aten._ctc_loss.Tensor(log_probs, *rest)
     call = torch.ops.aten._ctc_loss_backward.Tensor
-    found: Tensor = call(gradient, log_probs, *lengths, losses, table, blank, zero_infinity)
-    return found
+    grad_log_probs: Tensor = call(gradient, log_probs, *lengths, losses, table, blank, zero_infinity)
+    return grad_log_probs
 
 
 @_ctc_loss_backward.register_fake
@@ -75,17 +75,17 @@ def _ctc(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    def lengths(given: Tensor | Sequence[int]) -> Tensor:
-        return given.reshape(-1) if isinstance(given, Tensor) else torch.tensor(tuple(given), dtype=torch.int64)
+    def lengths(sizes: Tensor | Sequence[int]) -> Tensor:
+        return sizes.reshape(-1) if isinstance(sizes, Tensor) else torch.tensor(tuple(sizes), dtype=torch.int64)
 
     single = log_probs.dim() == 2
     scores = log_probs.unsqueeze(1) if single else log_probs
-    own = lengths(target_lengths)
+    lengths_of_targets = lengths(target_lengths)
     losses: Tensor = torch.ops.shardwise.ctc_loss.default(
-        scores, targets, lengths(input_lengths), own, blank, zero_infinity
+        scores, targets, lengths(input_lengths), lengths_of_targets, blank, zero_infinity
     )
     if reduction == "mean":
-        return (losses / own.clamp_min(1).to(losses.dtype)).mean()
+        return (losses / lengths_of_targets.clamp_min(1).to(losses.dtype)).mean()
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
 
 

@@ -41,6 +41,8 @@ def format_graph(graph: Graph) -> str:
     lines.append(("return " + ", ".join(map(_format_arg, graph.outputs))).rstrip())
     if graph.loss is not None:
         lines.append(f"loss {_value(graph.loss)}")
+    if graph.cotangents is not None:
+        lines.append(("cotangents " + ", ".join(map(_value, graph.cotangents))).rstrip())
     lines += [f"mutate {_value(buffer)} = {_value(name)}" for buffer, name in graph.mutations]
     lines += [f"constrain {_value(name)} {json.dumps(text)}" for name, text in graph.constraints]
     return "\n".join(lines) + "\n"
@@ -98,6 +100,7 @@ def parse_graph(text: str) -> Graph:
     loss: str | None = None
     mutations: list[tuple[str, str]] = []
     constraints: list[tuple[str, str]] = []
+    cotangents: tuple[str, ...] | None = None
     for line in text.splitlines():
         cursor = _Cursor(line)
         if cursor.done():
@@ -106,6 +109,8 @@ def parse_graph(text: str) -> Graph:
             outputs = () if cursor.done() else cursor.list_of(cursor.arg, "")
         elif cursor.skip("loss"):
             loss = cursor.value()
+        elif cursor.skip("cotangents"):
+            cotangents = () if cursor.done() else cursor.list_of(cursor.value, "")
         elif cursor.skip("mutate"):
             buffer = cursor.value()
             cursor.expect("=")
@@ -115,14 +120,16 @@ def parse_graph(text: str) -> Graph:
         else:
             results = cursor.list_of(cursor.typed_value, "=")
             values.extend(results)
-            made = cursor.source_or_op(results)
-            if isinstance(made, Source):
-                sources.append(made)
+            parsed = cursor.source_or_op(results)
+            if isinstance(parsed, Source):
+                sources.append(parsed)
             else:
-                ops.append(made)
+                ops.append(parsed)
         if not cursor.done():
             cursor.fail("expected the end of the line")
-    return Graph(tuple(values), tuple(sources), tuple(ops), outputs, loss, tuple(mutations), tuple(constraints))
+    return Graph(
+        tuple(values), tuple(sources), tuple(ops), outputs, loss, tuple(mutations), tuple(constraints), cotangents
+    )
 
 
 class _Cursor:
@@ -145,10 +152,10 @@ class _Cursor:
 
     def match(self, pattern: str) -> re.Match[str] | None:
         self._space()
-        found = re.compile(pattern).match(self._line, self._at)
-        if found is not None:
-            self._at = found.end()
-        return found
+        matched = re.compile(pattern).match(self._line, self._at)
+        if matched is not None:
+            self._at = matched.end()
+        return matched
 
     def skip(self, word: str) -> bool:
         return self.match(re.escape(word) + (r"(?![\w.])" if word[-1].isalpha() else "")) is not None
@@ -171,50 +178,50 @@ class _Cursor:
         return tuple(items)
 
     def string(self) -> str:
-        found = self.match(r'"(?:[^"\\]|\\.)*"')
-        if found is None:
+        matched = self.match(r'"(?:[^"\\]|\\.)*"')
+        if matched is None:
             self.fail("expected a quoted text")
-        return str(json.loads(found.group()))
+        return str(json.loads(matched.group()))
 
     def name(self, what: str = "a name") -> str:
         if self._line[self._at : self._at + 1] == '"':
             return self.string()
-        found = self.match(rf"{_NAME}(?::\d+)?")
-        if found is None:
+        matched = self.match(rf"{_NAME}(?::\d+)?")
+        if matched is None:
             self.fail(f"expected {what}")
-        return found.group()
+        return matched.group()
 
     def value(self) -> str:
         self.expect("%")
         if self._line[self._at : self._at + 1] == '"':
             return self.string()
-        found = self.match(_NAME)
-        if found is None:
+        matched = self.match(_NAME)
+        if matched is None:
             self.fail("expected the name of a value")
-        return found.group()
+        return matched.group()
 
     def typed_value(self) -> Value:
         name = self.value()
         self.expect(":")
         dtype = self.match(r"\w+")
-        found = None if dtype is None else _DTYPES.get(dtype.group()) or getattr(torch, dtype.group(), None)
-        if not isinstance(found, torch.dtype):
+        known = None if dtype is None else _DTYPES.get(dtype.group()) or getattr(torch, dtype.group(), None)
+        if not isinstance(known, torch.dtype):
             self.fail("expected a dtype such as f32")
         self.expect("[")
         shape = self.list_of(self._size, "]")
-        return Value(name, shape, found, self.skip("grad"))
+        return Value(name, shape, known, self.skip("grad"))
 
     def _size(self) -> int:
-        found = self.match(r"\d+")
-        if found is None:
+        matched = self.match(r"\d+")
+        if matched is None:
             self.fail("expected a size")
-        return int(found.group())
+        return int(matched.group())
 
     def source_or_op(self, results: tuple[Value, ...]) -> Source | Op:
-        found = self.match(r"[\w:]+(?:\.\w+)*")
-        if found is None:
+        matched = self.match(r"[\w:]+(?:\.\w+)*")
+        if matched is None:
             self.fail("expected an operator such as aten.mm.default, or a kind of source")
-        word = found.group()
+        word = matched.group()
         self.expect("(")
         if word in get_args(SourceKind):
             kind: Any = word
@@ -245,12 +252,12 @@ class _Cursor:
         return self.name()
 
     def _operator(self, path: str) -> OpOverload:
-        found: Any = torch.ops
+        target: Any = torch.ops
         for part in path.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, OpOverload):
+            target = getattr(target, part, None)
+        if not isinstance(target, OpOverload):
             self.fail(f"{path} is not an operator")
-        return found
+        return target
 
     def arg(self) -> Arg:
         self._space()
@@ -281,8 +288,8 @@ class _Cursor:
         return self._number()
 
     def _number(self) -> int | float:
-        found = self.match(_NUMBER)
-        if found is None:
+        matched = self.match(_NUMBER)
+        if matched is None:
             self.fail("expected an argument")
-        text = found.group()
+        text = matched.group()
         return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)

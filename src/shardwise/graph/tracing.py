@@ -90,23 +90,23 @@ class TracedCall(nn.Module):
         except Exception as error:  # whatever the model raises becomes an error with the model's line
             raise _explained(error) from error
         leaves, spec = pytree.tree_flatten(output)
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = None
         if loss is not None:
-            position = next((i for i, leaf in enumerate(found) if leaf is loss), None)
+            position = next((i for i, leaf in enumerate(outputs) if leaf is loss), None)
             if position is None:
-                position = len(found)
-                found.append(loss)
+                position = len(outputs)
+                outputs.append(loss)
         replaced = []
         for (name, owner, attribute), buffer in before.items():
             now = owner._buffers[attribute]
             if now is not buffer and now is not None:
                 replaced.append(name)
-                found.append(now)
+                outputs.append(now)
                 owner._buffers[attribute] = buffer
         kept = tuple(None if isinstance(leaf, torch.Tensor) else (_constant(leaf),) for leaf in leaves)
         self._report(Outcome(spec, kept, position, tuple(replaced)))
-        return tuple(found)
+        return tuple(outputs)
 
 
 def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], torch.Tensor]:

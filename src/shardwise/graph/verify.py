@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Graph, refs
+from shardwise.graph.ir import Graph, Source, Value, refs
 from shardwise.graph.schema import written_arguments
 
 
@@ -13,6 +13,8 @@ def verify_graph(graph: Graph, *, types: bool = False) -> None:
     * names of values are unique, and so are names of ops; every value is produced once, by a source or an op
     * an op uses only values that exist before it, and changes nothing in place
     * the loss is a floating scalar; mutations go from buffers to values of the same shape and dtype
+    * an activation has its value's name; only parameters are trainable; only inexact sources need gradients
+    * cotangents are those of outputs that need gradients, each once and not the loss's
     """
     names = [value.name for value in graph.values]
     assert len(names) == len(set(names)), f"duplicate values: {_repeated(names)}"
@@ -28,7 +30,7 @@ def verify_graph(graph: Graph, *, types: bool = False) -> None:
 
     for source in graph.sources:
         define(source.value, f"source {source.names}")
-        assert source.names, f"source {source.value} has no name"
+        _verify_source(source, types_of[source.value])
     for op in graph.ops:
         for name in op.operands:
             assert name in known, f"{op.name} uses {name} before it is defined"
@@ -45,12 +47,29 @@ def verify_graph(graph: Graph, *, types: bool = False) -> None:
         _verify_types(graph)
 
 
+def _verify_source(source: Source, value: Value) -> None:
+    assert source.names, f"source {source.value} has no name"
+    if source.kind == "activation":
+        assert source.names == (source.value,), f"the activation {source.value} is called {', '.join(source.names)}"
+    assert not source.trainable or source.kind == "parameter", f"the {source.kind} {source.value} is trainable"
+    inexact = value.dtype.is_floating_point or value.dtype.is_complex
+    assert inexact or not value.requires_grad, f"the {source.kind} {source.value}, {value.dtype}, requires a gradient"
+
+
 def _verify_ends(graph: Graph, known: set[str]) -> None:
     if graph.loss is not None:
         assert graph.loss in known, f"the loss {graph.loss} is not defined"
         loss = graph.by_name[graph.loss]
         scalar = loss.shape == () and loss.dtype.is_floating_point
         assert scalar, f"the loss {loss.name} is {loss.dtype} of shape {loss.shape}"
+        kind = graph.source_of[graph.loss].kind if graph.loss in graph.source_of else ""
+        assert kind != "activation", f"the loss {graph.loss} is an activation of another part"
+    given = graph.cotangents or ()
+    assert len(given) == len(set(given)), f"cotangents given twice: {_repeated(list(given))}"
+    for name in given:
+        assert name in set(refs(graph.outputs)), f"the cotangent of {name}, which is no output"
+        assert graph.by_name[name].requires_grad, f"the cotangent of {name}, which needs no gradient"
+        assert name != graph.loss, f"the loss {name} has a cotangent from outside"
     changed = [buffer for buffer, _ in graph.mutations]
     assert len(changed) == len(set(changed)), f"buffers mutated twice: {_repeated(changed)}"
     for buffer, name in graph.mutations:
@@ -67,11 +86,11 @@ def _verify_ends(graph: Graph, known: set[str]) -> None:
 def _verify_types(graph: Graph) -> None:
     inference = TypeInference()
     for op in graph.ops:
-        found = inference.results(op.target, op.args, op.kwargs, graph.by_name.__getitem__)
-        assert len(found) == len(op.results), (
-            f"{op.name} has {len(op.results)} results, the operator returns {len(found)}"
+        inferred = inference.results(op.target, op.args, op.kwargs, graph.by_name.__getitem__)
+        assert len(inferred) == len(op.results), (
+            f"{op.name} has {len(op.results)} results, the operator returns {len(inferred)}"
         )
-        for name, value in zip(op.results, found, strict=True):
+        for name, value in zip(op.results, inferred, strict=True):
             stated = graph.by_name[name]
             same = (stated.shape, stated.dtype) == (value.shape, value.dtype)
             assert same, (

@@ -38,70 +38,70 @@ def _emit(emitter: Emitter, target: OpOverload, *args: Any) -> Ref:
     return result
 
 
-def _same(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+def _same(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     return new
 
 
-def _reshaped(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+def _reshaped(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     return _emit(emitter, aten.reshape.default, new, emitter.value(base).shape)
 
 
-def _expanded(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
+def _expanded(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
     if prod(emitter.value(base).shape) != prod(emitter.value(new).shape):
         return None
-    return _reshaped(given, index, base, new, emitter)
+    return _reshaped(args, index, base, new, emitter)
 
 
-def _transposed(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+def _transposed(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     if len(emitter.value(base).shape) < 2:
         return new
-    dims = (given.get("dim0", given.get("axis0", -2)), given.get("dim1", given.get("axis1", -1)))
+    dims = (args.get("dim0", args.get("axis0", -2)), args.get("dim1", args.get("axis1", -1)))
     return _emit(emitter, aten.transpose.int, new, *dims)
 
 
-def _permuted(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    rank = len(given["dims"])
-    order = [dim % rank for dim in given["dims"]]
+def _permuted(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    rank = len(args["dims"])
+    order = [dim % rank for dim in args["dims"]]
     return _emit(emitter, aten.permute.default, new, tuple(order.index(dim) for dim in range(rank)))
 
 
-def _selected(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.select_scatter.default, base, new, given["dim"], given["index"])
+def _selected(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return _emit(emitter, aten.select_scatter.default, base, new, args["dim"], args["index"])
 
 
-def _sliced(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    bounds = (given["dim"], given["start"], given["end"], given["step"])
+def _sliced(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    bounds = (args["dim"], args["start"], args["end"], args["step"])
     return _emit(emitter, aten.slice_scatter.default, base, new, *bounds)
 
 
-def _narrowed(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    start = given["start"] % emitter.value(base).shape[given["dim"]]
-    return _emit(emitter, aten.slice_scatter.default, base, new, given["dim"], start, start + given["length"], 1)
+def _narrowed(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    start = args["start"] % emitter.value(base).shape[args["dim"]]
+    return _emit(emitter, aten.slice_scatter.default, base, new, args["dim"], start, start + args["length"], 1)
 
 
-def _unbound(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.select_scatter.default, base, new, given["dim"], index)
+def _unbound(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return _emit(emitter, aten.select_scatter.default, base, new, args["dim"], index)
 
 
-def _split(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    dim = given["dim"]
-    sizes = _part_sizes(given, emitter.value(base).shape[dim])
+def _split(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    dim = args["dim"]
+    sizes = _part_sizes(args, emitter.value(base).shape[dim])
     start = sum(sizes[:index])
     return _emit(emitter, aten.slice_scatter.default, base, new, dim, start, start + sizes[index], 1)
 
 
-def _part_sizes(given: dict[str, Any], size: int) -> list[int]:
-    parts = given.get("split_sizes", given.get("split_size"))
-    if "chunks" in given:
-        parts = -(-size // given["chunks"])
+def _part_sizes(args: dict[str, Any], size: int) -> list[int]:
+    parts = args.get("split_sizes", args.get("split_size"))
+    if "chunks" in args:
+        parts = -(-size // args["chunks"])
     if isinstance(parts, int):
         return [min(parts, size - start) for start in range(0, size, parts)]
-    assert parts is not None, f"a split without sizes: {given}"
+    assert parts is not None, f"a split without sizes: {args}"
     return list(parts)
 
 
-def _diagonal(given: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.diagonal_scatter.default, base, new, given["offset"], given["dim1"], given["dim2"])
+def _diagonal(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+    return _emit(emitter, aten.diagonal_scatter.default, base, new, args["offset"], args["dim1"], args["dim2"])
 
 
 INVERSES: dict[OpOverload, Inverse] = {

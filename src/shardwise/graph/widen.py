@@ -42,7 +42,10 @@ def widen(graph: Graph) -> Graph:
     types = TypeInference()
     for op in ops:
         inferred = types.results(op.target, op.args, op.kwargs, values.__getitem__)
-        values |= {name: replace(values[name], dtype=own.dtype) for name, own in zip(op.results, inferred, strict=True)}
+        values |= {
+            name: replace(values[name], dtype=inferred_value.dtype)
+            for name, inferred_value in zip(op.results, inferred, strict=True)
+        }
     return replace(graph, values=tuple(values[value.name] for value in graph.values), ops=ops)
 
 
@@ -85,9 +88,9 @@ class _Reference(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        own = REPLACED.get(func)
-        if own is not None:
-            return own(self, *args, **kwargs)
+        replacement = REPLACED.get(func)
+        if replacement is not None:
+            return replacement(self, *args, **kwargs)
         if func in CASTS:
             return args[0].to(torch.float64)
         args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROW else a for a in args)
@@ -295,13 +298,13 @@ def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..
         if not train or p == 0:
             return function(*args)
         states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
-        directions, own = 2 if bidirectional else 1, len(params) // layers
+        directions, num_params = 2 if bidirectional else 1, len(params) // layers
         finals = []
         for layer in range(layers):
             sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
             rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
             first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
-            x, *last = function(x, first, params[layer * own : (layer + 1) * own], *rest)
+            x, *last = function(x, first, params[layer * num_params : (layer + 1) * num_params], *rest)
             finals.append(last)
             x = mode.drop(x, p) if layer < layers - 1 else x
         return x, *(torch.cat(together) for together in zip(*finals, strict=True))
@@ -317,7 +320,7 @@ def _grouped_mm(
         result: torch.Tensor = torch._grouped_mm(x, weight, offs=offs, **kwargs)
         return result
     ends = [0, *offs.tolist()]
-    blocks = [x[start:stop] @ own for start, stop, own in zip(ends, ends[1:], weight, strict=False)]
+    blocks = [x[start:stop] @ matrix for start, stop, matrix in zip(ends, ends[1:], weight, strict=False)]
     return torch.cat([*blocks, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
 
 

@@ -95,7 +95,7 @@ class Move:
         """The windows that the move makes."""
         if not self.target.windows or self.target.windows == self.source.windows or self.reverse is not None:
             return None
-        (added,) = [own for own in self.target.windows if own not in self.source.windows]
+        (added,) = [window for window in self.target.windows if window not in self.source.windows]
         return added
 
     @cached_property

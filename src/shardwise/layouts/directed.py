@@ -4,11 +4,11 @@ Units that go from the same state to the same state go together, or all that are
 the end begin to at their places; and the units that shard change places all at once. So a state has a few dozen steps
 at most, and not factorially many. The direct route makes one choice after the other:
 
-1. whoever shards in the end begins to, and who is on a way on which sharding in between sends no more (from R to
-   anything, from P to R); slices come before reduce-scatters. From here to step 4 the tensor is smallest;
-2. all-reduces and local changes between I, R and P;
-3. one exchange, if the units that stay are not in their order or those that leave not behind them;
-4. whoever does not shard in the end leaves: to R first, then to I, then to P (zero-padding sends nothing).
+1. Units that shard in the end begin to. So do those that lose nothing by sharding in between: from R to anything, from
+   P to R. Slices come before reduce-scatters. From here to step 4 the tensor is smallest.
+2. Other units change between I, R and P: all-reduces and local steps.
+3. One exchange, if the units that stay are not in their order, or those that leave do not stand behind them.
+4. Units that do not shard in the end leave: to R first, then to I, then to P (zero-padding sends nothing).
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ class Directed:
 
     def route(self, state: State) -> tuple[Step, ...]:
         """The direct route from a state to the target."""
-        found: list[Step] = []
+        path: list[Step] = []
         while state != self.target:
-            found.append(self._next(state))
-            state = found[-1].after
-        return tuple(found)
+            path.append(self._next(state))
+            state = path[-1].after
+        return tuple(path)
 
     def _next(self, state: State) -> Step:
         arrangement, states = state
         groups: dict[tuple[str, str], tuple[int, ...]] = {}
-        for unit, (own, letter) in enumerate(zip(states, self.letters, strict=True)):
-            if own not in ("S", letter):
-                groups[own, letter] = (*groups.get((own, letter), ()), unit)
-        for own, letter in groups:
-            if own in PARTIAL_KINDS and own != "P":
-                return self._change(arrangement, states, own, "I", groups[own, letter])
-        for own, letters in (("R", "SIP"), ("I", "S"), ("P", "SR")) if self.largest else ():
-            units = tuple(sorted(unit for letter in letters for unit in groups.get((own, letter), ())))
+        for unit, (current, letter) in enumerate(zip(states, self.letters, strict=True)):
+            if current not in ("S", letter):
+                groups[current, letter] = (*groups.get((current, letter), ()), unit)
+        for current, letter in groups:
+            if current in PARTIAL_KINDS and current != "P":
+                return self._change(arrangement, states, current, "I", groups[current, letter])
+        for current, letters in (("R", "SIP"), ("I", "S"), ("P", "SR")) if self.largest else ():
+            units = tuple(sorted(unit for letter in letters for unit in groups.get((current, letter), ())))
             if units:
-                return self._enter(arrangement, states, own, units, self.largest[0])
-        for (own, letter), units in groups.items():
-            return self._change(arrangement, states, own, letter, units)
+                return self._enter(arrangement, states, current, units, self.largest[0])
+        for (current, letter), units in groups.items():
+            return self._change(arrangement, states, current, letter, units)
         if self._stripped(arrangement) != self.places:
             return next(self._exchange(arrangement, states))
         return next(step for letter in LEAVING for step in self._leave(arrangement, states, letter))
@@ -70,36 +70,36 @@ class Directed:
     def _begin(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[Step]:
         """Units that do not shard begin to, or change to another state."""
         groups: dict[str, dict[str, tuple[int, ...]]] = {}  # own state -> final state -> units
-        for unit, (own, letter) in enumerate(zip(states, self.letters, strict=True)):
-            parts = groups.setdefault(own, {})
+        for unit, (current, letter) in enumerate(zip(states, self.letters, strict=True)):
+            parts = groups.setdefault(current, {})
             parts[letter] = (*parts.get(letter, ()), unit)
         groups.pop("S", None)
-        for own, parts in groups.items():
+        for current, parts in groups.items():
             units = tuple(sorted(unit for part in parts.values() for unit in part))
-            if own in PARTIAL_KINDS and own != "P":
-                yield self._change(arrangement, states, own, "I", units)
+            if current in PARTIAL_KINDS and current != "P":
+                yield self._change(arrangement, states, current, "I", units)
                 continue
             for letter, part in parts.items():
                 if letter == "S":
-                    yield self._enter(arrangement, states, own, part)
+                    yield self._enter(arrangement, states, current, part)
                     fitting = tuple(unit for unit in part if self._fits(arrangement, unit, part))
                     if fitting and fitting != part:
-                        yield self._enter(arrangement, states, own, fitting)
-                elif letter != own:
-                    yield self._change(arrangement, states, own, letter, part)
+                        yield self._enter(arrangement, states, current, fitting)
+                elif letter != current:
+                    yield self._change(arrangement, states, current, letter, part)
             for group in dict.fromkeys((*parts.values(), units)):
                 if any(self.letters[unit] != "S" for unit in group):
                     for p in self.largest:
                         if self.all.is_free(arrangement, p):
-                            yield self._enter(arrangement, states, own, group, p)
+                            yield self._enter(arrangement, states, current, group, p)
 
     def _change(
-        self, arrangement: Arrangement, states: tuple[str, ...], own: str, letter: str, units: tuple[int, ...]
+        self, arrangement: Arrangement, states: tuple[str, ...], current: str, letter: str, units: tuple[int, ...]
     ) -> Step:
-        return self.all.step((arrangement, states), (arrangement, put(states, units, letter)), own, letter, units)
+        return self.all.step((arrangement, states), (arrangement, put(states, units, letter)), current, letter, units)
 
     def _enter(
-        self, arrangement: Arrangement, states: tuple[str, ...], own: str, units: tuple[int, ...], where: int = 0
+        self, arrangement: Arrangement, states: tuple[str, ...], current: str, units: tuple[int, ...], where: int = 0
     ) -> Step:
         """Units begin to shard where they will in the end; those that will not, at position ``where``."""
         placed = [list(old) for old in arrangement]
@@ -111,22 +111,24 @@ class Directed:
             if self.letters[unit] != "S":
                 placed[self._room(placed, where)].append(unit)
         after = tuple(map(tuple, placed)), put(states, units, "S")
-        return self.all.step((arrangement, states), after, own, "S", units)
+        return self.all.step((arrangement, states), after, current, "S", units)
 
     def _leave(self, arrangement: Arrangement, states: tuple[str, ...], letter: str) -> Iterator[Step]:
         """All units that end their atoms and go to one state."""
-        rest = tuple(self._without_last(own, letter) for own in arrangement)
-        units = tuple(sorted(u for own, kept in zip(arrangement, rest, strict=True) for u in own[len(kept) :]))
+        rest = tuple(self._without_last(sharding, letter) for sharding in arrangement)
+        units = tuple(
+            sorted(u for sharding, kept in zip(arrangement, rest, strict=True) for u in sharding[len(kept) :])
+        )
         if units:
             yield self.all.step((arrangement, states), (rest, put(states, units, letter)), "S", letter, units)
 
     def _exchange(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[Step]:
         """Units that stay go to their places, those that leave behind them; or the latter only."""
         placed = [[unit for unit in new if states[unit] == "S"] for new in self.places]
-        only = [[unit for unit in own if self.letters[unit] == "S"] for own in arrangement]
+        only = [[unit for unit in sharding if self.letters[unit] == "S"] for sharding in arrangement]
         for letter in reversed(LEAVING):
-            for p, own in enumerate(arrangement):
-                leaving = [unit for unit in own if self.letters[unit] == letter]
+            for p, sharding in enumerate(arrangement):
+                leaving = [unit for unit in sharding if self.letters[unit] == letter]
                 only[p] += leaving
                 if leaving:
                     placed[self._room(placed, p)] += leaving
@@ -137,30 +139,30 @@ class Directed:
     # -------------------------------------------------------------------------------------------------------- places
 
     def _room(self, placed: list[list[int]], p: int) -> int:
-        """Position ``p``, or where units shard the other way in which its dim is divided, the largest atom of that."""
+        """Position ``p``, or where units shard the other division of its dim, the largest atom of that."""
         return p if self.all.is_free(placed, p) else max(self.all.rival[p], key=self.all.atoms.__getitem__)
 
     def _fits(self, arrangement: Arrangement, unit: int, units: tuple[int, ...]) -> bool:
         """Whether a unit, beginning to shard together with others, is at once in its final place."""
-        p = next(p for p, own in enumerate(self.places) if unit in own)
+        p = next(p for p, sharding in enumerate(self.places) if unit in sharding)
         before = self.places[p][: self.places[p].index(unit)]
         return self.all.is_free(arrangement, p) and before == (
             *arrangement[p],
             *(other for other in before if other in units),
         )
 
-    def _without_last(self, own: tuple[int, ...], letter: str) -> tuple[int, ...]:
-        kept = len(own)
-        while kept and self.letters[own[kept - 1]] == letter:
+    def _without_last(self, sharding: tuple[int, ...], letter: str) -> tuple[int, ...]:
+        kept = len(sharding)
+        while kept and self.letters[sharding[kept - 1]] == letter:
             kept -= 1
-        return own[:kept]
+        return sharding[:kept]
 
     def _stripped(self, arrangement: Arrangement) -> Arrangement:
         """The arrangement without the units that end their atoms and do not stay."""
-        found = []
-        for own in arrangement:
-            kept = len(own)
-            while kept and self.letters[own[kept - 1]] != "S":
+        stripped = []
+        for sharding in arrangement:
+            kept = len(sharding)
+            while kept and self.letters[sharding[kept - 1]] != "S":
                 kept -= 1
-            found.append(own[:kept])
-        return tuple(found)
+            stripped.append(sharding[:kept])
+        return tuple(stripped)

@@ -14,11 +14,11 @@ COUNTED_UP_TO = 1024  # devices that are looked at one by one, where sizes do no
 
 def rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
     """The global rows of a dim that a device holds, in the order in which it holds them."""
-    found = [0]
+    indices = [0]
     for position, atom in enumerate(layout.dims[dim]):
         start, length = layout.atom_pieces(dim, position, coordinates)
-        found = [row * atom.size + own for row in found for own in range(start, start + length)]
-    return found
+        indices = [row * atom.size + index for row in indices for index in range(start, start + length)]
+    return indices
 
 
 def _common(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int], dim: int) -> int:
@@ -38,7 +38,7 @@ def num_exchanged(before: Layout, after: Layout) -> tuple[int, bool]:
     what others need and it does not, whether every rank sends to one other rank at most). Of uneven layouts over very
     many devices: at most so many elements, and False."""
     is_even = before.is_even and after.is_even and before.atoms == after.atoms
-    changed = [d for d, (own, new) in enumerate(zip(before.dims, after.dims, strict=True)) if own != new]
+    changed = [d for d, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)) if old != new]
     axes = [
         axis
         for axis in before.mesh.sub_axes
@@ -51,12 +51,12 @@ def num_exchanged(before: Layout, after: Layout) -> tuple[int, bool]:
     places = list(_places(before, axes))
     worst, single = 0, True
     for holder in places:
-        held = prod(prod(before.local_atoms(holder)[d]) for d in changed)
+        num_held = prod(prod(before.local_atoms(holder)[d]) for d in changed)
         kept = prod(_common(before, holder, after, holder, d) for d in changed)
-        worst = max(worst, held - kept)
-        if single and held > kept:
+        worst = max(worst, num_held - kept)
+        if single and num_held > kept:
             sent = (prod(_common(before, holder, after, member, d) for d in changed) for member in places)
-            single = kept == 0 and held in sent
+            single = kept == 0 and num_held in sent
     return worst * rest, single
 
 
@@ -68,19 +68,19 @@ def _least_kept(before: Layout, after: Layout) -> int:
         return 0
     kept = 1
     for dim, other in zip(before.dims, after.dims, strict=True):
-        for own, new in zip(dim, other, strict=True):
-            if own.axes[: len(new.axes)] != new.axes[: len(own.axes)]:
+        for old, new in zip(dim, other, strict=True):
+            if old.axes[: len(new.axes)] != new.axes[: len(old.axes)]:
                 return 0
-            kept *= own.size // max(before.mesh.size_of(own.axes), before.mesh.size_of(new.axes))
+            kept *= old.size // max(before.mesh.size_of(old.axes), before.mesh.size_of(new.axes))
     return kept
 
 
 def _same_counts(before: Layout, after: Layout) -> bool:
     """Whether both divide every atom into as many parts, so that what one device wants, one device has."""
     return all(
-        before.mesh.size_of(own.axes) == before.mesh.size_of(new.axes)
+        before.mesh.size_of(old.axes) == before.mesh.size_of(new.axes)
         for dim, other in zip(before.dims, after.dims, strict=True)
-        for own, new in zip(dim, other, strict=True)
+        for old, new in zip(dim, other, strict=True)
     )
 
 

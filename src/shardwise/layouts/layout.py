@@ -60,7 +60,7 @@ class Windows:
 
     def tile(self, size: int) -> bool:
         """Whether every row of the atom is on one device, and the devices hold them one behind the other."""
-        ends = [0, *itertools.chain.from_iterable(held for ranges in self.ranges for held in ranges), size]
+        ends = [0, *itertools.chain.from_iterable(window for ranges in self.ranges for window in ranges), size]
         return all(len(ranges) <= 1 for ranges in self.ranges) and all(
             a == b for a, b in zip(ends[::2], ends[1::2], strict=True)
         )
@@ -115,10 +115,10 @@ class Layout:
     @cached_property
     def state_of(self) -> dict[str, str]:
         """Sub-axis -> ``S``, ``I``, ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, for every sub-axis of the mesh."""
-        found = dict.fromkeys(self.mesh.sub_axes, "I")
-        found.update(self.states)
-        found.update(dict.fromkeys(self.positions, "S"))
-        return found
+        by_axis = dict.fromkeys(self.mesh.sub_axes, "I")
+        by_axis.update(self.states)
+        by_axis.update(dict.fromkeys(self.positions, "S"))
+        return by_axis
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
@@ -126,9 +126,9 @@ class Layout:
 
     def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """(offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
-        for own in self.windows:
-            if (own.dim, own.atom) == (dim, atom):
-                ranges = own.ranges[self.index_along(dim, atom, coordinates)]
+        for window in self.windows:
+            if (window.dim, window.atom) == (dim, atom):
+                ranges = window.ranges[self.index_along(dim, atom, coordinates)]
                 assert len(ranges) <= 1, f"several ranges are no piece: {self}"
                 return (ranges[0][0], num_rows(ranges)) if ranges else (0, 0)
         size, axes = self.dims[dim][atom].size, self.dims[dim][atom].axes
@@ -150,8 +150,10 @@ class Layout:
         """The sizes of all atoms on a device, per dim."""
         plain = self.without_windows
         sizes = [[plain.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))] for d, dim in enumerate(self.dims)]
-        for own in self.windows:
-            sizes[own.dim][own.atom] = num_rows(own.ranges[self.index_along(own.dim, own.atom, coordinates)])
+        for window in self.windows:
+            sizes[window.dim][window.atom] = num_rows(
+                window.ranges[self.index_along(window.dim, window.atom, coordinates)]
+            )
         return tuple(map(tuple, sizes))
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
@@ -165,9 +167,9 @@ class Layout:
 
     def max_rows(self, dim: int, atom: int) -> int:
         """Rows of an atom on the device that holds most."""
-        for own in self.windows:
-            if (own.dim, own.atom) == (dim, atom):
-                return own.largest
+        for window in self.windows:
+            if (window.dim, window.atom) == (dim, atom):
+                return window.largest
         return -(-self.dims[dim][atom].size // self.mesh.size_of(self.dims[dim][atom].axes))
 
     @cached_property
@@ -210,7 +212,7 @@ class Layout:
     def canonical(self) -> Layout:
         """Atoms merged wherever the merged dim places its elements in the same way."""
         if self.windows:
-            kept = {own.dim for own in self.windows}
+            kept = {window.dim for window in self.windows}
             dims = (dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
             return replace(self, dims=tuple(dims))
         return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
@@ -223,7 +225,7 @@ class Layout:
         dims = tuple(_refine(dim, sizes, self.mesh) for dim, sizes in zip(self.dims, atoms, strict=True))
         return replace(self, dims=dims)
 
-    @property
+    @cached_property
     def atoms(self) -> tuple[tuple[int, ...], ...]:
         """The global sizes of the atoms, per dim."""
         return tuple(tuple(atom.size for atom in dim) for dim in self.dims)
@@ -275,17 +277,17 @@ def _spread(atom: Atom, sizes: tuple[int, ...], mesh: Mesh) -> list[Atom]:
         return [Atom(sizes[0], atom.axes)]
     axes, result = list(atom.axes), []
     for position, size in enumerate(sizes):
-        own: list[str] = []
+        part_axes: list[str] = []
         left = size
         last = position == len(sizes) - 1
         while axes and (last or (left > 1 and left % mesh.sizes[axes[0]] == 0)):
             left //= mesh.sizes[axes[0]] if not last else 1
-            own.append(axes.pop(0))
+            part_axes.append(axes.pop(0))
         if axes and left != 1:
             raise LayoutError(
                 f"{atom.size} over {mesh.format_axes(atom.axes)} is not a sharding of ({' '.join(map(str, sizes))})"
             )
-        result.append(Atom(size, tuple(own)))
+        result.append(Atom(size, tuple(part_axes)))
     return result
 
 

@@ -18,15 +18,15 @@ from shardwise.errors import LayoutError, NotationError, caret
 
 def prime_factors(number: int) -> tuple[int, ...]:
     """Prime factors in ascending order: 12 -> (2, 2, 3); 1 -> ()."""
-    found: list[int] = []
+    factors: list[int] = []
     divisor = 2
     while number > 1:
         if number % divisor == 0:
-            found.append(divisor)
+            factors.append(divisor)
             number //= divisor
         else:
             divisor = divisor + 1 if divisor * divisor < number else number
-    return tuple(found)
+    return tuple(factors)
 
 
 @dataclass(frozen=True, init=False)
@@ -99,10 +99,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Sub-axis -> coordinate of a rank."""
-        found: dict[str, int] = {}
+        coordinate_of: dict[str, int] = {}
         for axis in reversed(self.sub_axes):
-            rank, found[axis] = divmod(rank, self.sizes[axis])
-        return {axis: found[axis] for axis in self.sub_axes}
+            rank, coordinate_of[axis] = divmod(rank, self.sizes[axis])
+        return {axis: coordinate_of[axis] for axis in self.sub_axes}
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
         rank = 0

@@ -2,8 +2,8 @@
 
 Cheapest means: fewest bytes that the busiest rank sends in forward and backward together, then fewest messages; or
 whatever a price function says that is passed in. The list is a shortest path (``layouts.shortest_path``); here layouts
-are translated to what the search sees and its answer back. Sub-axes that make the same way side by side are one *unit*
-to it, so the search grows with the number of different ways, not with the number of devices.
+are translated to what the search sees and its answer back. Sub-axes that go from the same place to the same place side
+by side are one *unit* to it, so the search grows with the number of different moves, not with the number of devices.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def _through_windows(source: Layout, target: Layout, differentiable: bool, price
 def through_windows(
     source: Layout, target: Layout, differentiable: bool, route: Callable[[Layout, Layout], tuple[Move, ...]]
 ) -> tuple[Move, ...]:
-    """The moves where an end has windows: from windows into slices, by ``route`` to other slices, and from there into
-    windows; windows that both ends have stay, if nothing on the way touches them. Raises LayoutError where the windows
-    of the source overlap or leave rows out."""
+    """The moves where an end has windows: from windows into slices, by ``route`` to other slices, from there into
+    windows. Windows that both ends have stay, unless a move touches their dim. Raises LayoutError where the windows of
+    the source overlap or leave rows out."""
     if source.canonical() == target.canonical():
         return ()
     if source.windows == target.windows:
         moves = route(source.without_windows, target.without_windows)
-        kept = {own.dim: source.dims[own.dim] for own in source.windows}
+        kept = {window.dim: source.dims[window.dim] for window in source.windows}
         if all(end.dims[d] == dim for move in moves for end in (move.source, move.target) for d, dim in kept.items()):
             return tuple(
                 replace(
@@ -100,8 +100,8 @@ def through_windows(
                 for move in moves
             )
     slices = source.without_windows
-    for own in source.windows:
-        if not own.tile(source.dims[own.dim][own.atom].size):
+    for window in source.windows:
+        if not window.tile(source.dims[window.dim][window.atom].size):
             raise LayoutError(f"no redistribution from {source} to {target}: its windows overlap or leave rows out")
     closing = tuple(Move(m.target, m.source, m.axes) for m in reversed(window_moves(slices, source)))
     current = before_windows(slices, target, differentiable)
@@ -113,8 +113,8 @@ def before_windows(source: Layout, target: Layout, differentiable: bool) -> Layo
     whose cotangents may be summands."""
     whole = ("R",) if differentiable else ("R", "I")
     current = target.without_windows
-    for own in target.windows:
-        axes = current.dims[own.dim][own.atom].axes
+    for window in target.windows:
+        axes = current.dims[window.dim][window.atom].axes
         states = {source.state_of[axis] for axis in axes}
         if len(states) == 1 and states <= set(whole):
             current = current.moved(dict.fromkeys(axes, states.pop()))
@@ -124,11 +124,11 @@ def before_windows(source: Layout, target: Layout, differentiable: bool) -> Layo
 def window_moves(current: Layout, target: Layout) -> tuple[Move, ...]:
     """From ``before_windows`` into the windows, one atom after the other."""
     moves = []
-    for i, own in enumerate(target.windows):
-        axes = target.dims[own.dim][own.atom].axes
+    for i, window in enumerate(target.windows):
+        axes = target.dims[window.dim][window.atom].axes
         after = current
-        if not current.dims[own.dim][own.atom].axes:
-            after = current.moved(dict.fromkeys(axes, (own.dim, own.atom)))
+        if not current.dims[window.dim][window.atom].axes:
+            after = current.moved(dict.fromkeys(axes, (window.dim, window.atom)))
         after = replace(after, windows=target.windows[: i + 1])
         moves.append(Move(current, after, tuple(sorted(axes, key=current.mesh.order.__getitem__))))
         current = after
@@ -145,8 +145,8 @@ def price_of_redistribution(
         moves = _through_windows(source, target, differentiable, price)
         if not moves:
             return ()
-        directions = [(move, way) for move in moves for way in ((False, True) if differentiable else (False,))]
-        prices = [_price_of_move(move, way, price) for move, way in directions]
+        directions = [(move, back) for move in moves for back in ((False, True) if differentiable else (False,))]
+        prices = [_price_of_move(move, back, price) for move, back in directions]
         return tuple(map(sum, zip(*prices, strict=True)))
     return _found(source, target, differentiable, price)[2]
 
@@ -187,7 +187,9 @@ def _found(
         )
         if exact
         else (),
-        _allowed(ends, [size for ways in task.dims for way in ways for size in way], len(task.units)) if exact else (),
+        _allowed(ends, [size for divisions in task.dims for sizes in divisions for size in sizes], len(task.units))
+        if exact
+        else (),
         differentiable,
     )
     path = solve(space, *ends, None if price is None else _StepPrice(price, task.units, task.elements))
@@ -207,11 +209,11 @@ class _StepPrice:
 
     def of(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
         key = primitive, units, elements
-        found = self._known.get(key)
-        if found is None:
+        cost = self._known.get(key)
+        if cost is None:
             axes = tuple(axis for unit in units for axis in self.units[unit])
-            found = self._known[key] = self.price(primitive, axes, elements * self.elements)
-        return found
+            cost = self._known[key] = self.price(primitive, axes, elements * self.elements)
+        return cost
 
     def at_least(self, elements: float) -> Cost:
         if isinstance(self.price, BoundedPrice):
@@ -226,54 +228,54 @@ class _StepPrice:
 def _allowed(ends: tuple[State, State], sizes: list[int], num_units: int) -> tuple[tuple[int, ...], ...]:
     """Per position the units that may shard it: an atom of a single row only those that do at one of the ends."""
     (first, _), (second, _) = ends
-    at_ends = [set(own) | set(other) for own, other in zip(first, second, strict=True)]
+    at_ends = [set(old) | set(other) for old, other in zip(first, second, strict=True)]
     return tuple(
-        tuple(u for u in range(num_units) if u in own or size > 1) for own, size in zip(at_ends, sizes, strict=True)
+        tuple(u for u in range(num_units) if u in units or size > 1) for units, size in zip(at_ends, sizes, strict=True)
     )
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Two layouts as the search sees them. ``ways``: per dim the divisions into atoms: one where both layouts divide it
-    in ways that nest, else the source's and the target's. ``positions``: those that the search uses, as (dim, way,
+    """Two layouts as the search sees them. ``divisions``: per dim into atoms: one where those of both
+    layouts nest, else the source's and the target's. ``positions``: those that the search uses, as (dim, division,
     atom); ``fixed``: the sub-axes that shard each of them first, before and after, which the search need not see.
     ``dims``: the sizes of the atoms as the search sees them (``steps.Space``)."""
 
     source: Layout
     target: Layout
     units: tuple[tuple[str, ...], ...]
-    ways: tuple[tuple[tuple[int, ...], ...], ...]
+    divisions: tuple[tuple[tuple[int, ...], ...], ...]
     positions: tuple[tuple[int, int, int], ...]
     fixed: tuple[tuple[str, ...], ...]
     dims: tuple[tuple[tuple[int, ...], ...], ...]
 
     @staticmethod
     def of(source: Layout, target: Layout) -> _Task:
-        ways: list[tuple[tuple[int, ...], ...]] = []
+        divisions_of: list[tuple[tuple[int, ...], ...]] = []
         dims: list[list[tuple[Atom, ...]]] = [[], []]
-        for own, other in zip(source.dims, target.dims, strict=True):
-            aligned = _align(source, own, other)
-            ways.append(tuple(dict.fromkeys(tuple(a.size for a in dim) for dim in aligned)))
+        for dim_before, dim_after in zip(source.dims, target.dims, strict=True):
+            aligned = _align(source, dim_before, dim_after)
+            divisions_of.append(tuple(dict.fromkeys(tuple(a.size for a in dim) for dim in aligned)))
             for side, dim in zip(dims, aligned, strict=True):
                 side.append(dim)
         source, target = (
             Layout(layout.mesh, tuple(side), layout.states) for layout, side in zip((source, target), dims, strict=True)
         )
         units = _units(source, target)
-        num_atoms = sum(len(sizes) for divisions in ways for sizes in divisions)
+        num_atoms = sum(len(sizes) for divisions in divisions_of for sizes in divisions)
         small = len(source.mesh.sub_axes) <= 3 and num_atoms <= 3 and len(source.mesh.sub_axes) + num_atoms <= 5
         rounding: Rounding = "even" if small else "all"
         num_moving = len(units) if len(units) <= EXACT_UP_TO else 0
-        positions, seen, is_even = _positions(source, target, tuple(ways), num_moving, rounding)
+        positions, seen, is_even = _positions(source, target, tuple(divisions_of), num_moving, rounding)
         if rounding == "even" and not is_even:
             units = tuple((axis,) for axis in source.mesh.sub_axes)
         fixed: list[tuple[str, ...]] = []
-        for d, way, atom in positions:
+        for d, division, atom in positions:
             same: tuple[str, ...] = ()
-            size = ways[d][way][atom]
-            if len(ways[d]) == 1 and (rounding == "all" or size % source.mesh.num_devices == 0):
+            size = divisions_of[d][division][atom]
+            if len(divisions_of[d]) == 1 and (rounding == "all" or size % source.mesh.num_devices == 0):
                 both = zip(source.dims[d][atom].axes, target.dims[d][atom].axes, strict=False)
-                same = tuple(own for own, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+                same = tuple(axis for axis, _ in takewhile(lambda pair: pair[0] == pair[1], both))
                 same = tuple(axis for unit in units if set(unit) <= set(same) for axis in unit)
             fixed.append(same)
         constant = {axis for axes in fixed for axis in axes}
@@ -283,14 +285,14 @@ class _Task:
         )
         number = source.mesh.size_of(axis for unit in units for axis in unit)
         dims_seen = tuple(tuple(tuple(number if s == PROPORTIONAL else s for s in w) for w in dim) for dim in seen)
-        return _Task(source, target, units, tuple(ways), positions, tuple(fixed), dims_seen)
+        return _Task(source, target, units, tuple(divisions_of), positions, tuple(fixed), dims_seen)
 
     @property
     def elements(self) -> float:
         """Elements of the tensor per element that the search counts (which it multiplies by the devices along its
         units). Sub-axes that shard all the time, and atoms that it does not see, leave it only a part."""
         fixed = self.source.mesh.size_of(axis for axes in self.fixed for axis in axes)
-        seen = prod(size for ways in self.dims for size in ways[0])
+        seen = prod(size for divisions in self.dims for size in divisions[0])
         devices = self.source.mesh.size_of(axis for unit in self.units for axis in unit)
         return prod(self.source.shape) / max(fixed * seen * devices, 1)  # (nothing, of a tensor without elements)
 
@@ -298,29 +300,37 @@ class _Task:
         number = {unit[0]: i for i, unit in enumerate(self.units)}
         arrangement = tuple(
             tuple(number[axis] for axis in layout.dims[d][atom].axes if axis in number)
-            if self.ways[d][way] == layout.atoms[d]
+            if self.divisions[d][division] == layout.atoms[d]
             else ()
-            for d, way, atom in self.positions
+            for d, division, atom in self.positions
         )
         return arrangement, tuple(layout.state_of[unit[0]] for unit in self.units)
 
-    def layout_of(self, state: State) -> Layout:
-        arrangement, states = state
+    def layout_of(self, node: State) -> Layout:
+        arrangement, states = node
         axes: dict[tuple[int, int, int], tuple[str, ...]] = {
-            position: fixed + tuple(axis for unit in own for axis in self.units[unit])
-            for position, fixed, own in zip(self.positions, self.fixed, arrangement, strict=True)
+            position: fixed + tuple(axis for unit in numbers for axis in self.units[unit])
+            for position, fixed, numbers in zip(self.positions, self.fixed, arrangement, strict=True)
         }
         dims = []
-        for d, ways in enumerate(self.ways):
+        for d, divisions in enumerate(self.divisions):
             used = next(
-                (way for way in range(len(ways)) if any(axes.get((d, way, i)) for i in range(len(ways[way])))), 0
+                (
+                    division
+                    for division in range(len(divisions))
+                    if any(axes.get((d, division, i)) for i in range(len(divisions[division])))
+                ),
+                0,
             )
-            dims.append(tuple(Atom(size, axes.get((d, used, i), ())) for i, size in enumerate(ways[used])))
-        found = {
-            axis: own for unit, own in zip(self.units, states, strict=True) if own not in ("S", "I") for axis in unit
+            dims.append(tuple(Atom(size, axes.get((d, used, i), ())) for i, size in enumerate(divisions[used])))
+        state_of = {
+            axis: state
+            for unit, state in zip(self.units, states, strict=True)
+            if state not in ("S", "I")
+            for axis in unit
         }
         mesh = self.source.mesh
-        return Layout(mesh, tuple(dims), tuple((axis, found[axis]) for axis in mesh.sub_axes if axis in found))
+        return Layout(mesh, tuple(dims), tuple((axis, state_of[axis]) for axis in mesh.sub_axes if axis in state_of))
 
     def moves(self, states: tuple[State, ...]) -> tuple[Move, ...]:
         """The path as moves; local steps of one kind are joined."""
@@ -346,16 +356,18 @@ class _Task:
         )
 
 
-def _align(layout: Layout, own: tuple[Atom, ...], other: tuple[Atom, ...]) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
+def _align(
+    layout: Layout, first_dim: tuple[Atom, ...], second_dim: tuple[Atom, ...]
+) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
     """Two divisions of a dim over common atoms, or as they are where there are none."""
-    common = common_atoms(tuple(atom.size for atom in own), tuple(atom.size for atom in other))
+    common = common_atoms(tuple(atom.size for atom in first_dim), tuple(atom.size for atom in second_dim))
     if common is not None:
         try:
-            first, second = (Layout(layout.mesh, (dim,)).refine((common,)).dims[0] for dim in (own, other))
+            first, second = (Layout(layout.mesh, (dim,)).refine((common,)).dims[0] for dim in (first_dim, second_dim))
             return first, second
         except LayoutError:
             pass
-    return own, other
+    return first_dim, second_dim
 
 
 def _units(source: Layout, target: Layout) -> tuple[tuple[str, ...], ...]:
@@ -385,15 +397,19 @@ def _units(source: Layout, target: Layout) -> tuple[tuple[str, ...], ...]:
 
 
 def _positions(
-    source: Layout, target: Layout, ways: tuple[tuple[tuple[int, ...], ...], ...], num_moving: int, rounding: Rounding
+    source: Layout,
+    target: Layout,
+    divisions: tuple[tuple[tuple[int, ...], ...], ...],
+    num_moving: int,
+    rounding: Rounding,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[tuple[int, ...], ...], ...], bool]:
-    """The atoms that matter to the search, per dim and way their sizes as it sees them, and whether all divide evenly.
+    """The atoms that matter to the search, their sizes as it sees them (per dim and division), and whether all divide
+    evenly.
 
-    An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL; where ``rounding``
-    is "all", so is that of atoms that do not divide evenly. To those that an end shards,
-    others are added which may be sharded on the way, as many as help ``num_moving`` units: up to three in
-    all, and one less than units in any case (0, many units: one, where no end shards any); even ones first, then the
-    largest.
+    An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL. Where ``rounding``
+    is "all", so is the size of one that does not divide evenly. First come the atoms that an end shards. Then others,
+    which may be sharded in between: even ones first, then the largest. They make three in all, or one less than
+    ``num_moving``, the units, if that is more (0, many units: one, where no end shards any).
     """
     num_devices = source.mesh.num_devices
 
@@ -401,29 +417,40 @@ def _positions(
         return size % num_devices == 0
 
     candidates = [
-        (d, way, i) for d, atoms in enumerate(ways) for way in range(len(atoms)) for i in range(len(atoms[way]))
+        (d, division, i)
+        for d, atoms in enumerate(divisions)
+        for division in range(len(atoms))
+        for i in range(len(atoms[division]))
     ]
     used = {
-        (d, way, i)
-        for d, way, i in candidates
-        if any(layout.atoms[d] == ways[d][way] and layout.dims[d][i].axes for layout in (source, target))
+        (d, division, i)
+        for d, division, i in candidates
+        if any(layout.atoms[d] == divisions[d][division] and layout.dims[d][i].axes for layout in (source, target))
     }
     free = [
-        (d, way, i) for d, way, i in candidates if (d, way, i) not in used and len(ways[d]) == 1 and ways[d][way][i] > 1
+        (d, division, i)
+        for d, division, i in candidates
+        if (d, division, i) not in used and len(divisions[d]) == 1 and divisions[d][division][i] > 1
     ]
-    free.sort(key=lambda p: (not is_even(ways[p[0]][p[1]][p[2]]), -ways[p[0]][p[1]][p[2]]))
+    free.sort(key=lambda p: (not is_even(divisions[p[0]][p[1]][p[2]]), -divisions[p[0]][p[1]][p[2]]))
     num_free = max(3 - len(used), num_moving - 1)
-    kept = used | set(free[:num_free]) | {(d, way, i) for d, way, i in candidates if len(ways[d]) > 1}
+    kept = used | set(free[:num_free]) | {(d, division, i) for d, division, i in candidates if len(divisions[d]) > 1}
     positions = tuple(position for position in candidates if position in kept)
     sizes = {
-        (d, way, i): PROPORTIONAL
-        if len(ways[d]) == 1 and ways[d][way][i] > 1 and (rounding == "all" or is_even(ways[d][way][i]))
-        else ways[d][way][i]
-        for d, way, i in positions
+        (d, division, i): PROPORTIONAL
+        if len(divisions[d]) == 1
+        and divisions[d][division][i] > 1
+        and (rounding == "all" or is_even(divisions[d][division][i]))
+        else divisions[d][division][i]
+        for d, division, i in positions
     }
-    # Atoms of a dim that is divided in one way only are as good as dims of their own.
+    # Atoms of a dim with one division are as good as dims of their own.
     dims: list[tuple[tuple[int, ...], ...]] = []
-    for d, both in enumerate(ways):
+    for d, both in enumerate(divisions):
         seen = tuple(tuple(sizes[d, w, i] for i in range(len(both[w])) if (d, w, i) in sizes) for w in range(len(both)))
         dims.extend([seen] if len(both) > 1 else [((size,),) for size in seen[0]])
-    return positions, tuple(dims), all(is_even(ways[d][way][i]) and len(ways[d]) == 1 for d, way, i in positions)
+    return (
+        positions,
+        tuple(dims),
+        all(is_even(divisions[d][division][i]) and len(divisions[d]) == 1 for d, division, i in positions),
+    )

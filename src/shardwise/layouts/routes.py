@@ -208,9 +208,9 @@ class Routes:
             while True:
                 known = best.copy()
                 for after, price in edges.by_rank:
-                    own = np.take(best, after, axis=0, out=through[: len(after)], mode="clip")
-                    own += price[:, None]
-                    np.minimum(best[: len(after)], own, out=best[: len(after)])
+                    candidates = np.take(best, after, axis=0, out=through[: len(after)], mode="clip")
+                    candidates += price[:, None]
+                    np.minimum(best[: len(after)], candidates, out=best[: len(after)])
                 if np.array_equal(known, best):
                     break
             best = best[edges.rank]
@@ -237,10 +237,10 @@ class Routes:
         if not groups:
             none = np.zeros(0, dtype=np.int64)
             return _Edges(len(self.codes), none, none, none, np.zeros(0), none, ())
-        source, target = (np.concatenate([getattr(own, end) for own in groups]) for end in ("sources", "targets"))
-        price = np.concatenate([self._step_price(own) + STEP for own in groups])
-        changes = tuple(dict.fromkeys(own.chosen for own in groups))
-        numbers = np.repeat([changes.index(own.chosen) for own in groups], [len(own.sources) for own in groups])
+        source, target = (np.concatenate([getattr(group, end) for group in groups]) for end in ("sources", "targets"))
+        price = np.concatenate([self._step_price(group) + STEP for group in groups])
+        changes = tuple(dict.fromkeys(group.chosen for group in groups))
+        numbers = np.repeat([changes.index(group.chosen) for group in groups], [len(group.sources) for group in groups])
         order = np.argsort(source, kind="stable")
         sources, starts = np.unique(source[order], return_index=True)
         return _Edges(len(self.codes), sources, starts, target[order], price[order], numbers[order], changes)
@@ -248,10 +248,10 @@ class Routes:
     def _steps(self) -> tuple[_Steps, ...]:
         """The single steps between the layouts, which tensors of other sizes share."""
         key = self.base, self.codes.tobytes()
-        found = self.axes.steps.get(key)
-        if found is None:
-            found = self.axes.steps[key] = tuple(self._make_steps())
-        return found
+        cached = self.axes.steps.get(key)
+        if cached is None:
+            cached = self.axes.steps[key] = tuple(self._make_steps())
+        return cached
 
     def _make_steps(self) -> Iterator[_Steps]:
         num_axes = len(self.axes.groups)
@@ -259,16 +259,20 @@ class Routes:
             for chosen in combinations(range(num_axes), count):
                 mine = self.codes[:, chosen]
                 for before in (*range(SHARDED), SHARDED):
-                    held = (mine == before).all(axis=1) if before < SHARDED else (mine >= SHARDED).all(axis=1)
-                    sources = np.flatnonzero(held)
+                    matches = (mine == before).all(axis=1) if before < SHARDED else (mine >= SHARDED).all(axis=1)
+                    sources = np.flatnonzero(matches)
                     if not len(sources):
                         continue
                     ends = [[(after,) * count] for after in range(SHARDED) if after != before]
                     if before < SHARDED or count == 1:
                         ends.append(list(product(range(SHARDED, self.base), repeat=count)))
                     for same in ends:  # to one state, or to any atoms
-                        found = [self._steps_to(sources, chosen, end) for end in same]
-                        both = [np.concatenate([own[i] for own in found]) for i in range(2)] if found else [sources[:0]]
+                        per_end = [self._steps_to(sources, chosen, end) for end in same]
+                        both = (
+                            [np.concatenate([pair[i] for pair in per_end]) for i in range(2)]
+                            if per_end
+                            else [sources[:0]]
+                        )
                         if len(both[0]):
                             yield _Steps(chosen, both[0], both[1])
 
@@ -314,10 +318,10 @@ class Routes:
 
     def moves(self, source: int, target: int) -> tuple[Move, ...]:
         """The cheapest route as moves. Raises LayoutError where there is none."""
-        found = self._moves.get((source, target))
-        if found is None:
-            found = self._moves[source, target] = self._route(source, target)
-        return found
+        cached = self._moves.get((source, target))
+        if cached is None:
+            cached = self._moves[source, target] = self._route(source, target)
+        return cached
 
     def _route(self, source: int, target: int) -> tuple[Move, ...]:
         left = self.prices(np.array([target]))[:, 0]
@@ -328,8 +332,8 @@ class Routes:
         while node != target:
             at = int(np.searchsorted(edges.sources, node))
             end = edges.starts[at + 1] if at + 1 < len(edges.starts) else len(edges.price)
-            own = slice(edges.starts[at], end)
-            step = int(edges.starts[at] + (edges.price[own] + left[edges.targets[own]]).argmin())
+            leaving = slice(edges.starts[at], end)
+            step = int(edges.starts[at] + (edges.price[leaving] + left[edges.targets[leaving]]).argmin())
             after = int(edges.targets[step])
             axes = tuple(part for axis in edges.changes[edges.numbers[step]] for part in self.axes.groups[axis])
             path.append(Move(self.layout(node), self.layout(after), axes))
@@ -362,16 +366,16 @@ class _Edges:
     @cached_property
     def counts(self) -> Ints:
         """Steps per node."""
-        found = np.zeros(self.num_nodes, dtype=np.int64)
-        found[self.sources] = np.diff(np.append(self.starts, len(self.price)))
-        return found
+        num_edges = np.zeros(self.num_nodes, dtype=np.int64)
+        num_edges[self.sources] = np.diff(np.append(self.starts, len(self.price)))
+        return num_edges
 
     @cached_property
     def rank(self) -> Ints:
         """Node -> its place where those of most steps are first."""
-        found = np.empty(self.num_nodes, dtype=np.int64)
-        found[np.argsort(-self.counts, kind="stable")] = np.arange(self.num_nodes)
-        return found
+        ranks = np.empty(self.num_nodes, dtype=np.int64)
+        ranks[np.argsort(-self.counts, kind="stable")] = np.arange(self.num_nodes)
+        return ranks
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Ints, Floats], ...]:
@@ -379,8 +383,8 @@ class _Edges:
         the order of their ranks, so that those which have a step are the first."""
         counts = self.counts[self.sources]
         order = np.argsort(self.rank[self.sources])
-        found = []
+        layers = []
         for number in range(int(counts.max(initial=0))):
             steps = (self.starts + number)[order[: int((counts > number).sum())]]
-            found.append((self.rank[self.targets[steps]], self.price[steps]))
-        return tuple(found)
+            layers.append((self.rank[self.targets[steps]], self.price[steps]))
+        return tuple(layers)

@@ -1,19 +1,22 @@
 """The cheapest steps between two states: A*, the shortest path search that knows a lower bound of what is left.
 
-The bound (Hart, Nilsson and Raphael 1968). Let I, R, P be the devices along the units in each of these states, N the
-elements of the tensor, and count elements that a rank sends on average, times the number of devices. In forward, a rank
-knows N I R of its elements as they finally are (of a summand as much as would be its share of the sum), and there are
-N P different summands altogether. No collective lets a rank know more, or makes fewer summands, without as much being
-sent, and an all-reduce, which does both, sends twice as much; nor do local steps. So from x to y at least
+The bound (Hart, Nilsson and Raphael 1968). I, R and P are the numbers of devices along the units in each state, N the
+elements of the tensor. What is counted are the elements that a rank sends on average, times the number of devices.
+
+* All ranks together know N I R elements as they finally are (of a summand, its share of the sum). To know more,
+  as many must be sent.
+* There are N P different summands. To have fewer, as many must be sent. An all-reduce does both and sends both.
+* Local steps change neither number for the better.
+
+So from x to y at least this goes forward:
 
     N max(0, I R (y) - I R (x)) + N max(0, P (x) - P (y))
 
-elements go forward; and, since the backward of a path is one from the dual of y to that of x (R becomes P, and P
-becomes whole), backward at least
+The backward of a path leads from the dual of y to the dual of x (R becomes P, and P becomes whole). So backward:
 
-    N max(0, I P (x) - I P (y)) + N max(0, R (y) - R (x)).
+    N max(0, I P (x) - I P (y)) + N max(0, R (y) - R (x))
 
-Each single conversion of the table meets the bound exactly; exchanges it does not see.
+Each single conversion of the table meets the bound exactly. Exchanges are not seen by it.
 """
 
 from __future__ import annotations
@@ -117,15 +120,15 @@ class _Search:
         self, directed: Directed, settled: Iterable[State], parent: dict[State, State], best: dict[State, Cost]
     ) -> Path:
         """The cheapest of the direct routes from all settled states (the source is one)."""
-        found: tuple[Cost, State, tuple[Step, ...]] | None = None
+        nearest: tuple[Cost, State, tuple[Step, ...]] | None = None
         for start in settled:
             route, cost, state = directed.route(start), best[start], start
             for step in route:
                 cost, state = tuple(map(add, cost, self._cost(state, step))), step.after
-            if found is None or cost < found[0]:
-                found = cost, start, route
-        assert found is not None, "the source is settled first"
-        cost, start, route = found
+            if nearest is None or cost < nearest[0]:
+                nearest = cost, start, route
+        assert nearest is not None, "the source is settled first"
+        cost, start, route = nearest
         return Path((*_back(parent, start), *(step.after for step in route)), cost, SETTLED_UP_TO)
 
     def _cost(self, before: State, step: Step) -> Cost:
@@ -142,12 +145,12 @@ class _Search:
 
     def _bound(self, state: State) -> Cost:
         """At least what is left to pay, and its tie-breakers."""
-        found = self._bounds.get(state[1])
-        if found is None:
+        bound = self._bounds.get(state[1])
+        if bound is None:
             elements = self._least_sent(state)
-            found = self.price.at_least(elements) if self.price else (elements, 1 if elements else 0)
-            self._bounds[state[1]] = found
-        return (*found, 0, 0) if state == self.target else (*found, *self.last)
+            bound = self.price.at_least(elements) if self.price else (elements, 1 if elements else 0)
+            self._bounds[state[1]] = bound
+        return (*bound, 0, 0) if state == self.target else (*bound, *self.last)
 
     def _least_sent(self, state: State) -> int:
         """At least the elements that are still to be sent, times the devices (the formulas above)."""
@@ -159,11 +162,11 @@ class _Search:
 
     def _products(self, state: State) -> tuple[int, int, int]:
         """Devices along the units that are invariant, replicated, partial."""
-        found = {"I": 1, "R": 1, "P": 1}
-        for size, own in zip(self.steps.sizes, state[1], strict=True):
-            if own != "S":
-                found["P" if own in PARTIAL_KINDS else own] *= size
-        return found["I"], found["R"], found["P"]
+        products = {"I": 1, "R": 1, "P": 1}
+        for size, state_of_unit in zip(self.steps.sizes, state[1], strict=True):
+            if state_of_unit != "S":
+                products["P" if state_of_unit in PARTIAL_KINDS else state_of_unit] *= size
+        return products["I"], products["R"], products["P"]
 
 
 def _back(parent: dict[State, State], state: State) -> tuple[State, ...]:

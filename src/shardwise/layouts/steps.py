@@ -28,9 +28,9 @@ COUNTED_UP_TO = 100_000  # rows times devices; beyond, what an uneven exchange k
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The states that a search walks through. ``sizes``: devices along every unit. ``dims``: per dim one or two ways to
-    divide it into atoms, whose sizes are given; positions number the atoms of all ways of all dims in order, and units
-    shard only one way of a dim at a time. ``others``: the states besides S that units may be in. ``allowed``: per
+    """The states that a search walks through. ``sizes``: devices along every unit. ``dims``: per dim one or two
+    divisions into atoms, by their sizes; positions number the atoms of all divisions of all dims in order, and units
+    shard only one division of a dim at a time. ``others``: the states besides S that units may be in. ``allowed``: per
     position the units that may shard it."""
 
     sizes: tuple[int, ...]
@@ -65,15 +65,15 @@ class Steps:
         self.space = space
         self.sizes = space.sizes
         self.atoms: list[int] = []  # per position: its size
-        self.spans: list[tuple[range, ...]] = []  # per dim and way its positions
-        self.rival: dict[int, range] = {}  # position -> positions of the other way of its dim
-        for ways in space.dims:
-            own = []
-            for way in ways:
-                own.append(range(len(self.atoms), len(self.atoms) + len(way)))
-                self.atoms.extend(way)
-            self.spans.append(tuple(own))
-            for mine, theirs in (own, own[::-1]) if len(own) == 2 else ():
+        self.spans: list[tuple[range, ...]] = []  # per dim and division its positions
+        self.rival: dict[int, range] = {}  # position -> positions of the other division of its dim
+        for divisions in space.dims:
+            spans_of_dim = []
+            for division in divisions:
+                spans_of_dim.append(range(len(self.atoms), len(self.atoms) + len(division)))
+                self.atoms.extend(division)
+            self.spans.append(tuple(spans_of_dim))
+            for mine, theirs in (spans_of_dim, spans_of_dim[::-1]) if len(spans_of_dim) == 2 else ():
                 self.rival.update(dict.fromkeys(mine, theirs))
         self.scale = prod(space.sizes)  # devices
         self.is_even = not self.rival and all(size % self.scale == 0 for size in self.atoms)
@@ -91,59 +91,59 @@ class Steps:
     def step(self, before: State, after: State, source: str, target: str, units: tuple[int, ...]) -> Step:
         """The step from ``before`` to ``after``, in which ``units`` go from one state to another."""
         entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
-        held = self.numel(after[0])
+        largest = self.numel(after[0])
         if entry.forward == "all_to_all":
-            return Step(after, entry.forward, entry.backward, (), *self._exchanged(before[0], after[0]), held)
+            return Step(after, entry.forward, entry.backward, (), *self._exchanged(before[0], after[0]), largest)
         n = prod(self.sizes[unit] for unit in units)
-        small, large = self.numel(before[0]) * self.scale, held * self.scale
+        small, large = self.numel(before[0]) * self.scale, largest * self.scale
         forward, backward = num_sent(entry.forward, n, small, large), num_sent(entry.backward, n, large, small)
-        return Step(after, entry.forward, entry.backward, units, forward, backward, held)
+        return Step(after, entry.forward, entry.backward, units, forward, backward, largest)
 
     # -------------------------------------------------------------------------------------------------- all of them
 
     def _exchanges(self, state: State) -> list[Step]:
         """The units that shard change places."""
-        found = self._found_exchanges.get(state[0])
-        if found is None:
-            own = tuple(sorted(unit for units in state[0] for unit in units))
-            found = self._found_exchanges[state[0]] = [
+        exchanges = self._found_exchanges.get(state[0])
+        if exchanges is None:
+            sharding = tuple(sorted(unit for units in state[0] for unit in units))
+            exchanges = self._found_exchanges[state[0]] = [
                 (placed, *self._exchanged(state[0], placed))
-                for placed in self._placements(((),) * len(state[0]), own)
+                for placed in self._placements(((),) * len(state[0]), sharding)
                 if placed != state[0]
             ]
         entry, states = CELLS["S", "S"], state[1]
         return [
             Step((placed, states), entry.forward, entry.backward, (), forward, backward, self.numel(placed))
-            for placed, forward, backward in found
+            for placed, forward, backward in exchanges
         ]
 
     def _others(self, state: State) -> list[Step]:
-        found = self._found.get(state)
-        if found is None:
-            found = self._found[state] = [self.step(state, *rest) for rest in self._all_others(state)]
-        return found
+        steps = self._found.get(state)
+        if steps is None:
+            steps = self._found[state] = [self.step(state, *rest) for rest in self._all_others(state)]
+        return steps
 
     def _all_others(self, state: State) -> Iterator[tuple[State, str, str, tuple[int, ...]]]:
         arrangement, states = state
         yield from self._leave(arrangement, states)
         groups: dict[str, list[int]] = {}
-        for unit, own in enumerate(states):
-            if own != "S":
-                groups.setdefault(own, []).append(unit)
-        for own, units in groups.items():
-            if own in PARTIAL_KINDS and own != "P":
+        for unit, letter in enumerate(states):
+            if letter != "S":
+                groups.setdefault(letter, []).append(unit)
+        for letter, units in groups.items():
+            if letter in PARTIAL_KINDS and letter != "P":
                 for chosen in _subsets(units):
-                    yield (arrangement, put(states, chosen, "I")), own, "I", chosen
+                    yield (arrangement, put(states, chosen, "I")), letter, "I", chosen
                 continue
             alone: list[tuple[int, ...]] = [(unit,) for unit in units]
             for other in self.space.others:
-                if other != own and other in ("I", "R", "P"):
-                    for chosen in _subsets(units) if communicates(own, other) else alone:
-                        yield (arrangement, put(states, chosen, other)), own, other, chosen
-            for together in _subsets(units) if communicates(own, "S") else alone:
+                if other != letter and other in ("I", "R", "P"):
+                    for chosen in _subsets(units) if communicates(letter, other) else alone:
+                        yield (arrangement, put(states, chosen, other)), letter, other, chosen
+            for together in _subsets(units) if communicates(letter, "S") else alone:
                 new = put(states, together, "S")
                 for placed in self._placements(arrangement, together):
-                    yield (placed, new), own, "S", together
+                    yield (placed, new), letter, "S", together
 
     def _leave(
         self, arrangement: Arrangement, states: tuple[str, ...]
@@ -160,34 +160,34 @@ class Steps:
 
     def _placements(self, arrangement: Arrangement, units: tuple[int, ...]) -> list[Arrangement]:
         """All ways to let units shard atoms in addition, as the minor ones."""
-        found = self._placed.get((arrangement, units))
-        if found is None:
-            fixed = tuple(len(own) for own in arrangement)
-            found = [arrangement]
+        placements = self._placed.get((arrangement, units))
+        if placements is None:
+            fixed = tuple(len(sharding) for sharding in arrangement)
+            placements = [arrangement]
             for unit in units:
-                found = [
+                placements = [
                     (*placed[:p], (*placed[p][:slot], unit, *placed[p][slot:]), *placed[p + 1 :])
-                    for placed in found
+                    for placed in placements
                     for p in range(len(placed))
                     if unit in self.space.allowed[p] and self.is_free(placed, p)
                     for slot in range(fixed[p], len(placed[p]) + 1)
                 ]
-            self._placed[arrangement, units] = found
-        return found
+            self._placed[arrangement, units] = placements
+        return placements
 
     def is_free(self, arrangement: Sequence[Sequence[int]], p: int) -> bool:
-        """Whether no unit shards the other way in which the dim of position ``p`` is divided."""
+        """Whether no unit shards the other division of the dim of position ``p``."""
         return not any(arrangement[other] for other in self.rival.get(p, ()))
 
     # ------------------------------------------------------------------------------------------------ what they send
 
     def numel(self, arrangement: Arrangement) -> int:
         """Elements on the device that holds most."""
-        found = self._numel.get(arrangement)
-        if found is None:
+        cached = self._numel.get(arrangement)
+        if cached is None:
             used = (_used(spans, arrangement) or spans[0] for spans in self.spans)
-            found = self._numel[arrangement] = prod(self._largest(p, arrangement[p]) for span in used for p in span)
-        return found
+            cached = self._numel[arrangement] = prod(self._largest(p, arrangement[p]) for span in used for p in span)
+        return cached
 
     def _largest(self, p: int, units: tuple[int, ...]) -> int:
         """Rows of an atom on the device that holds most."""
@@ -195,21 +195,21 @@ class Steps:
 
     def _exchanged(self, before: Arrangement, after: Arrangement) -> tuple[int, int]:
         """Elements that the busiest rank sends from one arrangement to another and back, scaled."""
-        found = self._sent.get((before, after))
-        if found is None:
-            found = None if self.is_even else self._counted(before, after)
-            if found is None:
+        sent = self._sent.get((before, after))
+        if sent is None:
+            sent = None if self.is_even else self._counted(before, after)
+            if sent is None:
                 kept = self._kept(before, after)
-                found = self.numel(before) - kept, self.numel(after) - kept
-            found = self._sent[before, after] = found[0] * self.scale, found[1] * self.scale
-        return found
+                sent = self.numel(before) - kept, self.numel(after) - kept
+            sent = self._sent[before, after] = sent[0] * self.scale, sent[1] * self.scale
+        return sent
 
     def _kept(self, before: Arrangement, after: Arrangement) -> int:
-        """Elements that the device which keeps fewest has in both arrangements: exact where all divides evenly, else
-        at most that. Where the units of an atom differ and not only in number, a device at the first coordinate along
-        one and at the last along the other keeps none."""
-        for own, new in zip(before, after, strict=True):
-            if own != new and own[: len(new)] != new[: len(own)]:
+        """Elements that a device has both before and after, on the device where these are fewest. Exact where all
+        divides evenly, else a lower bound. An atom whose units differ otherwise than in number leaves some device
+        nothing: one that is first along the units before and last along those after."""
+        for old, new in zip(before, after, strict=True):
+            if old != new and old[: len(new)] != new[: len(old)]:
                 return 0
         kept = 1
         for spans in self.spans:
@@ -239,14 +239,14 @@ class Steps:
         if max(prod(self.atoms[p] for p in old) for old, _ in changed) * self.scale > COUNTED_UP_TO:
             return None
         grid = tuple(enumerate(self.sizes))
-        (held, wanted, both), *more = (
+        (held_before, wanted, both), *more = (
             _numbers_of_rows(grid, *(tuple((self.atoms[p], side[p]) for p in span) for side, span in sides))
             for sides in (((before, old), (after, new)) for old, new in changed)
         )
         for one, other, common in more:
-            held, wanted, both = map(mul, held, one), map(mul, wanted, other), map(mul, both, common)
+            held_before, wanted, both = map(mul, held_before, one), map(mul, wanted, other), map(mul, both, common)
         kept = tuple(both)
-        return max(map(sub, held, kept)) * rest, max(map(sub, wanted, kept)) * rest
+        return max(map(sub, held_before, kept)) * rest, max(map(sub, wanted, kept)) * rest
 
 
 Sharded = tuple[tuple[int, tuple[int, ...]], ...]  # a dim or a part of it: the size of every atom, and what shards it
@@ -257,45 +257,45 @@ def _numbers_of_rows(
     grid: tuple[tuple[int, int], ...], before: Sharded, after: Sharded
 ) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
     """How many rows every device of the grid (units, sizes) holds before, after and both times."""
-    sizes, found = dict(grid), []
+    sizes, counts = dict(grid), []
     for values in product(*(range(size) for _, size in grid)):
         coordinates = dict(zip(sizes, values, strict=True))
-        own, new = (_rows(side, sizes, coordinates) for side in (before, after))
-        if isinstance(own, range) and isinstance(new, range):
-            common = max(0, min(own.stop, new.stop) - max(own.start, new.start))
+        old, new = (_rows(side, sizes, coordinates) for side in (before, after))
+        if isinstance(old, range) and isinstance(new, range):
+            common = max(0, min(old.stop, new.stop) - max(old.start, new.start))
         else:
-            common = len(set(own) & set(new))
-        found.append((len(own), len(new), common))
-    first, second, both = zip(*found, strict=True)
+            common = len(set(old) & set(new))
+        counts.append((len(old), len(new), common))
+    first, second, both = zip(*counts, strict=True)
     return first, second, both
 
 
 def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) -> range | list[int]:
     """The rows of a dim that a device holds."""
-    found: range | list[int] = range(1)
+    rows: range | list[int] = range(1)
     for size, units in sharded:
         n, index = 1, 0
         for unit in units:
             n *= sizes[unit]
             index = index * sizes[unit] + coordinates[unit]
-        own = range(index * size // n, (index + 1) * size // n)
-        found = own if len(sharded) == 1 else [row * size + i for row in found for i in own]
-    return found
+        piece = range(index * size // n, (index + 1) * size // n)
+        rows = piece if len(sharded) == 1 else [row * size + i for row in rows for i in piece]
+    return rows
 
 
 def _used(spans: tuple[range, ...], arrangement: Arrangement) -> range | None:
-    """Of the ways to divide a dim the one that units shard, if any do."""
+    """The division of a dim that units shard, if any do."""
     return next((span for span in spans if any(arrangement[p] for p in span)), None)
 
 
 def moved_units(before: Arrangement, after: Arrangement) -> tuple[int, ...]:
     """The units along which devices exchange anything: all behind what both arrangements of an atom begin with."""
     moved: set[int] = set()
-    for own, new in zip(before, after, strict=True):
+    for old, new in zip(before, after, strict=True):
         same = 0
-        while same < min(len(own), len(new)) and own[same] == new[same]:
+        while same < min(len(old), len(new)) and old[same] == new[same]:
             same += 1
-        moved.update(own[same:], new[same:])
+        moved.update(old[same:], new[same:])
     return tuple(sorted(moved))
 
 
@@ -307,10 +307,10 @@ def communicates(source: str, target: str) -> bool:
 
 
 def _subsets(units: Sequence[int]) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
+    subsets: list[tuple[int, ...]] = [()]
     for unit in units:
-        found += [(*chosen, unit) for chosen in found]
-    return found[1:]
+        subsets += [(*chosen, unit) for chosen in subsets]
+    return subsets[1:]
 
 
 def put(states: tuple[str, ...], units: Iterable[int], state: str) -> tuple[str, ...]:

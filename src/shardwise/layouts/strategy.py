@@ -65,7 +65,7 @@ class Strategy:
         cuts = {factor: "{" + ",".join(map(str, lengths)) + "}" for factor, lengths in self.cuts}
         words = [f"{factor}@{mesh.format_axes(axes)}{cuts.get(factor, '')}" for factor, axes in ordered]
         for state in sorted({state for _, state in self.rest}):
-            axes = tuple(sorted((a for a, own in self.rest if own == state), key=mesh.order.__getitem__))
+            axes = tuple(sorted((a for a, choice in self.rest if choice == state), key=mesh.order.__getitem__))
             words.append(f"{'P' if state == 'P0' else state}@{mesh.format_axes(axes)}")
         return " ".join(words)
 
@@ -181,8 +181,8 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
         atoms = tuple(
             tuple(Atom(kinds[f].size, strategy.axes_of.get(f, ())) for f in dim) or (Atom(1),) for dim in dims
         )
-        own = {axis: s for axis, s in states.items() if s != "I" and strategy.choice_of.get(axis) not in present}
-        plain = Layout(mesh, atoms, tuple(sorted(own.items(), key=lambda item: mesh.order[item[0]])))
+        rest = {axis: s for axis, s in states.items() if s != "I" and strategy.choice_of.get(axis) not in present}
+        plain = Layout(mesh, atoms, tuple(sorted(rest.items(), key=lambda item: mesh.order[item[0]])))
         if strategy.cuts:
             plain = _cut(dims, plain, strategy)
         return _windowed(rule, dims, plain, strategy) if rule.windows else plain
@@ -221,24 +221,24 @@ def _windowed(rule: OpRule, dims: Dims, plain: Layout, strategy: Strategy) -> La
     atoms: list[tuple[Atom, ...]] = []
     windows: list[Windows] = []
     axes_of_windows: set[str] = set()
-    for d, (factors, own) in enumerate(zip(dims, plain.dims, strict=True)):
-        found: list[Atom] = []
-        for base, group in itertools.groupby(zip(factors, own, strict=False), lambda pair: base_name(pair[0])):
+    for d, (factors, atoms_of_dim) in enumerate(zip(dims, plain.dims, strict=True)):
+        new_atoms: list[Atom] = []
+        for base, group in itertools.groupby(zip(factors, atoms_of_dim, strict=False), lambda pair: base_name(pair[0])):
             parts = tuple(atom for _, atom in group)
             window = through.get(base)
             major = rule.parts_of(window.factor)[0] if window is not None else None
             axes = strategy.axes_of.get(major.name, ()) if major is not None else ()
             size, count = prod(atom.size for atom in parts), plain.mesh.size_of(axes)
             if window is None or major is None or not axes or not size:
-                found.extend(parts)
+                new_atoms.extend(parts)
                 continue
             stride = prod(part.size for part in rule.parts_of(window.factor)[1:])
             ranges = _ranges(window, major.size, stride, count)
-            if any(held != ((i * size // count, (i + 1) * size // count),) for i, held in enumerate(ranges)):
-                windows.append(Windows(d, len(found), ranges))
-            found.append(Atom(size, axes))
+            if any(rows != ((i * size // count, (i + 1) * size // count),) for i, rows in enumerate(ranges)):
+                windows.append(Windows(d, len(new_atoms), ranges))
+            new_atoms.append(Atom(size, axes))
             axes_of_windows.update(axes)
-        atoms.append(tuple(found) or own)
+        atoms.append(tuple(new_atoms) or atoms_of_dim)
     states = tuple((axis, state) for axis, state in plain.states if axis not in axes_of_windows)
     return Layout(plain.mesh, tuple(atoms), states, tuple(windows))
 

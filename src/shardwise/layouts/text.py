@@ -11,6 +11,7 @@ import re
 import torch
 
 from shardwise.errors import LayoutError, NotationError, caret
+from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
 
@@ -27,17 +28,20 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 def parse_dtype(name: str) -> torch.dtype:
     """The inverse of ``format_dtype``. Raises NotationError."""
-    for dtype, own in DTYPE_NAMES.items():
-        if name in (own, str(dtype).removeprefix("torch.")):
+    for dtype, dtype_name in DTYPE_NAMES.items():
+        if name in (dtype_name, str(dtype).removeprefix("torch.")):
             return dtype
     raise NotationError(f"{name!r} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
 
 
-def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
-    """The layout as a type. Atoms are merged where that changes nothing."""
-    mesh, layout = layout.mesh, layout.canonical()
+def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: bool = True) -> str:
+    """The layout as a type. Atoms are merged where that changes nothing (``merged=False``: they stay as they are, so
+    that the same layout is parsed back)."""
+    mesh = layout.mesh
+    if merged:
+        layout = layout.canonical()
 
-    windows = {(own.dim, own.atom): own.ranges for own in layout.windows}
+    windows = {(window.dim, window.atom): window.ranges for window in layout.windows}
 
     def atom_text(d: int, i: int, atom: Atom) -> str:
         if not atom.axes:
@@ -45,14 +49,14 @@ def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
         text = f"{atom.size}@{mesh.format_axes(atom.axes)}"
         if (d, i) not in windows:
             return text
-        held = ("+".join(f"{start}:{stop}" for start, stop in ranges) for ranges in windows[d, i])
-        return text + "{" + "|".join(held) + "}"
+        texts = ("+".join(f"{start}:{stop}" for start, stop in ranges) for ranges in windows[d, i])
+        return text + "{" + "|".join(texts) + "}"
 
     atoms = [[atom_text(d, i, atom) for i, atom in enumerate(dim)] for d, dim in enumerate(layout.dims)]
     dims = [dim[0] if len(dim) == 1 else "(" + " ".join(dim) + ")" for dim in atoms]
     text = (format_dtype(dtype) if dtype else "") + "[" + ", ".join(dims) + "]"
     for state in ("R", *PARTIAL_KINDS):
-        axes = tuple(axis for axis, own in layout.states if own == state)
+        axes = tuple(axis for axis, on_axis in layout.states if on_axis == state)
         if axes:
             names = mesh.format_axes(axes).strip("()")
             text += f" replicated({names})" if state == "R" else f" partial({PARTIAL_KINDS[state]}@{names})"
@@ -72,8 +76,8 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     windows: list[Windows] = []
     column = match.end()
     for item in _split_dims(text[match.end() : close]):
-        atoms, held = _parse_dim(text, column, item, mesh)
-        windows.extend(Windows(len(dims), i, ranges) for i, ranges in held.items())
+        atoms, windows_of_dim = _parse_dim(text, column, item, mesh)
+        windows.extend(Windows(len(dims), i, ranges) for i, ranges in windows_of_dim.items())
         dims.append(atoms)
         column += len(item) + 1
     states: dict[str, str] = {}
@@ -95,11 +99,11 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
             states[axis] = state
     ordered = tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]]))
     layout = Layout(mesh, tuple(dims), ordered, tuple(windows))
-    for own in windows:
-        atom = dims[own.dim][own.atom]
-        if len(own.ranges) != mesh.size_of(atom.axes):
+    for window in windows:
+        atom = dims[window.dim][window.atom]
+        if len(window.ranges) != mesh.size_of(atom.axes):
             raise LayoutError(
-                f"{len(own.ranges)} windows for {atom.size}@{mesh.format_axes(atom.axes)} in {text!r}: split over "
+                f"{len(window.ranges)} windows for {atom.size}@{mesh.format_axes(atom.axes)} in {text!r}: split over "
                 f"{mesh.size_of(atom.axes)} devices"
             )
     used = [axis for dim in dims for atom in dim for axis in atom.axes] + list(states)
@@ -107,6 +111,24 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     if twice:
         raise LayoutError(f"mesh axis {', '.join(twice)} is used more than once in {text!r}")
     return layout
+
+
+def format_move(move: Move) -> str:
+    """``tp: [16@tp, 8] -> [16, 8]``: one step of a conversion, with its atoms as they are."""
+    ends = (format_layout(layout, merged=False) for layout in (move.source, move.target))
+    return f"{move.source.mesh.format_axes(move.axes)}: {' -> '.join(ends)}"
+
+
+def parse_move(text: str, mesh: Mesh) -> Move:
+    """The inverse of ``format_move``. Raises NotationError or LayoutError."""
+    axes, colon, ends = text.partition(": ")
+    source, arrow, target = ends.partition(" -> ")
+    if not colon or not arrow:
+        raise NotationError(caret(text, 0, "a move reads tp: [16@tp, 8] -> [16, 8]"))
+    move = Move(parse_layout(source, mesh), parse_layout(target, mesh), mesh.parse_axes(axes))
+    if move.source.shape != move.target.shape:
+        raise LayoutError(f"{text}: from shape {list(move.source.shape)} to shape {list(move.target.shape)}")
+    return move
 
 
 def _split_dims(text: str) -> list[str]:
@@ -143,10 +165,10 @@ def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[tuple[Ato
 
 def _parse_windows(text: str, column: int, inner: str) -> tuple[Ranges, ...]:
     """``0:5|3:9+0:1|`` -> the ranges of every device."""
-    found: list[Ranges] = []
-    for held in inner.split("|"):
-        if not re.fullmatch(r"(\d+:\d+(\+\d+:\d+)*)?", held):
+    ranges: list[Ranges] = []
+    for part in inner.split("|"):
+        if not re.fullmatch(r"(\d+:\d+(\+\d+:\d+)*)?", part):
             raise NotationError(caret(text, column, "windows read {0:5|3:8}, device by device"))
-        found.append(tuple((int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", held)))
-        column += len(held) + 1
-    return tuple(found)
+        ranges.append(tuple((int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", part)))
+        column += len(part) + 1
+    return tuple(ranges)

@@ -18,15 +18,15 @@ Segments = tuple[tuple[int, int, int], ...]
 @lru_cache(maxsize=100_000)
 def segments(ranges: Ranges, size: int, count: int) -> Segments:
     """The ranges of a window, cut where the slices of ``size`` rows over ``count`` devices end."""
-    found = []
+    result = []
     for start, stop in ranges:
         while start < stop:
             # The device whose slice [i n / N, (i+1) n / N) a row is in.
             owner = ((start + 1) * count - 1) // size
             end = min(stop, (owner + 1) * size // count)
-            found.append((owner, start, end))
+            result.append((owner, start, end))
             start = end
-    return tuple(found)
+    return tuple(result)
 
 
 def num_halo_rows(source: Layout, windows: Windows) -> tuple[int, int]:
@@ -39,10 +39,10 @@ def num_halo_rows(source: Layout, windows: Windows) -> tuple[int, int]:
 @lru_cache(maxsize=10_000)
 def _num_halo_rows(size: int, windows: Windows) -> tuple[int, int]:
     count = len(windows.ranges)
-    given, wanted = [0] * count, [0] * count
+    sent, wanted = [0] * count, [0] * count
     for device, ranges in enumerate(windows.ranges):
         for owner, start, stop in segments(ranges, size, count):
             if owner != device:
-                given[owner] += stop - start
+                sent[owner] += stop - start
                 wanted[device] += stop - start
-    return max(given), max(wanted)
+    return max(sent), max(wanted)

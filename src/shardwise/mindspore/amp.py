@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
+from shardwise.launch import rank_groups
 from shardwise.mindspore.communication.management import find_group
-from shardwise.runtime import rank_groups
 
 Tensor = torch.Tensor
 NUM_STATUS = 8  # elements of the status that Ascend devices keep
@@ -39,10 +39,10 @@ def all_finite(inputs: Any, status: Tensor | None = None, *, group: str | None =
     tensors = [tensor for tensor in _tensors(inputs) if tensor.is_floating_point() or tensor.is_complex()]
     flags = [torch.isfinite(tensor).all() for tensor in tensors]
     device = flags[0].device if flags else None
-    found = torch.stack([flag.to(device) for flag in flags]).all() if flags else torch.tensor(True)
+    finite = torch.stack([flag.to(device) for flag in flags]).all() if flags else torch.tensor(True)
     if group is None:
-        return found
-    return rank_groups.all_reduce(found.to(torch.int32), "min", find_group(group)).bool()
+        return finite
+    return rank_groups.all_reduce(finite.to(torch.int32), "min", find_group(group)).bool()
 
 
 def _tensors(inputs: Any) -> Iterator[Tensor]:

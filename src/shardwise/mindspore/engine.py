@@ -81,8 +81,8 @@ def inside() -> Iterator[None]:
 
 def held(parameter: torch.Tensor) -> Held | None:
     """How a parameter is split; None while this rank holds all of it."""
-    found: Held | None = getattr(parameter, _HELD, None)
-    return found
+    holding: Held | None = getattr(parameter, _HELD, None)
+    return holding
 
 
 def hold(parameter: torch.Tensor, shard: torch.Tensor, shape: tuple[int, ...], layout: Layout) -> None:
@@ -114,11 +114,11 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _check_whole(cell: nn.Module) -> None:
     """Raises RuntimeError where the cell's parameters are shards, which only a plan can compute with."""
     for name, parameter in cell.named_parameters():
-        own = held(parameter)
-        if own is not None and own.layout.positions:
+        holding = held(parameter)
+        if holding is not None and holding.layout.positions:
             raise RuntimeError(
                 problem(
-                    f"{name} is split as {own.layout}, and the mode is {context.options().parallel_mode} now",
+                    f"{name} is split as {holding.layout}, and the mode is {context.options().parallel_mode} now",
                     op=type(cell).__name__,
                     fix="keep the context with which the cell was split, or build the cell anew",
                 )
@@ -154,8 +154,8 @@ def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
     """Of the ``index``-th tensor that a split cell returned, what this rank had computed of it before it was
     gathered."""
     layout = split.par.output_layout(index)
-    own: torch.Tensor = shard(whole, layout, split.par.plan.mesh.coordinates(dist.get_rank()))
-    return own
+    part: torch.Tensor = shard(whole, layout, split.par.plan.mesh.coordinates(dist.get_rank()))
+    return part
 
 
 def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
@@ -208,26 +208,28 @@ def _fed(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
         if isinstance(x, torch.Tensor)
     ]
-    wish = "full_batch" if options.full_batch else options.dataset_strategy
-    if wish == "full_batch":
+    strategy = "full_batch" if options.full_batch else options.dataset_strategy
+    if strategy == "full_batch":
         return {}
-    if wish == "data_parallel":
+    if strategy == "data_parallel":
         return {name: (options.devices, *(1,) * (x.dim() - 1)) for name, x in tensors if x.dim()}
-    assert not isinstance(wish, str), "the context knows the words"
-    if len(wish) < len(tensors):  # of fewer inputs, in evaluation, the labels are missing: the last ones
+    assert not isinstance(strategy, str), "the context knows the words"
+    if len(strategy) < len(tensors):  # of fewer inputs, in evaluation, the labels are missing: the last ones
         raise strict.failure(
             "dataset_strategy",
-            f"the strategy {wish} size: {len(wish)} is not equal to inputs size: {len(tensors)}",
+            f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(tensors)}",
             f"one tuple for each of the inputs {[list(x.shape) for _, x in tensors]}",
         )
     counts: dict[str, tuple[int, ...]] = {}
-    for (name, x), own in zip(tensors, wish, strict=False):
-        if len(own) != x.dim():
+    for (name, x), input_counts in zip(tensors, strategy, strict=False):
+        if len(input_counts) != x.dim():
             raise strict.failure(
-                "dataset_strategy", f"{own} is for {len(own)} dims, and {name} has shape {list(x.shape)}", "one per dim"
+                "dataset_strategy",
+                f"{input_counts} is for {len(input_counts)} dims, and {name} has shape {list(x.shape)}",
+                "one per dim",
             )
-        counts[name] = tuple(own)
-    return counts if any(prod(own) > 1 for own in counts.values()) else {}
+        counts[name] = tuple(input_counts)
+    return counts if any(prod(input_counts) > 1 for input_counts in counts.values()) else {}
 
 
 def _decided(
@@ -275,24 +277,24 @@ def _plan(
             "call .shard(...) on an operator, or choose search_mode='dynamic_programming'; with strict=False nothing "
             "configured means data parallelism",
         )
-    kept = {name: own for name, p in cell.named_parameters() if (own := held(p)) is not None}
-    mesh = next((own.layout.mesh for own in kept.values()), None)
+    kept = {name: entry for name, p in cell.named_parameters() if (entry := held(p)) is not None}
+    mesh = next((entry.layout.mesh for entry in kept.values()), None)
     if mesh is None and (strategies or not priced):
         mesh = Mesh({AXIS: options.devices})
     settings: dict[str, Any] = {"mode": "auto", "search": options.search_mode} if auto else {"mode": "semi_auto"}
     memory = context.settings().device_bytes
     if priced and memory is not None:
         settings["memory_bytes"] = memory
-    layouts: dict[str, Any] = {name: format_layout(own.layout) for name, own in kept.items()}
+    layouts: dict[str, Any] = {name: format_layout(entry.layout) for name, entry in kept.items()}
     settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
     return sw.plan(model, args, options.devices, kwargs=kwargs or None, **settings)
 
 
 def _has_strategies(model: nn.Module) -> bool:
     """Whether a primitive, or a function or cell that ``ms.shard`` was given, has a strategy."""
-    held = (own for module in model.modules() for own in (module, *vars(module).values()))
-    return any(getattr(own, "in_strategy", None) for own in primitives(model)) or any(
-        hasattr(own, STRATEGIES) for own in held
+    objects = (candidate for module in model.modules() for candidate in (module, *vars(module).values()))
+    return any(getattr(candidate, "in_strategy", None) for candidate in primitives(model)) or any(
+        hasattr(candidate, STRATEGIES) for candidate in objects
     )
 
 
@@ -300,27 +302,27 @@ def primitives(module: nn.Module) -> Iterator[Any]:
     """All primitives that the cells of a module hold."""
     from shardwise.mindspore.ops.primitive import Primitive
 
-    for own in module.modules():
-        yield from (value for value in vars(own).values() if isinstance(value, Primitive))
+    for submodule in module.modules():
+        yield from (value for value in vars(submodule).values() if isinstance(value, Primitive))
 
 
 def _on_host(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """The parameters that operators with ``primitive_target`` "CPU" read, found in a call without data."""
     from shardwise.mindspore.ops.primitive import host_operands
 
-    if not any(own.attrs.get("primitive_target") == "CPU" for own in primitives(model)):
+    if not any(operator.attrs.get("primitive_target") == "CPU" for operator in primitives(model)):
         return ()
     with inside(), torch.no_grad(), host_operands() as tensors:
         nn.Module.__call__(model, *args, **kwargs)
-    return tuple(name for name, own in model.named_parameters() if any(own is tensor for tensor in tensors))
+    return tuple(name for name, parameter in model.named_parameters() if any(parameter is tensor for tensor in tensors))
 
 
 def _whole_copy(cell: nn.Module) -> nn.Module:
     """The cell on the meta device, with parameters of their whole shapes."""
     memo: dict[int, Any] = {}
     for tensor in [*cell.parameters(), *cell.buffers()]:
-        own = held(tensor)
-        empty = torch.empty(tensor.shape if own is None else own.shape, dtype=tensor.dtype, device="meta")
+        holding = held(tensor)
+        empty = torch.empty(tensor.shape if holding is None else holding.shape, dtype=tensor.dtype, device="meta")
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
@@ -345,10 +347,12 @@ def _install(par: sw.Parallel, cell: nn.Module) -> None:
 
 def copies(parameter: torch.Tensor) -> int:
     """How many ranks hold the same shard of a parameter."""
-    own = held(parameter)
-    if own is None:
+    holding = held(parameter)
+    if holding is None:
         return context.options().devices
-    return prod(own.layout.mesh.sizes[axis] for axis in own.layout.mesh.sub_axes if axis not in own.layout.positions)
+    return prod(
+        holding.layout.mesh.sizes[axis] for axis in holding.layout.mesh.sub_axes if axis not in holding.layout.positions
+    )
 
 
 def detached(result: Any) -> Any:
@@ -369,7 +373,7 @@ def _rows(par: sw.Parallel) -> list[tuple[int, int]]:
     fed = [plan.layouts[entry.name] for entry in plan.inputs if entry.shape]
     if not fed:
         return []
-    batch = max(own.shape[0] for own in par.latest.inputs if own.shape)
+    batch = max(input_entry.shape[0] for input_entry in par.latest.inputs if input_entry.shape)
     axes = [axis for atom in fed[0].dims[0] for axis in atom.axes]
     return _parts(Layout(plan.mesh, ((Atom(batch, tuple(axes)),),))) if axes else []
 
@@ -379,14 +383,14 @@ def _parts(layout: Layout) -> list[tuple[int, int]]:
     """From, to: which elements of a dim each rank holds."""
     numbers = torch.arange(layout.shape[0])
     parts = [shard(numbers, layout, layout.mesh.coordinates(rank)) for rank in range(layout.mesh.num_devices)]
-    return [(int(own[0]), int(own[-1]) + 1) for own in parts]
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
 def _own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:
     if not rows or not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != max(stop for _, stop in rows):
         return x
-    own: torch.Tensor = _Rows.apply(x, rows)  # type: ignore[no-untyped-call]
-    return own
+    rows_here: torch.Tensor = _Rows.apply(x, rows)  # type: ignore[no-untyped-call]
+    return rows_here
 
 
 class _Rows(torch.autograd.Function):
@@ -403,10 +407,10 @@ class _Rows(torch.autograd.Function):
         return whole[start:stop].clone()
 
     @staticmethod
-    def backward(ctx: Any, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        parts = [torch.empty_like(own) for _ in ctx.rows]
-        dist.all_gather(parts, own.contiguous())
-        whole = own.new_zeros(ctx.shape)
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = [torch.empty_like(cotangent) for _ in ctx.rows]
+        dist.all_gather(parts, cotangent.contiguous())
+        whole = cotangent.new_zeros(ctx.shape)
         for (start, stop), part in zip(ctx.rows, parts, strict=True):
             whole[start:stop] = part
         return whole / len(set(ctx.rows)) if context.options().gradients_mean else whole, None

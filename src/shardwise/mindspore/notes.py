@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from shardwise.runtime.ranks import rank
+from shardwise.launch.ranks import rank
 
 _told: set[str] = set()  # of this process
 

@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import problem
+from shardwise.launch.ranks import rank, world_size
 from shardwise.mindspore.checks import Check, closest, entries, flag, fraction, later, meaningless, one_of, text, whole
-from shardwise.partition.buckets import BUCKET_BYTES
-from shardwise.runtime.ranks import rank, world_size
+from shardwise.programs.buckets import BUCKET_BYTES
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]
@@ -133,12 +133,12 @@ class Options:
                 fix = closest(name, CHECKS)
                 raise ValueError(problem(f'set_auto_parallel_context has no option "{name}"', fix=fix))
             stored[name] = CHECKS[name](name, value)
-        given = self.given | set(stored)
+        names_given = self.given | set(stored)
         stored |= _dataset_options(stored, stored.get("strict", self.strict))
         for key in ("load_file", "save_file"):
             if stored.get("strategy_ckpt_config", {}).get(key):
                 stored[f"strategy_ckpt_{key}"] = stored["strategy_ckpt_config"][key]
-        return replace(self, **stored, given=given)
+        return replace(self, **stored, given=names_given)
 
 
 def _dataset_options(stored: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -197,16 +197,18 @@ def _indices(name: str, value: Any) -> tuple[int, ...]:
     """Ascending positions in the list of gradients."""
     if not isinstance(value, list | tuple):
         raise TypeError(problem(f"{name} is {value!r}", fix="give a list of indices, [20, 35]"))
-    found = tuple(whole(0, 2**31)(f"{name}[{i}]", index) for i, index in enumerate(value))
-    if list(found) != sorted(set(found)):
+    checked = tuple(whole(0, 2**31)(f"{name}[{i}]", index) for i, index in enumerate(value))
+    if list(checked) != sorted(set(checked)):
         raise ValueError(problem(f"{name} is {value!r}, whose indices do not ascend", fix="give each once, in order"))
-    return found
+    return checked
 
 
 def _fusion(name: str, value: Any) -> dict[str, Any]:
     """One collective's entry of comm_fusion: {"mode": "auto" | "size" | "index", "config": None, MiB or indices}."""
-    found = entries({"mode": one_of("auto", "size", "index"), "config": lambda _, given: given})(name, value)
-    mode, config = found.get("mode", "auto"), found.get("config")
+    setting = entries({"mode": one_of("auto", "size", "index"), "config": lambda _, setting_of_mode: setting_of_mode})(
+        name, value
+    )
+    mode, config = setting.get("mode", "auto"), setting.get("config")
     if mode == "auto":
         if config is not None:
             raise ValueError(problem(f'{name} has the mode "auto" and the config {config!r}', fix="leave config None"))
@@ -216,11 +218,11 @@ def _fusion(name: str, value: Any) -> dict[str, Any]:
 
 
 def _only_allreduce(name: str, value: Any) -> dict[str, Any]:
-    found = _fusion(name, value)
-    if found["mode"] != "auto":
+    setting = _fusion(name, value)
+    if setting["mode"] != "auto":
         why = "parameters are gathered, and their gradients scattered, by the parallel optimizer only, which follows"
         raise NotImplementedError(problem(f"{name}={value!r}: {why} in a later version", fix="leave it out"))
-    return found
+    return setting
 
 
 _LATER_PIPELINE = "pipeline stages follow"

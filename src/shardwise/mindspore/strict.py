@@ -37,12 +37,12 @@ def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Str
             problem(f"{name}: {role} is {strategy!r}", fix="a tuple with one tuple per input: ((4, 1), (1, 1))")
         )
     if strategy and all(isinstance(item, int) for item in strategy):
-        own = [tuple(strategy), *([tuple(out_strategy)] if isinstance(out_strategy, (tuple, list)) else [])]
+        arguments = [tuple(strategy), *([tuple(out_strategy)] if isinstance(out_strategy, (tuple, list)) else [])]
         raise ValueError(
             problem(
                 f"{name}: {role} {tuple(strategy)} is one tuple of numbers, and must hold one tuple per input"
-                + ("; the second argument is the strategy of the outputs" if len(own) > 1 else ""),
-                fix=f"{name}().shard({tuple(own)!r}): one tuple around all of them",
+                + ("; the second argument is the strategy of the outputs" if len(arguments) > 1 else ""),
+                fix=f"{name}().shard({tuple(arguments)!r}): one tuple around all of them",
             )
         )
     for position, counts in enumerate(strategy):
@@ -149,9 +149,9 @@ def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str) -> 
 
 def equal(name: str, strategy: Strategy, what: str = "the strategies of all inputs must be equal") -> None:
     """Raises StrategyError unless all inputs are split alike."""
-    for own in strategy[1:]:
-        if own != strategy[0]:
-            raise failure(name, f"{what}, but get {strategy[0]} and {own}", f"{strategy[0]} for both")
+    for counts in strategy[1:]:
+        if counts != strategy[0]:
+            raise failure(name, f"{what}, but get {strategy[0]} and {counts}", f"{strategy[0]} for both")
 
 
 def dim_of(name: str, dim: int, rank: int) -> int:

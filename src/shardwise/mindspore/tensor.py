@@ -59,9 +59,13 @@ class Parameter(nn.Parameter):
         data = as_torch(default_input)
         if requires_grad and not data.is_floating_point():
             requires_grad = False
-        made = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
-        made.param_name, made.layerwise_parallel, made.parallel_optimizer = name, layerwise_parallel, parallel_optimizer
-        return made
+        parameter = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
+        parameter.param_name, parameter.layerwise_parallel, parameter.parallel_optimizer = (
+            name,
+            layerwise_parallel,
+            parallel_optimizer,
+        )
+        return parameter
 
     param_name: str | None
     layerwise_parallel: bool
@@ -94,10 +98,10 @@ class Parameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
-            made = Parameter(self.detach().clone(), self.param_name, self.requires_grad, self.layerwise_parallel)
-            memo[id(self)] = made
-        found: Parameter = memo[id(self)]
-        return found
+            parameter = Parameter(self.detach().clone(), self.param_name, self.requires_grad, self.layerwise_parallel)
+            memo[id(self)] = parameter
+        copied: Parameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.detach().as_subclass(torch.Tensor)

@@ -1,4 +1,4 @@
-"""From a plan back to the choice for a graph of its model."""
+"""From a plan back to the choice, and to the program, for a graph of its model. No price and no search is asked."""
 
 from __future__ import annotations
 
@@ -8,26 +8,92 @@ from difflib import get_close_matches
 
 import torch
 
-from shardwise.costs.cluster_file import parse as parse_cluster
-from shardwise.costs.collectives import Links
-from shardwise.costs.prices import Precision, Prices
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, parse_choices, parse_cuts
-from shardwise.layouts.text import format_dtype, parse_dtype, parse_layout
+from shardwise.layouts.text import format_dtype, format_layout, parse_layout
+from shardwise.plans.entries import ConversionEntry, Stage
+from shardwise.plans.listing import check_program
+from shardwise.plans.paths import ListedPaths
 from shardwise.plans.plan import Plan
-from shardwise.plans.rules import rules_of, variant
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.propagate import Where, where_of
+from shardwise.programs.spmd import Spmd, fill, insert_conversions, place, with_buckets
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.cuts import with_cuts
 from shardwise.search.modes import Choice, Choices, choose, spread_axes
-from shardwise.search.propagate import Where, where_of
-from shardwise.search.routing import Router
+from shardwise.search.rules import rules_of, variant
 from shardwise.search.wishes import splittable
+
+
+def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, original: Graph | None = None) -> Spmd:
+    """The program of a plan for a graph of its model.
+
+    For the inputs and the mode of the plan (``training``, if the caller knows it) it makes the conversions that the
+    plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values go
+    the ways that the plan lists as far as they go, others those that send the fewest bytes. ``original``: the graph in
+    the model's own dtypes, where ``graph`` computes in float64. Raises PlanError for what does not fit, and where the
+    program is not the one that the plan lists.
+    """
+    factored, choice = bind(plan, graph, training=training, widened=original is not None)
+    stage, is_planned = plan.only_stage, _is_planned(plan, graph, training)
+    placed, lowered = place(graph, factored.rules, choice.strategies, stage.mesh)
+    route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
+    spmd = insert_conversions(placed, lowered, choice.sources, stage.mesh, route, choice.shared)
+    if is_planned and stage.has_paths:
+        try:
+            spmd = with_buckets(spmd, _listed_buckets(stage, spmd))
+        except LayoutError as error:
+            fix = "make the plan again with sw.plan"
+            raise PlanError(
+                problem(f"the buckets that the plan lists do not fit its program: {error}", fix=fix)
+            ) from error
+    else:
+        dtypes = {} if original is None else {s.value: original.by_name[s.value].dtype for s in original.sources}
+        spmd = fill(spmd, plan.bucket_bytes, dtypes)
+    if is_planned and stage.conversions is not None:
+        _check_strategies(stage, graph, choice)
+        check_program(stage, spmd, widened=original is not None)
+    return spmd
+
+
+def _is_planned(plan: Plan, graph: Graph, training: bool | None) -> bool:
+    """Whether the graph is the one that the plan was made for."""
+    same_mode = training in (None, plan.training)
+    return same_mode and same_inputs(plan, graph) and {op.name for op in graph.ops} == plan.strategies.keys()
+
+
+def _listed_buckets(stage: Stage, spmd: Spmd) -> list[Bucket]:
+    """The conversions of a program without buckets that the stage lists together, or as early."""
+    by_entry = {(value_name(c.origin, spmd.graph), format_layout(c.target)): c for c in spmd.conversions}
+    members: dict[object, list[ConversionEntry]] = {}
+    for number, entry in enumerate(stage.conversions or ()):
+        if entry.bucket or entry.overlaps:
+            members.setdefault(entry.bucket or ("alone", number), []).append(entry)
+    buckets = []
+    for entries in members.values():
+        keys = [(entry.value, format_layout(parse_layout(entry.target, stage.mesh))) for entry in entries]
+        conversions = tuple(by_entry[key] for key in keys if key in by_entry)
+        if conversions:  # where one is missing, the comparison says so
+            buckets.append(Bucket(conversions, entries[0].overlaps))
+    return buckets
+
+
+def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:
+    """The strategies that the program was built with must be those that the stage lists."""
+    faults = []
+    for op in graph.ops:
+        text = choice.strategies[op.name].format(stage.mesh)
+        if text != stage.strategies[op.name]:
+            what = f"the plan lists the strategy {stage.strategies[op.name]!r}, the program has {text!r}"
+            faults.append(problem(what, op=op.name, source=op.source))
+    if faults:
+        more = [f"and {len(faults) - 8} more"] if len(faults) > 8 else []
+        raise PlanError("\n".join(["the program is not the one that the plan lists:", *faults[:8], *more]))
 
 
 def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: bool = False) -> tuple[Factored, Choice]:
@@ -68,7 +134,7 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
     choice = choose(graph, factored, plan.mesh, "auto", fixed, storage=storage)
     cuts = {name: parse_cuts(plan.strategies[name]) for name in fixed if parse_cuts(plan.strategies[name])}
     choice = _stored_as_planned(with_cuts(choice, cuts, graph, factored.rules, plan.mesh), plan, graph)
-    return factored, replace(choice, shared=_shared(plan, graph), router=_router(plan, graph, factored))
+    return factored, replace(choice, shared=_shared(plan, graph))
 
 
 def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
@@ -99,19 +165,6 @@ def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
         for name, layout in wanted.items()
         if name in names and names[name].shape == layout.shape
     }
-
-
-def _router(plan: Plan, graph: Graph, factored: Factored) -> Router | None:
-    """The moves that the plan was priced with."""
-    entry = plan.pricing
-    if entry is None:
-        return None
-    dtypes = [None if name == "" else parse_dtype(name) for name in (entry.compute, entry.parameter, entry.reduce)]
-    links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
-    prices = Prices(links, plan.optimizer, Precision(*dtypes))
-    axes = Axes.of(plan.mesh, frozenset(entry.separate))
-    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
-    return Router(axes, prices, factored.atoms, parameters)
 
 
 def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, str]:

@@ -5,19 +5,12 @@ from __future__ import annotations
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.routes import Floats
 from shardwise.search.auto import Search
-from shardwise.search.cost_graph import COMPUTE, TRAFFIC, Weights
 from shardwise.search.elimination import Problem, Solution, TooWide, solve
-
-
-def bounding_weights(search: Search) -> Weights:
-    """Those under which the least sum is a bound of the step: what hides behind the other counts nothing."""
-    hidden = search.outcome.components[TRAFFIC] <= search.outcome.components[COMPUTE]
-    return Weights(1.0, 1.0, 0.0) if hidden else Weights(1.0, 0.0, 1.0)
 
 
 def bounds(search: Search, variable: int) -> Floats:
     """Per value of a variable, a bound of the step of every plan that has it (exact where the plan reaches it)."""
-    marginal = solved(search.cost.weighted(bounding_weights(search)), variable).marginal
+    marginal = solved(search.cost.weighted(search.bounding_weights), variable).marginal
     assert marginal is not None, "the variable was eliminated last"
     return marginal
 

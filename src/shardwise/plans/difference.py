@@ -52,7 +52,8 @@ def _changed(own: dict[str, str], other: dict[str, str]) -> tuple[tuple[str, str
 
 
 def _settings(plan: Plan) -> dict[str, str]:
-    found = {name: str(getattr(plan, name)) for name in ("mesh", "mode", "search", "optimizer", "bucket_bytes")}
+    found = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
+    found |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     if plan.prediction is not None:
         found["step"] = format_seconds(plan.prediction.step_seconds)
     return found

@@ -19,10 +19,14 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.layouts.text import DTYPE_NAMES
+from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
+from shardwise.plans.file import format_ranks
+from shardwise.plans.quantities import format_bytes as format_bytes
+from shardwise.plans.quantities import format_seconds as format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.plans.plan import CollectiveEntry, ConversionEntry, Plan, TensorEntry
-    from shardwise.search.auto import Prediction
+    from shardwise.costs.prediction import Prediction
+    from shardwise.plans.plan import Plan
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
@@ -30,8 +34,9 @@ _WIDEST_NAME = 56
 
 def format_plan(plan: Plan) -> str:
     """The printed form."""
+    meshes = ", ".join(str(stage.mesh) for stage in plan.stages)
     lines = [
-        f"plan for {plan.mesh}, {plan.mesh.num_devices} devices",
+        f"plan for {meshes}, {plan.num_ranks} devices",
         f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_held(plan)}",
@@ -41,45 +46,62 @@ def format_plan(plan: Plan) -> str:
     ]
     if plan.prediction is not None:
         lines += _predicted(plan.prediction)
-    for title, entries in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
+    for number, stage in enumerate(plan.stages):
+        if len(plan.stages) > 1:
+            lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranks(stage.placement.ranks)}")
+        lines += _stage(stage)
+    return "\n".join(lines)
+
+
+def _stage(stage: Stage) -> list[str]:
+    """Sources and operators."""
+    lines = []
+    for title, entries in (("inputs", stage.inputs), ("parameters", stage.parameters), ("buffers", stage.buffers)):
         if entries:
             lines += [f"{title}:", *_columns(_merged((e.name, e.layout) for e in entries))]
-    return "\n".join([*lines, "operators:", *_operators(plan)])
+    return [*lines, "operators:", *_operators(stage)]
 
 
 def _predicted(own: Prediction) -> list[str]:
-    """What the plan was chosen for."""
+    """What the plan was chosen for: the additive price and its bound, then what the simulation says."""
+
+    def step(seconds: float) -> str:
+        return format_seconds(own.passes * seconds)
+
     passes = f" ({own.passes} passes of {format_seconds(own.pass_seconds)})" if own.passes > 1 else ""
     lines = [
         f"  predicted step {format_seconds(own.step_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
         f"communication {format_seconds(own.exposed)}, parameter traffic {format_seconds(own.traffic)} "
-        "(overlaps with compute)"
+        "(overlaps with compute)",
+        f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}",
     ]
-    if own.simulated_seconds:
-        seconds = format_seconds(own.passes * own.simulated_seconds)
-        lines.append(f"    simulated step {seconds}; peak memory {format_bytes(own.peak_bytes)} in {own.peak_at}")
-    lines.append(f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}")
+    if own.additive_price:
+        gap = "" if own.optimality_gap is None else f": optimality gap {own.optimality_gap:.2%}"
+        lines.append(f"    additive price {step(own.additive_price)}, which the search minimised{gap}")
     if own.optimality_gap is not None:
-        price, bound = (format_seconds(own.passes * seconds) for seconds in (own.objective, own.bound))
-        gap = f"optimality gap {own.optimality_gap:.2%}" if own.optimality_gap else "proven optimal"
-        lines.append(f"    additive price {price}: {gap}, none of 10^{own.log10_plans:.0f} plans is below {bound}")
+        proven = ", which the plan reaches: proven optimal" if not own.optimality_gap else ""
+        lines.append(f"    bound {step(own.bound)}: no plan of 10^{own.log10_plans:.0f} has a lower price{proven}")
+    if own.simulated_seconds:
+        peak = f"peak memory {format_bytes(own.peak_bytes)} in {own.peak_at}"
+        lines.append(f"    simulated step {step(own.simulated_seconds)}, with overlap and buckets; {peak}")
     if own.passed_over is not None:
         other = own.passed_over
+        why = "simulation" if other.fits else "memory limit"
+        takes = f"takes {step(other.simulated_seconds)} simulated, peak {format_bytes(other.peak_bytes)}"
         lines.append(
-            "    chosen by simulation: the plan of the least additive price, "
-            f"{format_seconds(own.passes * other.objective)}, takes "
-            f"{format_seconds(own.passes * other.simulated_seconds)} simulated, peak {format_bytes(other.peak_bytes)}"
+            f"    given away for the {why} {own.given_away:.2%}: the cheapest plan, of additive price "
+            f"{step(other.additive_price)}, {takes}{'' if other.fits else ', which does not fit'}"
         )
     return lines
 
 
-def _operators(plan: Plan) -> list[str]:
-    names = {operator.name for operator in plan.operators}
+def _operators(stage: Stage) -> list[str]:
+    names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
-    for conversion in plan.conversions:
+    for conversion in stage.conversions or ():
         under.setdefault(_owner(conversion.op, names), []).append(conversion)
     blocks = []
-    for operator in plan.operators:
+    for operator in stage.operators:
         strategy, module = operator.strategy or "whole", operator.name.rpartition("/")[0]
         lines = [_conversion(conversion, module) for conversion in under.get(operator.name, ())]
         blocks.append((operator.name, "\n".join([strategy, operator.rule, *lines])))
@@ -101,17 +123,13 @@ def _owner(op: str, names: set[str]) -> str:
 def _conversion(entry: ConversionEntry, module: str = "") -> str:
     """One line. Values of the operator's own module are named without its path."""
 
-    def side(found: Sequence[CollectiveEntry]) -> str:
-        return " ".join(map(str, found)) or "none"
-
-    both = f"{side(entry.forward)} / {side(entry.backward)}" if entry.forward or entry.backward else "no communication"
     name = (
         entry.value[len(module) + 1 :]
         if module and entry.value.startswith((f"{module}.", f"{module}/"))
         else entry.value
     )
     bucket = f"  in bucket {entry.bucket}" if entry.bucket else ""
-    return f"      {name}: {entry.source} -> {entry.target}    {both}{bucket}"
+    return f"      {name}: {entry.source} -> {entry.target}    {entry.communication}{bucket}"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -137,15 +155,18 @@ def format_totals(collectives: Sequence[CollectiveEntry]) -> str:
 
 
 def _held(plan: Plan) -> str:
-    """The bytes of all parameters, and of those that the fullest device holds."""
+    """The bytes of all parameters, and of those that the fullest device holds (of the fullest stage)."""
     itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
     def num_bytes(entry: TensorEntry, numel: int) -> int:
         return numel * itemsize.get(entry.dtype, 4)
 
     whole = sum(num_bytes(entry, prod(entry.shape)) for entry in plan.parameters)
-    own = sum(num_bytes(entry, plan.layouts[entry.name].max_local_numel) for entry in plan.parameters)
-    return f"{format_bytes(whole)}, of which a device holds {format_bytes(own)}"
+    on_device = max(
+        sum(num_bytes(entry, stage.layouts[entry.name].max_local_numel) for entry in stage.parameters)
+        for stage in plan.stages
+    )
+    return f"{format_bytes(whole)}, of which a device holds {format_bytes(on_device)}"
 
 
 def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -191,21 +212,3 @@ def _span(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def format_seconds(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``; three significant digits."""
-    for unit in ("s", "ms", "us"):
-        if seconds >= 0.9995 or unit == "us":
-            return f"{seconds:.3g} {unit}"
-        seconds *= 1e3
-    raise AssertionError("microseconds are the last unit")
-
-
-def format_bytes(count: float) -> str:
-    """``65536`` -> ``64 KiB``; three significant digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

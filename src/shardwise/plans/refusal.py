@@ -8,17 +8,17 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.plans.printing import format_bytes
-from shardwise.plans.ranking import Ranked
 from shardwise.search.cost_graph import CostGraph, held_by
+from shardwise.search.ranking import Ranked
 
 NUM_LARGEST = 5
 
 
-def nothing_fits(limit: float, found: Ranked) -> PlanError:
-    """The refusal, where ``found`` needs the least memory of all plans looked at."""
-    cost, assignment, parts = found.search.cost, found.search.outcome.assignment, found.parts
+def nothing_fits(least: Ranked) -> PlanError:
+    """The refusal, where ``least`` needs the least memory of all plans looked at."""
+    cost, assignment, parts = least.search.cost, least.search.outcome.assignment, least.peak_parts
     if parts:
-        where = f"at the peak of the plan that keeps least, {found.prediction.peak_at}"
+        where = f"at the peak of the plan that keeps least, {least.prediction.peak_at}"
     else:  # a graph too large to simulate
         parts, where = _kept(cost, assignment), "without temporaries and messages"
     total = sum(parts.values())
@@ -26,7 +26,7 @@ def nothing_fits(limit: float, found: Ranked) -> PlanError:
     return PlanError(
         problem(
             f"no plan fits: the least memory that any plan needs is {format_bytes(total)} a device, "
-            f"{format_bytes(int(limit))} are allowed",
+            f"{format_bytes(int(least.limit))} are allowed",
             facts=[("needed", f"{added} = {total:,} bytes, {where}"), ("largest", _largest(cost, assignment))],
             fix="use more devices or devices with more memory, a smaller batch, or an optimizer with fewer states",
         )

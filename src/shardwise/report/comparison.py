@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.partition.simulate import SimulatedStep
+from shardwise.costs.timeline import SimulatedStep
 from shardwise.plans.plan import CollectiveEntry, Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 

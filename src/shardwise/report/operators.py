@@ -20,8 +20,8 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
-from shardwise.partition.spmd import build_spmd
 from shardwise.plans.printing import format_bytes
+from shardwise.programs.spmd import build_spmd
 from shardwise.rules import tables
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.binding import RuleTable

@@ -22,11 +22,11 @@ from shardwise.costs.flops import FLOPS, Shapes, flops_of
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.partition.spmd import Spmd, build_spmd
-from shardwise.partition.steps import Step
-from shardwise.plans.bind import bind
+from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.steps import Step
 from shardwise.rules.rule import base_name
 from shardwise.rules.tables import rule_of
 
@@ -83,11 +83,7 @@ def share_of_plan(plan: Plan, graph: Graph) -> SplitShare:
 
     Raises PlanError when the plan is for another model.
     """
-    factored, choice = bind(plan, graph)
-    spmd = build_spmd(
-        graph, factored.rules, choice.strategies, choice.sources, plan.mesh, route=choice.router, shared=choice.shared
-    )
-    return split_share(spmd)
+    return split_share(program_of(plan, graph))
 
 
 def split_share(spmd: Spmd, *, data_axes: tuple[str, ...] | None = None) -> SplitShare:

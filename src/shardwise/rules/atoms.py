@@ -83,16 +83,20 @@ def factor_graph(
                 for cuts, factors in zip(value_cuts[name], dims, strict=True):
                     base = 1
                     for factor in reversed(factors):
-                        own = factor_cuts[op.name][factor]
+                        cuts_of_factor = factor_cuts[op.name][factor]
                         if base > 1 and cuts.add(base):
                             touched.add(name)
                         for stride in tuple(cuts.strides):
-                            if base < stride < base * own.size and stride % base == 0 and own.add(stride // base):
+                            if (
+                                base < stride < base * cuts_of_factor.size
+                                and stride % base == 0
+                                and cuts_of_factor.add(stride // base)
+                            ):
                                 changed = True
-                        for stride in tuple(own.strides):
+                        for stride in tuple(cuts_of_factor.strides):
                             if cuts.add(stride * base):
                                 touched.add(name)
-                        base *= own.size
+                        base *= cuts_of_factor.size
         for name in touched:
             for neighbour in neighbours[name]:
                 if neighbour.name not in queued:

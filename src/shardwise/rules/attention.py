@@ -37,23 +37,23 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
     starts: lowered). Keys and the width that is contracted are lowered. With dropout there is no rule:
     normalisation separates it.
     """
-    given = arguments(op)
-    if given["dropout_p"] != 0.0:
+    args = arguments(op)
+    if args["dropout_p"] != 0.0:
         return None
     query, key, value = (graph.by_name[name].shape for name in op.operands[:3])
     positions = operand_positions(op)
     rank = max(len(query), len(key), len(value))
-    grouped = bool(given["enable_gqa"]) and len(query) >= 3 and query[-3] != key[-3]
+    grouped = bool(args["enable_gqa"]) and len(query) >= 3 and query[-3] != key[-3]
     leading = leading_names(rank - 3) + (("h",) if rank >= 3 else ())
     heads = ("g", "r") if grouped else ("h",)
     batch = tuple(heads if name == "h" else (name,) for name in leading)
     batch_sizes = graph.by_name[op.results[0]].shape[:-2]
 
     def tensor(shape: tuple[int, ...], *last: tuple[str, ...], shared: bool = False) -> Dims:
-        own = len(shape) - 2
+        num_batch_dims = len(shape) - 2
         dims: list[tuple[str, ...]] = []
-        for i in range(own):
-            position = len(batch) - own + i
+        for i in range(num_batch_dims):
+            position = len(batch) - num_batch_dims + i
             factors: tuple[str, ...] = batch[position]
             if shared and factors == heads and grouped:
                 factors = ("g",)
@@ -81,7 +81,7 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
     kinds: dict[str, FactorKind] = (
         {"ring": "lowered", "s": "whole", "d": "whole"} if ring else {"s": "lowered", "d": "lowered"}
     )
-    if given["is_causal"]:
+    if args["is_causal"]:
         kinds["t"] = "lowered"
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
     return build(

@@ -125,16 +125,16 @@ def build(
     booleans = any(graph.by_name[name].dtype == torch.bool for name in op.results)
 
     def kind(name: str) -> FactorKind:
-        found = "whole" if name in (windows or {}) else (kinds or {}).get(name, "parallel")
-        return "whole" if found == "sum" and booleans else found
+        factor_kind = "whole" if name in (windows or {}) else (kinds or {}).get(name, "parallel")
+        return "whole" if factor_kind == "sum" and booleans else factor_kind
 
     factors = tuple(
         Factor(name, known[name], kind(name))
         for name in dict.fromkeys(name for _, dims in tensors for dim in dims for name in dim)
     )
     for factor in factors:
-        held = [dims for name, dims in zip(op.results, results, strict=True) if graph.by_name[name].numel]
-        places = [any(factor.name in dim for dim in dims) for dims in held or results]
+        nonempty = [dims for name, dims in zip(op.results, results, strict=True) if graph.by_name[name].numel]
+        places = [any(factor.name in dim for dim in dims) for dims in nonempty or results]
         fault = kind_fault(factor.name, factor.kind, places, lowering)
         if fault:
             raise LayoutError(problem(f"{op.target}: {fault}", op=op.name, source=op.source))

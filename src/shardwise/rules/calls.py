@@ -14,15 +14,15 @@ from shardwise.rules.rule import Call, LocalContext, Piece
 def operand_positions(op: Op) -> dict[str, tuple[int, ...]]:
     """Argument name -> the positions in ``op.operands`` of the tensors it holds (absent when it holds none)."""
     schema = op.target._schema.arguments
-    given = [(a.name, value) for a, value in zip(schema, op.args, strict=False)] + list(op.kwargs)
-    found: dict[str, tuple[int, ...]] = {}
+    named = [(a.name, value) for a, value in zip(schema, op.args, strict=False)] + list(op.kwargs)
+    positions: dict[str, tuple[int, ...]] = {}
     count = 0
-    for name, value in given:
+    for name, value in named:
         number = len(tuple(refs(value)))
         if number:
-            found[name] = tuple(range(count, count + number))
+            positions[name] = tuple(range(count, count + number))
         count += number
-    return found
+    return positions
 
 
 def replaced(op: Op, target: OpOverload | None = None, **changes: Arg) -> Call:

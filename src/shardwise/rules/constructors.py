@@ -41,9 +41,9 @@ def _new(op: Op, graph: Graph) -> OpRule:
 
 def _range(op: Op, graph: Graph) -> OpRule:
     """``start + i * step`` for the part's i."""
-    given = arguments(op)
+    args = arguments(op)
     value = graph.by_name[op.results[0]]
-    start, step = given.get("start", 0), given.get("step", 1)
+    start, step = args.get("start", 0), args.get("step", 1)
 
     def localize(op: Op, context: LocalContext) -> Call:
         if not context.is_split("n"):
@@ -54,32 +54,32 @@ def _range(op: Op, graph: Graph) -> OpRule:
 
         if offset is not None and integers and not value.dtype.is_floating_point:
             bounds = (start + offset * step, start + (offset + length) * step, step)
-            return Call(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", given["device"])))
-        return Call(RANGE_BLOCK, (start, step, *flat_pieces(pieces), value.dtype, given["device"]))
+            return Call(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", args["device"])))
+        return Call(RANGE_BLOCK, (start, step, *flat_pieces(pieces), value.dtype, args["device"]))
 
     return build(op, graph, [], [single(["n"])], localize=localize)
 
 
 def _linspace(op: Op, graph: Graph) -> OpRule:
-    given, dtype = arguments(op), graph.by_name[op.results[0]].dtype
+    args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
     def localize(op: Op, context: LocalContext) -> Call:
         if not context.is_split("n"):
             return unchanged(op)
-        ends = (given["start"], given["end"], given["steps"])
-        return Call(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, given["device"]))
+        ends = (args["start"], args["end"], args["steps"])
+        return Call(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, args["device"]))
 
     return build(op, graph, [], [single(["n"])], localize=localize)
 
 
 def _eye(op: Op, graph: Graph) -> OpRule:
-    given, dtype = arguments(op), graph.by_name[op.results[0]].dtype
+    args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
     def localize(op: Op, context: LocalContext) -> Call:
         if not any_split(context, ("m", "n")):
             return unchanged(op)
         rows, columns = flat_pieces(context.pieces["m"]), flat_pieces(context.pieces["n"])
-        return Call(EYE_BLOCK, (*rows, *columns, dtype, given["device"]))
+        return Call(EYE_BLOCK, (*rows, *columns, dtype, args["device"]))
 
     return build(op, graph, [], [single(["m", "n"])], localize=localize)
 

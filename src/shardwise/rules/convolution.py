@@ -36,12 +36,12 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
 
     Input channels are a sum; with a bias they are lowered, because the bias must be added once.
     """
-    given = arguments(op)
+    args = arguments(op)
     weight_shape = graph.by_name[op.operands[1]].shape
     count = len(weight_shape) - 2
     batched = len(graph.by_name[op.operands[0]].shape) == len(weight_shape)
-    groups = int(given["groups"])
-    transposed = bool(given.get("transposed", "output_padding" in given))
+    groups = int(args["groups"])
+    transposed = bool(args.get("transposed", "output_padding" in args))
     group: tuple[str, ...] = ("g",) if groups > 1 else ()
     batch: Dims = (("n",),) if batched else ()
     kernel, y = (single(spatial(letter, count)) for letter in "ky")
@@ -54,22 +54,30 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
     kinds: dict[str, FactorKind] = dict.fromkeys(spatial("k", count), "whole")
     kinds["ci"] = "lowered" if bias else "sum"
     maps = _maps(op, graph, count)
-    sliding = {i: own for i, own in enumerate(maps) if i not in apart}
-    windows = {f"x{i}": Window(f"y{i}", own.transposed if transposed else own.ranges) for i, own in sliding.items()}
+    sliding = {i: sliding_map for i, sliding_map in enumerate(maps) if i not in apart}
+    windows = {
+        f"x{i}": Window(f"y{i}", sliding_map.transposed if transposed else sliding_map.ranges)
+        for i, sliding_map in sliding.items()
+    }
 
     def localize(op: Op, context: LocalContext) -> Call:
         own_groups = local_size(context, "g") if group else 1
         if not any_split(context, [f"y{i}" for i in sliding]):
             return replaced(op, groups=own_groups)
         tensors = (Ref(op.operands[0]), Ref(op.operands[1]), Ref(op.operands[2]) if bias else None)
-        strides, dilations = tuple(own.stride for own in maps), tuple(own.dilation for own in maps)
+        strides, dilations = (
+            tuple(sliding_map.stride for sliding_map in maps),
+            tuple(sliding_map.dilation for sliding_map in maps),
+        )
         parts = {i: part_of(context, f"y{i}") for i in range(count)}
         if transposed:
-            low = [(own.transposed(*parts[i]) or ((0, 0),))[0][0] for i, own in enumerate(maps)]
-            fronts = tuple(parts[i][0] + own.before - low[i] * own.stride for i, own in enumerate(maps))
+            low = [(sliding_map.transposed(*parts[i]) or ((0, 0),))[0][0] for i, sliding_map in enumerate(maps)]
+            fronts = tuple(
+                parts[i][0] + sliding_map.before - low[i] * sliding_map.stride for i, sliding_map in enumerate(maps)
+            )
             lengths = tuple(length for _, length in parts.values())
             return Call(CONV_TRANSPOSE_WINDOW, (*tensors, strides, dilations, own_groups, fronts, lengths))
-        pads = [own.padding(*parts[i]) if i in sliding else (0, 0) for i, own in enumerate(maps)]
+        pads = [sliding_map.padding(*parts[i]) if i in sliding else (0, 0) for i, sliding_map in enumerate(maps)]
         ends = tuple(zip(*pads, strict=True))
         return Call(CONV_WINDOW, (*tensors, strides, *ends, dilations, own_groups))
 
@@ -90,20 +98,20 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
 
 def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
     """How the windows slide along every spatial dim."""
-    given = arguments(op)
+    args = arguments(op)
     sizes, kernel = (graph.by_name[name].shape[-count:] for name in op.operands[:2])
-    strides, dilations = (each(given[name], count) for name in ("stride", "dilation"))
-    padding = given["padding"]
-    found = []
+    strides, dilations = (each(args[name], count) for name in ("stride", "dilation"))
+    padding = args["padding"]
+    maps = []
     for i in range(count):
-        own = Sliding(sizes[i], kernel[i], strides[i], dilations[i])
+        sliding_map = Sliding(sizes[i], kernel[i], strides[i], dilations[i])
         if isinstance(padding, str):
-            total = own.span - 1 if padding == "same" else 0
-            found.append(replace(own, before=total // 2, after=total - total // 2))
+            total = sliding_map.span - 1 if padding == "same" else 0
+            maps.append(replace(sliding_map, before=total // 2, after=total - total // 2))
         else:
             pad = each(padding, count)[i]
-            found.append(replace(own, before=pad, after=pad))
-    return tuple(found)
+            maps.append(replace(sliding_map, before=pad, after=pad))
+    return tuple(maps)
 
 
 def each(value: Any, count: int) -> tuple[int, ...]:
@@ -117,11 +125,11 @@ def _disjoint(op: Op, graph: Graph, count: int) -> tuple[int, ...]:
     after = graph.by_name[op.results[0]].shape[-count:]
     return tuple(
         i
-        for i, own in enumerate(_maps(op, graph, count))
-        if own.stride == own.count
-        and own.size == after[i] * own.count
-        and own.before == 0
-        and (own.dilation == 1 or own.count == 1)
+        for i, sliding_map in enumerate(_maps(op, graph, count))
+        if sliding_map.stride == sliding_map.count
+        and sliding_map.size == after[i] * sliding_map.count
+        and sliding_map.before == 0
+        and (sliding_map.dilation == 1 or sliding_map.count == 1)
     )
 
 
@@ -141,10 +149,10 @@ def _bias_apart(target: Any) -> Callable[..., Any]:
 
 def _im2col(op: Op, graph: Graph) -> OpRule:
     """``n c x0 x1 -> n (c k0 k1) (y0 y1)``: the columns of every window."""
-    given = arguments(op)
+    args = arguments(op)
     before, after = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
     batch: Dims = (("n",),) if len(before) == 4 else ()
-    kernel, stride, padding, dilation = (tuple(given[n]) for n in ("kernel_size", "stride", "padding", "dilation"))
+    kernel, stride, padding, dilation = (tuple(args[n]) for n in ("kernel_size", "stride", "padding", "dilation"))
     maps = tuple(Sliding(before[i - 2], kernel[i], stride[i], dilation[i], padding[i], padding[i]) for i in range(2))
     sizes = {f"k{i}": kernel[i] for i in range(2)}
     sizes |= {f"y{i}": (maps[i].size + 2 * padding[i] - maps[i].span) // stride[i] + 1 for i in range(2)}
@@ -153,7 +161,7 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
     def localize(op: Op, context: LocalContext) -> Call:
         if not any_split(context, ("y0", "y1")):
             return unchanged(op)
-        pads = [own.padding(*part_of(context, f"y{i}")) for i, own in enumerate(maps)]
+        pads = [sliding_map.padding(*part_of(context, f"y{i}")) for i, sliding_map in enumerate(maps)]
         ends = tuple(zip(*pads, strict=True))
         return Call(IM2COL_WINDOW, (Ref(op.operands[0]), kernel, dilation, *ends, stride))
 
@@ -166,7 +174,7 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
         sizes=sizes,
         linear=((0,),),
         localize=localize,
-        windows={f"x{i}": Window(f"y{i}", own.ranges) for i, own in enumerate(maps)},
+        windows={f"x{i}": Window(f"y{i}", sliding_map.ranges) for i, sliding_map in enumerate(maps)},
     )
 
 

@@ -111,9 +111,9 @@ def rule(
 def overload_of(operator: Any) -> OpOverload:
     """The one overload that is meant. Raises ShardwiseError if none is, or if there are several."""
     if isinstance(operator, str):
-        namespace, found, name = operator.partition("::")
+        namespace, separator, name = operator.partition("::")
         name, _, overload = name.partition(".")
-        packet = getattr(getattr(torch.ops, namespace), name, None) if found else None
+        packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
         if packet is None:
             raise ShardwiseError(
                 problem(f"there is no operator {operator!r}", fix='its name is "namespace::name"; import its library')
@@ -147,8 +147,8 @@ def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
     kinds = {name: template.kinds.get(name, "parallel") for dims in pattern.operands + pattern.results for dim in dims
              for name in dim if name != ELLIPSIS}  # fmt: skip
     for name, kind in kinds.items():
-        held = [any(name in dim for dim in dims) for dims in pattern.results]
-        faults += [fault for fault in (kind_fault(name, kind, held, template.lowering),) if fault]
+        has_factor = [any(name in dim for dim in dims) for dims in pattern.results]
+        faults += [fault for fault in (kind_fault(name, kind, has_factor, template.lowering),) if fault]
     outside = [group for group in template.linear for i in group if not 0 <= i < len(pattern.operands)]
     if outside:
         faults.append(f"linear names operands {outside}, there are {len(pattern.operands)}")

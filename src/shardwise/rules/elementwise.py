@@ -41,8 +41,12 @@ def _linear_in(*groups: Iterable[str]) -> RuleFunction:
 
     def function(op: Op, graph: Graph) -> OpRule:
         positions = operand_positions(op)
-        found = [tuple(p for name in group for p in positions.get(name, ())) for group in named]
-        linear = tuple(own for own, group in zip(found, named, strict=True) if len(own) == len(group))
+        positions_of = [tuple(p for name in group for p in positions.get(name, ())) for group in named]
+        linear = tuple(
+            group_positions
+            for group_positions, group in zip(positions_of, named, strict=True)
+            if len(group_positions) == len(group)
+        )
         return pointwise_rule(op, graph, linear)
 
     return function
@@ -289,7 +293,7 @@ _LINEAR = [
 def _overloads(name: str) -> list[OpOverload]:
     """The functional overloads of an ATen packet that take and return tensors."""
     packet = getattr(aten, name, None)
-    found: list[OpOverload] = []
+    targets: list[OpOverload] = []
     for overload in packet.overloads() if packet is not None else ():
         target = getattr(packet, overload)
         schema = target._schema
@@ -297,8 +301,8 @@ def _overloads(name: str) -> list[OpOverload]:
         named = any("Dimname" in str(a.type) for a in schema.arguments)
         returned = [str(r.type) for r in schema.returns]
         if tensors and returned == ["Tensor"] and not schema.is_mutable and not named:
-            found.append(target)
-    return found
+            targets.append(target)
+    return targets
 
 
 _ADD = _linear_in(("self", "other"))

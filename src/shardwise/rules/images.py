@@ -25,11 +25,11 @@ def _shape(op: Op, graph: Graph) -> tuple[int, ...]:
 
 def _pixel_shuffle(op: Op, graph: Graph) -> OpRule:
     """``... (c r0 r1) x0 x1 -> ... c (x0 r0) (x1 r1)``, or back."""
-    given, leading = arguments(op), single(dim_names(len(_shape(op, graph)) - 3))
+    args, leading = arguments(op), single(dim_names(len(_shape(op, graph)) - 3))
     deep: Dims = (*leading, ("c", "r0", "r1"), ("x0",), ("x1",))
     wide: Dims = (*leading, ("c",), ("x0", "r0"), ("x1", "r1"))
-    shuffles = "upscale_factor" in given
-    factor = given["upscale_factor" if shuffles else "downscale_factor"]
+    shuffles = "upscale_factor" in args
+    factor = args["upscale_factor" if shuffles else "downscale_factor"]
     ends = (deep, wide) if shuffles else (wide, deep)
     kinds: dict[str, FactorKind] = {"r0": "whole", "r1": "whole"}
     return build(op, graph, [ends[0]], [ends[1]], kinds=kinds, sizes={"r0": factor, "r1": factor}, linear=((0,),))
@@ -49,10 +49,10 @@ def _channel_shuffle(op: Op, graph: Graph) -> OpRule:
 
 def _rot90(op: Op, graph: Graph) -> OpRule:
     """A quarter turn swaps two dims and reverses one of them, half a turn reverses both."""
-    given, shape = arguments(op), _shape(op, graph)
+    args, shape = arguments(op), _shape(op, graph)
     names = list(dim_names(len(shape)))
-    first, second = (normal_dim(dim, len(shape)) for dim in given["dims"])
-    turns = given["k"] % 4
+    first, second = (normal_dim(dim, len(shape)) for dim in args["dims"])
+    turns = args["k"] % 4
     result = list(names)
     if turns % 2:
         result[first], result[second] = names[second], names[first]
@@ -66,9 +66,9 @@ def _rot90(op: Op, graph: Graph) -> OpRule:
 
 def _col2im(op: Op, graph: Graph) -> OpRule:
     """``n (c k0 k1) (x0 x1) -> n c y0 y1``: every pixel is the sum over the windows that it is in."""
-    given, shape = arguments(op), _shape(op, graph)
-    kernel, stride, padding, dilation = (tuple(given[n]) for n in ("kernel_size", "stride", "padding", "dilation"))
-    after = tuple(given["output_size"])
+    args, shape = arguments(op), _shape(op, graph)
+    kernel, stride, padding, dilation = (tuple(args[n]) for n in ("kernel_size", "stride", "padding", "dilation"))
+    after = tuple(args["output_size"])
     span = [(kernel[i] - 1) * dilation[i] + 1 for i in range(2)]
     counts = [(after[i] + 2 * padding[i] - span[i]) // stride[i] + 1 for i in range(2)]
     assert prod(counts) == shape[-1], f"{op.target}: {counts} are not {shape[-1]} windows"
@@ -78,14 +78,15 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
         if not any_split(context, ("y0", "y1")):
             return unchanged(op)
         parts = [part_of(context, f"y{i}") for i in range(2)]
-        held = [
-            own.transposed(*part) if context.is_split(f"y{i}") else ((0, own.size),)
-            for i, (own, part) in enumerate(zip(maps, parts, strict=True))
+        part_lengths = [
+            sliding_map.transposed(*part) if context.is_split(f"y{i}") else ((0, sliding_map.size),)
+            for i, (sliding_map, part) in enumerate(zip(maps, parts, strict=True))
         ]
-        rows = [(ranges or ((0, 0),))[0] for ranges in held]
+        rows = [(ranges or ((0, 0),))[0] for ranges in part_lengths]
         numbers = tuple(stop - start for start, stop in rows)
         fronts = tuple(
-            part[0] + own.before - start * own.stride for own, part, (start, _) in zip(maps, parts, rows, strict=True)
+            part[0] + sliding_map.before - start * sliding_map.stride
+            for sliding_map, part, (start, _) in zip(maps, parts, rows, strict=True)
         )
         lengths = tuple(length for _, length in parts)
         return Call(COL2IM_WINDOW, (Ref(op.operands[0]), kernel, dilation, stride, numbers, fronts, lengths))

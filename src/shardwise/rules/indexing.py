@@ -32,11 +32,11 @@ def _shapes(op: Op, graph: Graph) -> list[tuple[int, ...]]:
 
 def embedding_rule(op: Op, graph: Graph) -> OpRule:
     """``v e, ... -> ... e``: rows are a sum of which all but one part are 0."""
-    given = arguments(op)
+    args = arguments(op)
     leading = leading_names(len(_shapes(op, graph)[1]))
-    padding = given["padding_idx"]
+    padding = args["padding_idx"]
     kinds: dict[str, FactorKind] = {"v": "sum"}
-    if given["scale_grad_by_freq"]:  # the frequencies are those of the whole batch
+    if args["scale_grad_by_freq"]:  # the frequencies are those of the whole batch
         kinds = dict.fromkeys(("v", *leading), "whole")
 
     def localize(op: Op, context: LocalContext) -> Call:
@@ -55,11 +55,11 @@ def aligned_dims(shape: Sequence[int], index: Sequence[int], place: int) -> tupl
     operand: list[tuple[str, ...]] = []
     indices: list[tuple[str, ...]] = []
     kinds: dict[str, FactorKind] = {}
-    for i, (size, own) in enumerate(zip(shape, index, strict=True)):
+    for i, (size, index_size) in enumerate(zip(shape, index, strict=True)):
         if i == place:
             operand.append(("v",))
             indices.append(("i",))
-        elif size == own:
+        elif size == index_size:
             operand.append((f"d{i}",))
             indices.append((f"d{i}",))
         else:
@@ -96,18 +96,18 @@ def _scalar_lookup(op: Op, graph: Graph) -> OpRule:
 
 def take_along_rule(op: Op, graph: Graph) -> OpRule | None:
     """gather with broadcasting: a dim of size 1 on either side has no factor."""
-    given = arguments(op)
+    args = arguments(op)
     shape, index = _shapes(op, graph)
-    if given["dim"] is None:
+    if args["dim"] is None:
         return None
-    place = normal_dim(given["dim"], len(shape))
+    place = normal_dim(args["dim"], len(shape))
     names = dim_names(len(shape))
     result = graph.by_name[op.results[0]].shape
 
-    def dims(own: Sequence[int], along: str) -> Dims:
+    def dims(sizes: Sequence[int], along: str) -> Dims:
         return tuple(
             (along,) if i == place else (name,) if size == total else ()
-            for i, (name, size, total) in enumerate(zip(names, own, result, strict=True))
+            for i, (name, size, total) in enumerate(zip(names, sizes, result, strict=True))
         )
 
     def localize(op: Op, context: LocalContext) -> Call:
@@ -129,7 +129,7 @@ def index_select_rule(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(shape))
 
     def along(name: str) -> Dims:
-        return single([name if i == place else own for i, own in enumerate(names)])
+        return single([name if i == place else dim_name for i, dim_name in enumerate(names)])
 
     def localize(op: Op, context: LocalContext) -> Call:
         if not context.is_split("v"):
@@ -143,9 +143,9 @@ def index_select_rule(op: Op, graph: Graph) -> OpRule:
 
 def _indexed_dims(op: Op, graph: Graph) -> tuple[list[int], list[tuple[int, ...]]] | None:
     """The dims that ``x[i, j]`` indexes and the shapes of the indices; None for boolean masks (their size is data)."""
-    given = arguments(op)["indices"]
-    places = [i for i, item in enumerate(given) if item is not None]
-    values = [graph.by_name[given[i].name] for i in places]
+    args = arguments(op)["indices"]
+    places = [i for i, item in enumerate(args) if item is not None]
+    values = [graph.by_name[args[i].name] for i in places]
     if any(value.dtype in (torch.bool, torch.uint8) for value in values):
         return None
     return places, [value.shape for value in values]
@@ -153,10 +153,10 @@ def _indexed_dims(op: Op, graph: Graph) -> tuple[list[int], list[tuple[int, ...]
 
 def index_layout(op: Op, graph: Graph) -> tuple[list[int], list[Dims], Dims, Dims] | None:
     """``(indexed dims, dims of each index, dims of x, dims of x[indices])``: v0 ... are indexed, i0 ... index."""
-    found = _indexed_dims(op, graph)
-    if found is None or not found[0]:
+    indexed = _indexed_dims(op, graph)
+    if indexed is None or not indexed[0]:
         return None
-    places, shapes = found
+    places, shapes = indexed
     total = broadcast_shape(*shapes)
     names = tuple(f"i{i}" for i in range(len(total)))
     indices: list[Dims] = [

@@ -74,11 +74,11 @@ def _unbind(op: Op, graph: Graph) -> OpRule:
 
 def _slice_of(op: Op, graph: Graph) -> tuple[int, int, int, int]:
     """``(dim, start, length, step)`` of slice, narrow and slice_scatter."""
-    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
-    place = normal_dim(given["dim"], len(shape))
-    if "length" in given:
-        return place, given["start"] % max(shape[place], 1), given["length"], 1
-    start, stop, step = slice(given["start"], given["end"], given["step"]).indices(shape[place])
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    place = normal_dim(args["dim"], len(shape))
+    if "length" in args:
+        return place, args["start"] % max(shape[place], 1), args["length"], 1
+    start, stop, step = slice(args["start"], args["end"], args["step"]).indices(shape[place])
     return place, start, len(range(start, stop, step)), step
 
 
@@ -104,7 +104,7 @@ def slice_rule(op: Op, graph: Graph) -> OpRule:
     operand, result, sizes = _slice_dims(shape[place], start, length, step)
     slides = _PARTS in operand and "y" in result
     # In units of the operand and of the result.
-    own = Sliding(sizes.get(_PARTS, 1), 1, step, before=-(start // sizes.get(_UNIT, 1) if step == 1 else start))
+    sliding_map = Sliding(sizes.get(_PARTS, 1), 1, step, before=-(start // sizes.get(_UNIT, 1) if step == 1 else start))
 
     def localize(op: Op, context: LocalContext) -> Call:
         if slides and context.is_split("y"):
@@ -122,7 +122,7 @@ def slice_rule(op: Op, graph: Graph) -> OpRule:
         sizes=sizes,
         linear=((0,),),
         localize=localize,
-        windows={_PARTS: Window("y", own.ranges)} if slides else {},
+        windows={_PARTS: Window("y", sliding_map.ranges)} if slides else {},
     )
 
 
@@ -150,9 +150,9 @@ def _slice_scatter(op: Op, graph: Graph) -> OpRule:
     def localize(op: Op, context: LocalContext) -> Call:
         first, last = _local_bounds(context, start, length, step, sizes)
         if slides and context.is_split(_PARTS):
-            offset, held = part_of(context, _PARTS)
+            offset, num_rows = part_of(context, _PARTS)
             unit = _local_unit(context, sizes[_UNIT])
-            first = min(max(before - offset, 0), held) * unit
+            first = min(max(before - offset, 0), num_rows) * unit
             last = first + context.operand_shapes[1][place]
         return replaced(op, dim=place, start=first, end=last)
 

@@ -125,9 +125,9 @@ def _index_rows(
         kept = x.sum(list(dims), dtype=x.dtype)
         opened = kept.reshape([*kept.shape[:place], *(1 for _ in shape), *kept.shape[place:]])
         return opened.expand([*kept.shape[:place], *shape, *kept.shape[place:]])
-    found = _local_indices(indices, counts, sizes, offsets, lengths)
-    everywhere = _all_of([mine for _, mine in found])
-    rows = x[_selector(x.dim(), dims, [local for local, _ in found])]
+    local_indices = _local_indices(indices, counts, sizes, offsets, lengths)
+    everywhere = _all_of([mine for _, mine in local_indices])
+    rows = x[_selector(x.dim(), dims, [local for local, _ in local_indices])]
     trailing = rows.dim() - place - everywhere.dim()
     return torch.where(everywhere.reshape([*everywhere.shape, *(1,) * trailing]), rows, 0)
 
@@ -157,13 +157,17 @@ def _local_indices(
     lengths: Sequence[int],
 ) -> list[tuple[Tensor, Tensor]]:
     """``local_index`` of every indexed dim, which has ``counts`` atoms. Negative indices count from the end."""
-    found: list[tuple[Tensor, Tensor]] = []
+    local_indices: list[tuple[Tensor, Tensor]] = []
     start = 0
     for index, count in zip(indices, counts, strict=True):
-        own = slice(start, start + count)
-        found.append(local_index(_from_front(index, prod(sizes[own])), sizes[own], offsets[own], lengths[own]))
+        rows_here = slice(start, start + count)
+        local_indices.append(
+            local_index(
+                _from_front(index, prod(sizes[rows_here])), sizes[rows_here], offsets[rows_here], lengths[rows_here]
+            )
+        )
         start += count
-    return found
+    return local_indices
 
 
 def _from_front(index: Tensor, size: int) -> Tensor:
@@ -245,11 +249,11 @@ def _index_put_rows(
     lengths: Sequence[int],
 ) -> Tensor:
     """``x`` with ``values`` put at ``indices`` in ``dims``; ``counts``: how many atoms each of them has."""
-    found = _local_indices(indices, counts, sizes, offsets, lengths)
-    everywhere = _all_of([mine for _, mine in found])
+    local_indices = _local_indices(indices, counts, sizes, offsets, lengths)
+    everywhere = _all_of([mine for _, mine in local_indices])
     places = [
         torch.where(everywhere | ~mine, _spare_row(local, mine, x.shape[dim]), x.shape[dim])
-        for dim, (local, mine) in zip(dims, found, strict=True)
+        for dim, (local, mine) in zip(dims, local_indices, strict=True)
     ]
     wide: Tensor = torch.ops.aten.index_put.default(
         _with_spare(x, dims), _slices(x.dim(), dims, places), values, accumulate
@@ -260,10 +264,10 @@ def _index_put_rows(
 
 
 def _slices(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> list[Tensor | None]:
-    found: list[Tensor | None] = [None] * rank
+    slices: list[Tensor | None] = [None] * rank
     for dim, index in zip(dims, indices, strict=True):
-        found[dim] = index
-    return found
+        slices[dim] = index
+    return slices
 
 
 def _one_hot_classes(index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -32,10 +32,10 @@ def _mean_of(target: OpOverload) -> Lowering:
     names = [argument.name for argument in target._schema.arguments]
 
     def lowering(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        shapes = [value.shape for value in given.values() if isinstance(value, torch.Tensor)]
-        given["reduction"] = lowerings.SUM
-        return target(**given) / prod(broadcast_shape(*shapes))
+        named = dict(zip(names, args, strict=False)) | kwargs
+        shapes = [value.shape for value in named.values() if isinstance(value, torch.Tensor)]
+        named["reduction"] = lowerings.SUM
+        return target(**named) / prod(broadcast_shape(*shapes))
 
     return lowering
 
@@ -55,11 +55,11 @@ def element_loss_rule(op: Op, graph: Graph) -> OpRule:
 
 def _class_loss(op: Op, graph: Graph, lowering: Lowering) -> OpRule | None:
     """``n c d..., n d..., c -> ()`` or ``n d...``: the classes are lowered, the rest has the kind of the reduction."""
-    given = arguments(op)
+    args = arguments(op)
     scores, target = (graph.by_name[name].shape for name in op.operands[:2])
     if not scores or 0 in scores:
         return None
-    kind = _batch_kind(given["reduction"])
+    kind = _batch_kind(args["reduction"])
     batch = () if len(scores) == 1 else ("n", *dim_names(len(scores) - 2))
     dims = single((*batch[:1], "c", *batch[1:]))
     soft = scores == target and graph.by_name[op.operands[1]].dtype.is_floating_point
@@ -87,11 +87,11 @@ def _row_loss(lowering: Lowering) -> RuleFunction:
         rows = shapes[0][:-1]
         if not shapes[0] or any(shape not in (shapes[0], rows) for shape in shapes):
             return None
-        given = arguments(op)
-        kind = _batch_kind(given.get("reduction", NONE))
+        args = arguments(op)
+        kind = _batch_kind(args.get("reduction", NONE))
         names = (*dim_names(len(rows)), "d")
         operands = [single(names[: len(shape)]) for shape in shapes]
-        kept: Dims = ((),) if given.get("keepdim") else ()
+        kept: Dims = ((),) if args.get("keepdim") else ()
         result = single(names[:-1]) + kept if kind == "parallel" else ()
         kinds: dict[str, FactorKind] = {**dict.fromkeys(names, kind), "d": "lowered"}
         return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)

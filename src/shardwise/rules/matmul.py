@@ -48,8 +48,8 @@ def matmul_rule(op: Op, graph: Graph) -> OpRule:
     result_shape = graph.by_name[op.results[0]].shape
 
     def batched(shape: tuple[int, ...], matrix: Dims) -> Dims:
-        own = len(shape) - len(matrix)
-        positions = range(len(batch) - own, len(batch))
+        num_batch_dims = len(shape) - len(matrix)
+        positions = range(len(batch) - num_batch_dims, len(batch))
         return tuple((batch[i],) if shape[i - positions.start] == result_shape[i] else () for i in positions) + matrix
 
     result = single(batch) + left_matrix[:-1] + (right_matrix[1:])
@@ -68,7 +68,9 @@ def _broadcast_bias(op: Op, graph: Graph) -> Dims:
     shape, result = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
     names = ("b", "m", "n")[3 - len(result) :][len(result) - len(shape) :]
     sizes = result[len(result) - len(shape) :]
-    return tuple((name,) if own == size else () for name, own, size in zip(names, shape, sizes, strict=True))
+    return tuple(
+        (name,) if bias_size == size else () for name, bias_size, size in zip(names, shape, sizes, strict=True)
+    )
 
 
 def addmm_rule(op: Op, graph: Graph) -> OpRule:
@@ -117,8 +119,10 @@ def einsum_rule(op: Op, graph: Graph) -> OpRule | None:
 
     def names(term: str, rank: int) -> list[str]:
         before, dots, after = term.partition("...")
-        own = batch[len(batch) - (rank - len(before) - len(after)) :] if dots and rank > len(before + after) else ()
-        return [*map(_letter, before), *own, *map(_letter, after)]
+        batch_names = (
+            batch[len(batch) - (rank - len(before) - len(after)) :] if dots and rank > len(before + after) else ()
+        )
+        return [*map(_letter, before), *batch_names, *map(_letter, after)]
 
     spelled = [names(term, len(shape)) for term, shape in zip(terms, shapes, strict=True)]
     result = names(right, len(graph.by_name[op.results[0]].shape))

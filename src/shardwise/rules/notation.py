@@ -90,20 +90,20 @@ class _Reader:
 
     def expect(self, token: str) -> None:
         if self.token != token:
-            found = repr(self.token) if self.token else "the end"
-            raise self.fail(f"expected {token!r}, found {found}")
+            here = repr(self.token) if self.token else "the end"
+            raise self.fail(f"expected {token!r}, found {here}")
         self.advance()
 
     def tensors(self, stop: str) -> tuple[Dims, ...]:
         if self.token == stop:
             return ()
-        found = [self.tensor(stop)]
+        parsed = [self.tensor(stop)]
         while self.token == ",":
             self.advance()
-            found.append(self.tensor(stop))
+            parsed.append(self.tensor(stop))
         if self.token != stop:
             raise self.fail(f"unexpected {self.token!r}" if self.token else "the arrow -> is missing")
-        return tuple(found)
+        return tuple(parsed)
 
     def tensor(self, stop: str) -> Dims:
         dims: list[tuple[str, ...]] = []
@@ -131,8 +131,8 @@ class _Reader:
         names: list[str] = []
         while self.token != ")":
             if not re.match(r"[a-z_]", self.token):
-                found = repr(self.token) if self.token else "the end"
-                raise self.fail(f"expected a factor inside the parentheses, found {found}")
+                here = repr(self.token) if self.token else "the end"
+                raise self.fail(f"expected a factor inside the parentheses, found {here}")
             names.append(self.token)
             self.advance()
         if len(names) < 2:

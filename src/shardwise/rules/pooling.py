@@ -1,7 +1,8 @@
 """Pooling and interpolation: every dim can be split, spatial ones through windows.
 
-A pooling of a part runs on a window that starts at a multiple of the stride, with the padding and rounding that the
-whole has, and keeps the part's rows: so what lies at an end of the tensor is treated as ever, and no padding is made.
+A part is pooled on a larger window of the input, with the operator's own padding and rounding; the part's rows of the
+result are kept. The window starts at a multiple of the stride. So the ends of the tensor are padded as for the whole
+tensor, and nothing is padded in between.
 """
 
 from __future__ import annotations
@@ -74,35 +75,39 @@ def _over_maps(
 
 def _starts(context: LocalContext, rows: list[_Rows]) -> tuple[int, ...]:
     """The first row of the operand that this rank holds, per spatial dim."""
-    held = [own(*part_of(context, f"y{i}")) if context.is_split(f"y{i}") else ((0, 0),) for i, own in enumerate(rows)]
-    return tuple(ranges[0][0] for ranges in held)
+    windows = [
+        rows_of(*part_of(context, f"y{i}")) if context.is_split(f"y{i}") else ((0, 0),)
+        for i, rows_of in enumerate(rows)
+    ]
+    return tuple(ranges[0][0] for ranges in windows)
 
 
 def _pooling(count: int) -> RuleFunction:
     """Maximum and average over windows. Positions of maxima are those in the whole map."""
 
     def function(op: Op, graph: Graph) -> OpRule:
-        given = arguments(op)
+        args = arguments(op)
         sizes = graph.by_name[op.operands[0]].shape[-count:]
-        kernel = each(given["kernel_size"], count)
-        stride = each(given["stride"], count) if given.get("stride") else kernel
-        padding, dilation = each(given["padding"], count), each(given.get("dilation", 1), count)
+        kernel = each(args["kernel_size"], count)
+        stride = each(args["stride"], count) if args.get("stride") else kernel
+        padding, dilation = each(args["padding"], count), each(args.get("dilation", 1), count)
         maps = [Sliding(sizes[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(count)]
-        rows: list[_Rows] = [own.aligned for own in maps]
-        averages = "dilation" not in given
+        rows: list[_Rows] = [sliding_map.aligned for sliding_map in maps]
+        averages = "dilation" not in args
 
         def localize(op: Op, context: LocalContext) -> Call:
             parts = [part_of(context, f"y{i}") for i in range(count)]
             split = [context.is_split(f"y{i}") for i in range(count)]
             fronts = tuple(
-                own.position_in_aligned(*part) if cut else 0 for own, part, cut in zip(maps, parts, split, strict=True)
+                sliding_map.position_in_aligned(*part) if cut else 0
+                for sliding_map, part, cut in zip(maps, parts, split, strict=True)
             )
             lengths = tuple(length for _, length in parts)
             x = Ref(op.operands[0])
             if averages:
-                options = (given["ceil_mode"], given["count_include_pad"], given.get("divisor_override"))
+                options = (args["ceil_mode"], args["count_include_pad"], args.get("divisor_override"))
                 return Call(AVG_POOL_WINDOW, (x, kernel, stride, padding, *options, fronts, lengths))
-            known = (x, kernel, stride, padding, dilation, given["ceil_mode"], fronts, lengths)
+            known = (x, kernel, stride, padding, dilation, args["ceil_mode"], fronts, lengths)
             if len(op.results) == 1:
                 return Call(MAX_POOL_VALUES_WINDOW, known)
             return Call(MAX_POOL_WINDOW, (*known, _starts(context, rows), sizes))
@@ -127,20 +132,20 @@ def _adaptive(count: int) -> RuleFunction:
             ]
 
         def window(i: int, offset: int, length: int) -> Ranges:
-            own = bins(i, offset, length)
-            return clipped(own[0][0], own[-1][1], sizes[i])
+            own_range = bins(i, offset, length)
+            return clipped(own_range[0][0], own_range[-1][1], sizes[i])
 
         rows: list[_Rows] = [partial(window, i) for i in range(count)]
 
         def localize(op: Op, context: LocalContext) -> Call:
-            starts, own_bins = _starts(context, rows), []
+            starts, bins_here = _starts(context, rows), []
             for i in range(count):
                 uneven = context.is_split(f"y{i}") and sizes[i] % after[i] != 0
-                own_bins.append(bins(i, *part_of(context, f"y{i}")) if uneven else [])
+                bins_here.append(bins(i, *part_of(context, f"y{i}")) if uneven else [])
             output = tuple(part_of(context, f"y{i}")[1] for i in range(count))
-            begins = tuple(begin - starts[i] for i, own in enumerate(own_bins) for begin, _ in own)
-            ends = tuple(end - starts[i] for i, own in enumerate(own_bins) for _, end in own)
-            known = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, own_bins)))
+            begins = tuple(begin - starts[i] for i, ranges in enumerate(bins_here) for begin, _ in ranges)
+            ends = tuple(end - starts[i] for i, ranges in enumerate(bins_here) for _, end in ranges)
+            known = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, bins_here)))
             return Call(ADAPTIVE_AVG_WINDOW, known) if averages else Call(ADAPTIVE_MAX_WINDOW, (*known, starts, sizes))
 
         single_bins = [f"x{i}" for i in range(count) if after[i] == 1]
@@ -175,11 +180,11 @@ def _resampling(count: int, mode: str) -> RuleFunction:
     """Interpolation: row y reads the rows around ``y n / m``."""
 
     def function(op: Op, graph: Graph) -> OpRule:
-        given = arguments(op)
+        args = arguments(op)
         sizes = graph.by_name[op.operands[0]].shape[-count:]
         after = graph.by_name[op.results[0]].shape[-count:]
-        align = bool(given.get("align_corners", False))
-        scales = _scales(given, count)
+        align = bool(args.get("align_corners", False))
+        scales = _scales(args, count)
 
         def window(i: int, offset: int, length: int) -> Ranges:
             """The rows that the first and the last row read, by the arithmetic of float32 and of float64."""
@@ -206,12 +211,12 @@ def _resampling(count: int, mode: str) -> RuleFunction:
     return function
 
 
-def _scales(given: dict[str, Any], count: int) -> tuple[float, ...]:
+def _scales(args: dict[str, Any], count: int) -> tuple[float, ...]:
     """The scale factors that an interpolation is given, per dim; 0: none."""
-    if "scale_factors" in given:
-        return tuple(given["scale_factors"] or (0.0,) * count)
+    if "scale_factors" in args:
+        return tuple(args["scale_factors"] or (0.0,) * count)
     names = ("scales",) if count == 1 else ("scales_d", "scales_h", "scales_w")[3 - count :]
-    return tuple(given[name] or 0.0 for name in names)
+    return tuple(args[name] or 0.0 for name in names)
 
 
 _RESAMPLED = {

@@ -15,10 +15,10 @@ aten = torch.ops.aten
 
 def recurrent_rule(op: Op, graph: Graph) -> OpRule:
     """``t b x, l b h... -> t b y, l b h...``, or ``b t x`` with batch_first; parameters are whole."""
-    given, positions = arguments(op), operand_positions(op)
+    args, positions = arguments(op), operand_positions(op)
 
     def sequence(features: str) -> Dims:
-        return single(["b", "t", features] if given["batch_first"] else ["t", "b", features])
+        return single(["b", "t", features] if args["batch_first"] else ["t", "b", features])
 
     states = [single(["l", "b", f"h{i}"]) for i in range(len(positions["hx"]))]
     params = [

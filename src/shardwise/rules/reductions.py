@@ -24,8 +24,8 @@ aten = torch.ops.aten
 
 def _dims(op: Op) -> tuple[Any, bool]:
     """The dims that the operator reduces (None: all) and whether they are kept."""
-    given = arguments(op)
-    return given.get("dim"), bool(given.get("keepdim", False))
+    args = arguments(op)
+    return args.get("dim"), bool(args.get("keepdim", False))
 
 
 def reduce_rule(
@@ -104,8 +104,8 @@ def _neutral_if_empty(kind: FactorKind, dtype: torch.dtype) -> Localize:
 
 def _histogram(op: Op, graph: Graph) -> OpRule | None:
     """Counts of parts add up, if the bins do not depend on the data."""
-    given = arguments(op)
-    if given["min"] == given["max"]:
+    args = arguments(op)
+    if args["min"] == args["max"]:
         return None
     names = dim_names(len(graph.by_name[op.operands[0]].shape))
     kinds: dict[str, FactorKind] = {"bin": "whole", **dict.fromkeys(names, "sum")}
@@ -164,7 +164,7 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
     dim = normal_dim(arguments(op)["dim"], len(names))
 
     def along(name: str) -> Dims:
-        return single([name if i == dim else own for i, own in enumerate(names)])
+        return single([name if i == dim else dim_name for i, dim_name in enumerate(names)])
 
     def localize(op: Op, context: LocalContext) -> Call:
         if not any_split(context, ("s", "t")):
@@ -178,17 +178,17 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
 def _diff(op: Op, graph: Graph) -> OpRule:
     """Neighbours are subtracted: row y reads the rows y to y + n. With something prepended or appended the dim is
     whole."""
-    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
     names = dim_names(len(shape))
-    dim = normal_dim(given["dim"], len(names))
+    dim = normal_dim(args["dim"], len(names))
 
     def along(name: str) -> Dims:
-        return single([name if i == dim else own for i, own in enumerate(names)])
+        return single([name if i == dim else dim_name for i, dim_name in enumerate(names)])
 
     operands = [along(f"x{i}") for i in range(len(op.operands))]
     linear = (tuple(range(len(operands))),)
     if len(operands) == 1:
-        windows = {"x0": Window("y", Sliding(shape[dim], given["n"] + 1, 1).ranges)}
+        windows = {"x0": Window("y", Sliding(shape[dim], args["n"] + 1, 1).ranges)}
         return build(op, graph, operands, [along("y")], linear=linear, windows=windows)
     kinds: dict[str, FactorKind] = dict.fromkeys((*(f"x{i}" for i in range(len(operands))), "y"), "whole")
     return build(op, graph, operands, [along("y")], kinds=kinds, linear=linear)
@@ -198,9 +198,9 @@ def _vector_norm_only(lowering: Lowering) -> RuleFunction:
     """Norms that are those of vectors; singular values need the whole matrix."""
 
     def function(op: Op, graph: Graph) -> OpRule:
-        given = arguments(op)
-        dims = dims_of(given["dim"], len(graph.by_name[op.operands[0]].shape))
-        of_vectors = given["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(given["ord"], str))
+        args = arguments(op)
+        dims = dims_of(args["dim"], len(graph.by_name[op.operands[0]].shape))
+        of_vectors = args["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(args["ord"], str))
         return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
 
     return function

@@ -65,8 +65,12 @@ def ring_attention(
             columns = (origin.unsqueeze(-1) * run + within).unsqueeze(-2)
             scores = scores.masked_fill(columns > rows, -inf)
         if mask is not None:
-            own = _columns_of(mask, origin, number)
-            scores = scores.masked_fill(own.logical_not(), -inf) if own.dtype == torch.bool else scores + own
+            mask_columns = _columns_of(mask, origin, number)
+            scores = (
+                scores.masked_fill(mask_columns.logical_not(), -inf)
+                if mask_columns.dtype == torch.bool
+                else scores + mask_columns
+            )
         higher = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
         settled = torch.where(higher == -inf, 0, higher)  # nothing seen yet: any number will do
         weights, kept = torch.exp(scores - settled), torch.exp(top - settled)

@@ -144,10 +144,10 @@ def _rank(op: Op, graph: Graph) -> int:
 
 def _swap(first: str, second: str) -> RuleFunction:
     def function(op: Op, graph: Graph) -> OpRule:
-        given, rank = arguments(op), _rank(op, graph)
+        args, rank = arguments(op), _rank(op, graph)
         order = list(range(rank))
         if rank:
-            i, j = normal_dim(given[first], rank), normal_dim(given[second], rank)
+            i, j = normal_dim(args[first], rank), normal_dim(args[second], rank)
             order[i], order[j] = order[j], order[i]
         return permute_rule(op, graph, order)
 
@@ -169,8 +169,8 @@ def _reverse(op: Op, graph: Graph) -> OpRule:
 
 
 def _move(op: Op, graph: Graph) -> OpRule:
-    given, rank = arguments(op), _rank(op, graph)
-    source, destination = dims_in_order(given["source"], rank), dims_in_order(given["destination"], rank)
+    args, rank = arguments(op), _rank(op, graph)
+    source, destination = dims_in_order(args["source"], rank), dims_in_order(args["destination"], rank)
     rest = iter(i for i in range(rank) if i not in source)
     moved = dict(zip(destination, source, strict=True))
     return permute_rule(op, graph, [moved[i] if i in moved else next(rest) for i in range(rank)])
@@ -183,8 +183,8 @@ def dims_in_order(dim: int | Sequence[int], rank: int) -> list[int]:
 def _squeeze(op: Op, graph: Graph) -> OpRule:
     """Dims of size 1 that are asked for disappear; the local call names them, since a shard may be of size 1 too."""
     shape = graph.by_name[op.operands[0]].shape
-    given = arguments(op)
-    chosen = dims_in_order(given["dim"], len(shape)) if "dim" in given else range(len(shape))
+    args = arguments(op)
+    chosen = dims_in_order(args["dim"], len(shape)) if "dim" in args else range(len(shape))
     gone = tuple(i for i in chosen if shape and shape[i] == 1)
     dims = broadcast_dims(shape, shape, dim_names(len(shape)))
     kept = tuple(dim for i, dim in enumerate(dims) if i not in gone)
@@ -203,9 +203,9 @@ def _unsqueeze(op: Op, graph: Graph) -> OpRule:
 
 
 def _diagonal(op: Op, graph: Graph) -> OpRule:
-    given, rank = arguments(op), _rank(op, graph)
+    args, rank = arguments(op), _rank(op, graph)
     names = dim_names(rank)
-    pair = {normal_dim(given["dim1"], rank), normal_dim(given["dim2"], rank)}
+    pair = {normal_dim(args["dim1"], rank), normal_dim(args["dim2"], rank)}
     result = (*(name for i, name in enumerate(names) if i not in pair), "y")
     kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), "y"), "whole")
     return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST)
@@ -237,13 +237,14 @@ def _repeat(argument: str) -> RuleFunction:
     def function(op: Op, graph: Graph) -> OpRule:
         shape = graph.by_name[op.operands[0]].shape
         result = graph.by_name[op.results[0]].shape
-        given = tuple(arguments(op)[argument])
-        times = (1,) * (len(result) - len(given)) + given
+        repeats = tuple(arguments(op)[argument])
+        times = (1,) * (len(result) - len(repeats)) + repeats
         names = dim_names(len(result))
         dims = broadcast_dims(shape, result, names)
         padded: Dims = ((),) * (len(result) - len(shape)) + dims
         repeated: Dims = tuple(
-            (() if number == 1 else (f"r{i}",)) + own for i, (number, own) in enumerate(zip(times, padded, strict=True))
+            (() if number == 1 else (f"r{i}",)) + dim_names_here
+            for i, (number, dim_names_here) in enumerate(zip(times, padded, strict=True))
         )
         sizes = {f"r{i}": number for i, number in enumerate(times) if number != 1}
 
@@ -258,20 +259,20 @@ def _repeat(argument: str) -> RuleFunction:
 
 def _repeat_interleave(op: Op, graph: Graph) -> OpRule:
     """Each index ``r`` times: the result's dim is ``(d r)``. Without a dim the operand is flattened first."""
-    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
     names = dim_names(len(shape))
     dims = single(names)
-    flat = given["dim"] is None or not shape
+    flat = args["dim"] is None or not shape
     if flat:
         result: Dims = ((*names, "r"),)
     else:
-        place = normal_dim(given["dim"], len(shape))
+        place = normal_dim(args["dim"], len(shape))
         result = tuple((*dim, "r") if i == place else dim for i, dim in enumerate(dims))
 
     def localize(op: Op, context: LocalContext) -> Call:
         return replaced(op, repeats=local_size(context, "r"), output_size=None)
 
-    sizes = {"r": given["repeats"]}
+    sizes = {"r": args["repeats"]}
     return build(op, graph, [dims], [result], sizes=sizes, linear=_FIRST, localize=localize)
 
 
@@ -298,14 +299,16 @@ def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[Run]], plain: 
         if not any_split(context, [f"y{dim}" for dim in runs]):
             return plain or unchanged(op)
         local: list[tuple[Run, ...]] = []
-        for dim, own in runs.items():
-            part = cut_runs(own, *part_of(context, f"y{dim}"))
+        for dim, lengths in runs.items():
+            part = cut_runs(lengths, *part_of(context, f"y{dim}"))
             local.append(runs_within(part, ranges_of_runs(part)) if context.is_split(f"y{dim}") else part)
-        flat = [run for own in local for run in own]
+        flat = [run for runs_of_dim in local for run in runs_of_dim]
         columns = (tuple(run.length for run in flat), tuple(run.first for run in flat), tuple(run.step for run in flat))
         return Call(COPIED_RUNS, (Ref(op.operands[0]), tuple(runs), tuple(map(len, local)), *columns))
 
-    return moved_rule(op, graph, {dim: windows_of_runs(own) for dim, own in runs.items()}, localize, names)
+    return moved_rule(
+        op, graph, {dim: windows_of_runs(lengths_of_runs) for dim, lengths_of_runs in runs.items()}, localize, names
+    )
 
 
 def moved_rule(
@@ -329,18 +332,18 @@ def moved_rule(
         kinds={name: "whole" for dim in more for name in dim},
         linear=_FIRST if linear else (),
         localize=localize,
-        windows={names[i]: Window(f"y{i}", own) for i, own in ranges.items()},
+        windows={names[i]: Window(f"y{i}", dim_ranges) for i, dim_ranges in ranges.items()},
     )
 
 
 def _roll(op: Op, graph: Graph) -> OpRule:
     """Without dims the tensor is rolled as if it were flat: whole."""
-    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
-    if not tuple(given["dims"]):
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    if not tuple(args["dims"]):
         names = dim_names(len(shape))
         return build(op, graph, [single(names)], [single(names)], kinds=dict.fromkeys(names, "whole"), linear=_FIRST)
     shifts: dict[int, int] = {}
-    for dim, shift in zip(dims_in_order(tuple(given["dims"]), len(shape)), given["shifts"], strict=True):
+    for dim, shift in zip(dims_in_order(tuple(args["dims"]), len(shape)), args["shifts"], strict=True):
         shifts[dim] = (shifts.get(dim, 0) + shift) % max(shape[dim], 1)
     moved = {dim: shift for dim, shift in shifts.items() if shift}  # a whole turn would be none of a part
     x = Ref(op.operands[0])
@@ -354,16 +357,16 @@ def _roll(op: Op, graph: Graph) -> OpRule:
 def _flip(op: Op, graph: Graph) -> OpRule:
     """flip; fliplr and flipud have no argument for their dim."""
     shape = graph.by_name[op.operands[0]].shape
-    own = {aten.fliplr.default: (1,), aten.flipud.default: (0,)}.get(op.target)
-    dims = dims_in_order(own or tuple(arguments(op)["dims"]), len(shape))
+    fixed_dims = {aten.fliplr.default: (1,), aten.flipud.default: (0,)}.get(op.target)
+    dims = dims_in_order(fixed_dims or tuple(arguments(op)["dims"]), len(shape))
     turned = {dim: windows_of_runs((Run(shape[dim], shape[dim] - 1, -1),)) for dim in dims if shape}
     return moved_rule(op, graph, turned, None, dim_names(len(shape)))
 
 
 def _pad(op: Op, graph: Graph) -> OpRule:
     """Padding with 0, or with the tensor's own values, is linear."""
-    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
-    padding, mode = tuple(given["pad"]), given.get("mode", "constant")
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    padding, mode = tuple(args["pad"]), args.get("mode", "constant")
     around = {len(shape) - 1 - i // 2: (padding[i], padding[i + 1]) for i in range(0, len(padding), 2)}
     around = {dim: pair for dim, pair in around.items() if any(pair)}
     if mode != "constant":
@@ -374,16 +377,16 @@ def _pad(op: Op, graph: Graph) -> OpRule:
         for dim, pair in around.items():
             before, after = pair
             if context.is_split(f"y{dim}"):
-                (offset, length), own = part_of(context, f"y{dim}"), context.operand_shapes[0][dim]
+                (offset, length), size_here = part_of(context, f"y{dim}"), context.operand_shapes[0][dim]
                 # Rows that are taken away (negative padding) are not in the window.
                 before = min(max(pair[0] - offset, 0), length)
-                after = length - before - own
+                after = length - before - size_here
             position = 2 * (len(shape) - 1 - dim)
             local[position : position + 2] = before, after
         return replaced(op, pad=tuple(local))
 
     ranges = {dim: shifted(-before, shape[dim]) for dim, (before, _) in around.items()}
-    return moved_rule(op, graph, ranges, localize, dim_names(len(shape)), linear=not given["value"])
+    return moved_rule(op, graph, ranges, localize, dim_names(len(shape)), linear=not args["value"])
 
 
 def _mirrored(mode: str, size: int, before: int, after: int) -> tuple[Run, ...]:
@@ -396,14 +399,14 @@ def _mirrored(mode: str, size: int, before: int, after: int) -> tuple[Run, ...]:
 
 def _unfold(op: Op, graph: Graph) -> OpRule:
     """``d -> y window``: the windows of a part read the rows from its first to its last."""
-    given, shape = arguments(op), graph.by_name[op.operands[0]].shape
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
     if not shape:
         return build(op, graph, [()], [(("window",),)], kinds={"window": "whole"}, linear=_FIRST)
-    place = normal_dim(given["dimension"], len(shape))
-    own = Sliding(shape[place], given["size"], given["step"])
+    place = normal_dim(args["dimension"], len(shape))
+    sliding_map = Sliding(shape[place], args["size"], args["step"])
 
     names = dim_names(len(shape))
-    return moved_rule(op, graph, {place: own.ranges}, None, names, more=(("window",),))
+    return moved_rule(op, graph, {place: sliding_map.ranges}, None, names, more=(("window",),))
 
 
 def _triangle(upper: bool) -> RuleFunction:

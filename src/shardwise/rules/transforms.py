@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 def _transform(op: Op, graph: Graph) -> OpRule:
     """``a f -> a g`` where the last dim is transformed, and may change its size."""
-    given, rank = arguments(op), len(graph.by_name[op.operands[0]].shape)
-    dims, sizes = given["dim"], given.get("s")
+    args, rank = arguments(op), len(graph.by_name[op.operands[0]].shape)
+    dims, sizes = args["dim"], args.get("s")
     if dims is None:  # of the n-dimensional ones: the last as many as sizes are given, or all
         dims = range(rank - len(sizes) if sizes is not None else 0, rank)
     changed = {normal_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)}

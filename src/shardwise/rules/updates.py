@@ -35,32 +35,32 @@ aten = torch.ops.aten
 _REDUCTIONS = {"add": "sum", "multiply": "prod"}  # aten.scatter's words -> those of scatter_reduce
 
 
-def _how(op: Op, given: dict[str, Any]) -> str:
+def _how(op: Op, args: dict[str, Any]) -> str:
     """The reduction of a scatter in the words of scatter_reduce, or nothing for one that overwrites."""
     if op.target is aten.scatter_add.default:
         return "sum"
-    named = given.get("reduce") or ""
+    named = args.get("reduce") or ""
     return _REDUCTIONS.get(named, named)
 
 
 def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     """``... v ..., ... i ... -> ... v ...``: the other dims are parallel where all sizes agree."""
-    given, positions = arguments(op), operand_positions(op)
+    args, positions = arguments(op), operand_positions(op)
     shape, index, *sources = (graph.by_name[name].shape for name in op.operands)
     if not shape or not index:
         return None
-    place = normal_dim(given["dim"], len(shape))
+    place = normal_dim(args["dim"], len(shape))
     operand, indices, kinds = aligned_dims(shape, index, place)
-    how = _how(op, given)
+    how = _how(op, args)
     adds = op.target in (aten.scatter_add.default, aten.scatter_reduce.two) and how == "sum"
-    adds = adds and given.get("include_self", True) and not kinds and index in sources
+    adds = adds and args.get("include_self", True) and not kinds and index in sources
     kinds["i"] = "lowered" if adds else "whole"
     operands = [operand, indices]
-    for own in sources:
-        if len(own) != len(index):
+    for source_dims in sources:
+        if len(source_dims) != len(index):
             return None
         dims = []
-        for i, (size, count) in enumerate(zip(own, index, strict=True)):
+        for i, (size, count) in enumerate(zip(source_dims, index, strict=True)):
             if size == count:
                 dims.append(indices[i])
                 continue
@@ -72,11 +72,11 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
         if not context.is_split("v"):
             return unchanged(op)
         x, ids, *source = map(Ref, op.operands)
-        rest = (source[0] if source else None, given.get("value", 1), how, given.get("include_self", True), False)
+        rest = (source[0] if source else None, args.get("value", 1), how, args.get("include_self", True), False)
         return Call(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces["v"])))
 
     together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
-    additive = op.target is aten.scatter_add.default or (not how and given.get("value", 0) == 0)
+    additive = op.target is aten.scatter_add.default or (not how and args.get("value", 0) == 0)
     linear = (together,) if additive else ()
     lowering = lowerings.scatter_add if adds else None
     return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=localize, lowering=lowering)
@@ -84,11 +84,11 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
 
 def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
     """index_add, index_copy, index_fill: ``... v ..., i, ... i ... -> ... v ...``."""
-    given, positions = arguments(op), operand_positions(op)
+    args, positions = arguments(op), operand_positions(op)
     shape = graph.by_name[op.operands[0]].shape
     if not shape:
         return None
-    place = normal_dim(given["dim"], len(shape))
+    place = normal_dim(args["dim"], len(shape))
     names = dim_names(len(shape))
     dims = single(names)
     by_argument: dict[str, Dims] = {
@@ -106,7 +106,7 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
             return unchanged(op)
         x, ids = map(Ref, op.operands[:2])
         source = Ref(op.operands[2]) if len(op.operands) > 2 else None
-        number = given["value"] if source is None else given.get("alpha", 1)
+        number = args["value"] if source is None else args.get("alpha", 1)
         rest = (source, number, "sum" if adds else "", True, fills)
         return Call(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces[names[place]])))
 
@@ -163,19 +163,19 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
 
 def _masked_put(op: Op, graph: Graph) -> OpRule | None:
     """``x[mask] = value``, where the value is the same wherever the mask is: every part is masked for itself."""
-    given = arguments(op)["indices"]
-    places = [i for i, index in enumerate(given) if index is not None]
+    args = arguments(op)["indices"]
+    places = [i for i, index in enumerate(args) if index is not None]
     x, mask, values = (graph.by_name[name] for name in (*op.operands[:2], op.operands[-1]))
     if len(places) != 1 or len(op.operands) != 3 or mask.dtype != torch.bool:
         return None
     names = dim_names(len(x.shape))
     start, end = places[0], places[0] + len(mask.shape)
     behind = x.shape[end:]
-    own = values.shape[len(values.shape) - len(behind) :] if len(values.shape) > len(behind) else values.shape
-    if prod(values.shape) != prod(own):  # one value per element that is masked: their number is data
+    value_shape = values.shape[len(values.shape) - len(behind) :] if len(values.shape) > len(behind) else values.shape
+    if prod(values.shape) != prod(value_shape):  # one value per element that is masked: their number is data
         return None
-    value_dims: Dims = tuple(() for _ in values.shape[: len(values.shape) - len(own)])
-    value_dims += broadcast_dims(own, behind, names[end:])
+    value_dims: Dims = tuple(() for _ in values.shape[: len(values.shape) - len(value_shape)])
+    value_dims += broadcast_dims(value_shape, behind, names[end:])
     dims = single(names)
     return build(op, graph, [dims, single(names[start:end]), value_dims], [dims], linear=((0, 2),))
 

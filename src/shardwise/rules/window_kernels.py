@@ -63,11 +63,13 @@ def _conv_window(
     groups: int,
 ) -> Tensor:
     """A convolution with as much padding before as asked for, and another after."""
-    own = [min(pair) for pair in zip(before, after, strict=True)]  # what the convolution does itself
-    x = _padded(x, [b - p for b, p in zip(before, own, strict=True)], [a - p for a, p in zip(after, own, strict=True)])
+    padding = [min(pair) for pair in zip(before, after, strict=True)]  # what the convolution does itself
+    x = _padded(
+        x, [b - p for b, p in zip(before, padding, strict=True)], [a - p for a, p in zip(after, padding, strict=True)]
+    )
     batched = x.dim() == weight.dim()
     x = x if batched else x.unsqueeze(0)
-    y = torch.convolution(x, weight, bias, stride, own, dilation, False, [0] * len(own), groups)
+    y = torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
     return y if batched else y.squeeze(0)
 
 
@@ -137,11 +139,11 @@ def _max_pool_values_window(
 
 def _global_positions(index: Tensor, local: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Flat positions in a part of a map -> flat positions in the map."""
-    found, stride = torch.zeros_like(index), 1
-    for own, start, size in zip(reversed(local), reversed(starts), reversed(sizes), strict=True):
-        found = found + (index % own + start) * stride
-        index, stride = index // own, stride * size
-    return found
+    positions, stride = torch.zeros_like(index), 1
+    for local_index, start, size in zip(reversed(local), reversed(starts), reversed(sizes), strict=True):
+        positions = positions + (index % local_index + start) * stride
+        index, stride = index // local_index, stride * size
+    return positions
 
 
 def _avg_pool_window(
@@ -155,11 +157,11 @@ def _avg_pool_window(
     fronts: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    given = (list(kernel), list(stride), list(padding), ceil_mode, count_include_pad)
+    settings = (list(kernel), list(stride), list(padding), ceil_mode, count_include_pad)
     if len(kernel) == 1:
-        y = F.avg_pool1d(x, *given)
+        y = F.avg_pool1d(x, *settings)
     else:
-        y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, *given, divisor)
+        y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, *settings, divisor)
     return _kept(y, fronts, lengths)
 
 
@@ -206,11 +208,11 @@ def _adaptive_max_window(
 
 
 def _bins(begins: Sequence[int], ends: Sequence[int], counts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    pairs, start, found = list(zip(begins, ends, strict=True)), 0, []
+    pairs, start, bins = list(zip(begins, ends, strict=True)), 0, []
     for count in counts:
-        found.append(pairs[start : start + count])
+        bins.append(pairs[start : start + count])
         start += count
-    return found
+    return bins
 
 
 def _over_bins(
@@ -307,12 +309,12 @@ def _resample_window(
     """Interpolation of a part: split dims, of whose ``sizes`` rows x holds those from ``starts`` on, tap by tap for the
     rows from ``offsets`` on; the others by the operator itself. ``scales``: as the operator is given them, 0: none."""
     count = len(output)
-    held = x.shape[-count:]
-    native = [own if cut else size for own, size, cut in zip(held, output, split, strict=True)]
-    if list(held) != native:
-        given = [None if cut or not scale else scale for scale, cut in zip(scales, split, strict=True)]
+    local_sizes = x.shape[-count:]
+    native = [local_size if cut else size for local_size, size, cut in zip(local_sizes, output, split, strict=True)]
+    if list(local_sizes) != native:
+        scale_factors = [None if cut or not scale else scale for scale, cut in zip(scales, split, strict=True)]
         corners = () if mode.startswith("nearest") else (align_corners,)
-        x = _NATIVE[mode][count - 1](x, native, *corners, *given)
+        x = _NATIVE[mode][count - 1](x, native, *corners, *scale_factors)
     for i in range(count):
         if split[i]:
             dim = x.dim() - count + i

@@ -46,24 +46,24 @@ class Run:
 
 def cut_runs(runs: Sequence[Run], offset: int, length: int) -> tuple[Run, ...]:
     """The runs of the result's rows [offset, offset + length)."""
-    found, start = [], 0
+    pieces, start = [], 0
     for run in runs:
         begin, end = max(offset, start), min(offset + length, start + run.length)
         if begin < end:
-            found.append(Run(end - begin, run.first + (begin - start) * run.step, run.step))
+            pieces.append(Run(end - begin, run.first + (begin - start) * run.step, run.step))
         start += run.length
-    return tuple(found)
+    return tuple(pieces)
 
 
 def ranges_of_runs(runs: Sequence[Run]) -> Ranges:
     """The rows that runs read, as ranges in ascending order; those between two rows of a run count as read."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for low, high in sorted(sorted((run.first, run.first + (run.length - 1) * run.step)) for run in runs if run.length):
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], high + 1))
+        if ranges and low <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], high + 1))
         else:
-            found.append((low, high + 1))
-    return tuple(found)
+            ranges.append((low, high + 1))
+    return tuple(ranges)
 
 
 def runs_within(runs: Sequence[Run], ranges: Ranges) -> tuple[Run, ...]:
@@ -115,13 +115,13 @@ class Sliding:
         """Rows of padding that a part needs before and after the rows of its window."""
         start, stop = self.bounds(offset, length)
         before = min(max(-start, 0), stop - start)
-        held = sum(high - low for low, high in self.ranges(offset, length))
-        return before, stop - start - before - held
+        num_held = sum(high - low for low, high in self.ranges(offset, length))
+        return before, stop - start - before - num_held
 
     def aligned(self, offset: int, length: int) -> Ranges:
         """The rows of a larger window, on which the operator with its own padding computes this part and a few rows
-        more: it starts at a multiple of the stride, and so early that what is padded there is not in the part. It has
-        the rows of one window at least, as far as there are (``avg_pool3d`` insists)."""
+        more. It starts at a multiple of the stride, early enough that its padding does not reach the part. It has the
+        rows of one window at least, as far as there are any (``avg_pool3d`` insists)."""
         start = self._aligned_start(offset, length)
         return clipped(start, max(self.bounds(offset, length)[1], start + self.span), self.size)
 

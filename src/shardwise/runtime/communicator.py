@@ -1,6 +1,7 @@
-"""Collectives on real ranks: the exchanges of ``runtime.moves`` over ``torch.distributed`` process groups.
+"""Collectives on real ranks: the exchanges of ``programs.moves`` over ``torch.distributed`` process groups.
 
-Only the groups that a program uses are created, in the same order on every rank. Gloo has no uneven all-gather and no
+A program runs on the ranks of its placement. Only the groups that it uses are created, in the same order on every rank
+of the job. Gloo has no uneven all-gather and no
 booleans: uneven pieces are padded to the largest (their sizes are known from the layouts), booleans travel as bytes.
 """
 
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.layouts.conversions import Collective, Move
-from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.programs.moves import LocalMove, local_move
 from shardwise.runtime.faults import Purpose, Waiting, collective_failed, conversion_failed, exchange_failed
-from shardwise.runtime.moves import LocalMove, local_move
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
 gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,15 +31,18 @@ Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Communicator:
-    """Performs this rank's moves. Process groups are kept per set of sub-axes. ``name``: of the module, for errors;
-    ``backend``: of groups that must have another one than that of all ranks."""
+    """Performs this rank's moves among the ranks of a placement. Process groups are kept per set of sub-axes. ``name``:
+    of the module, for errors; ``backend``: of groups that must have another one than that of all ranks.
 
-    def __init__(self, mesh: Mesh, name: str = "the program", backend: str | None = None) -> None:
-        self.mesh, self.name, self.backend = mesh, name, backend
+    A rank outside of the placement (``coordinates`` is empty there) takes part in ``create_groups`` only.
+    """
+
+    def __init__(self, place: Placement, name: str = "the program", backend: str | None = None) -> None:
+        self.place, self.mesh, self.name, self.backend = place, place.mesh, name, backend
         self.calls = 0  # of the module, so far
         self.launched = 0  # collectives that were started, those of compiled programs not counted
         self.rank = dist.get_rank()
-        self.coordinates = mesh.coordinates(self.rank)
+        self.coordinates = place.coordinates(self.rank) if self.rank in place.ranks else {}
         self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
 
@@ -46,38 +50,47 @@ class Communicator:
         return copy.copy(self)  # process groups are shared: every rank would have to make new ones at the same time
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
-        """Create the process groups of some sets of sub-axes; every rank must call this with the same sets.
+        """Create the process groups of some sets of sub-axes. Every rank of the job must call this with the same sets,
+        placement after placement in the same order.
 
         Their collectives time out as those of all ranks do (torch gives new groups half an hour).
         """
         timeout = group_timeout()
-        for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
+        wanted = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
+        if not self._has_all_ranks:
+            wanted.add(self.mesh.sub_axes)  # of those in the placement
+        for axes in sorted(wanted):
             if frozenset(axes) in self._groups:
                 continue
-            if self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None:
+            if self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None and self._has_all_ranks:
                 self._groups[frozenset(axes)] = dist.group.WORLD
                 continue
-            seen: set[tuple[int, ...]] = set()
-            for rank in range(self.mesh.num_devices):
-                members = tuple(sorted(self.mesh.group(axes, rank)))
-                if members not in seen:
-                    seen.add(members)
-                    group = dist.new_group(list(members), timeout=timeout, backend=self.backend)
-                    if self.rank in members:
-                        self._groups[frozenset(axes)] = group
+            devices = range(self.mesh.num_devices)
+            for group_devices in dict.fromkeys(tuple(sorted(self.mesh.group(axes, device))) for device in devices):
+                members = [self.place.ranks[device] for device in group_devices]
+                group = dist.new_group(members, timeout=timeout, backend=self.backend)
+                if self.rank in members or self.rank not in self.place.ranks:
+                    self._groups[frozenset(axes)] = group
+
+    @property
+    def _has_all_ranks(self) -> bool:
+        return len(self.place.ranks) == dist.get_world_size()
 
     def group(self, axes: tuple[str, ...]) -> Any:
-        """The process group of the ranks that differ along ``axes`` only."""
+        """The process group of the ranks that differ along ``axes`` only. Raises LayoutError outside the placement."""
+        self.place.device_of(self.rank)
         return self._groups[frozenset(axes)]
 
     def gather_from_all(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The equally large tensors of all ranks, in a row each. ``what`` it is for, for a CollectiveError."""
+        """The equally large tensors of all ranks of the placement, in a row each. ``what`` it is for, for a
+        CollectiveError."""
+        group = dist.group.WORLD if self._has_all_ranks else self.group(self.mesh.sub_axes)
         self.launched += 1
         rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
         try:
-            gather_tensor(rows.view(-1), tensor.reshape(-1))
+            gather_tensor(rows.view(-1), tensor.reshape(-1), group=group)
         except RuntimeError as error:
-            waiting = Waiting(self.name, self.launched, what, tuple(range(self.mesh.num_devices)))
+            waiting = Waiting(self.name, self.launched, what, self.place.ranks)
             explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
             if explained is None:
                 raise

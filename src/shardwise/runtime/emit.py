@@ -1,184 +1,173 @@
-"""A rank's program as an ``nn.Module`` around a ``torch.fx.GraphModule``: ordinary operators on local tensors and,
-between them, conversions whose backward is the other column of the table (``runtime.transit``)."""
+"""A rank's program as two ``torch.fx.GraphModule``s, forward and backward: ordinary kernels on local tensors and,
+between them, the exchanges of ``runtime.transit``. Autograd records nothing inside."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardwise.graph.ir import Graph, Ref, map_refs, refs
-from shardwise.partition.buckets import Bucket
-from shardwise.partition.linears import LinearStep, join_linears
-from shardwise.partition.program import LocalOp, Program, overwritable
-from shardwise.partition.steps import Conversion
+from shardwise.graph.ir import Ref, map_refs
+from shardwise.programs.check import check_program
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction
+from shardwise.programs.rank_program import Program
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.hosted import HOST
-from shardwise.runtime.linear import OverlappedLinear
-from shardwise.runtime.transit import Arrive, Convert, ConvertTogether, Depart, Route
+from shardwise.runtime.transit import Arriving, Converting, Departing
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """``forward``: the local tensors of the sources, in order -> (delivered, mutations, saved), tuples all;
+    ``backward``: (saved, as a list that it empties; cotangents in the order of those there are) -> gradients, in the
+    order of ``program.gradients``."""
+
+    program: Program
+    forward: fx.GraphModule
+    backward: fx.GraphModule
 
 
 def emit(
     program: Program,
     ranks: Communicator,
     *,
-    loss_only: bool = False,
     device: torch.device | None = None,
-    traceable: bool = False,
-    host: frozenset[str] = frozenset(),
+    on_host: frozenset[str] = frozenset(),
     host_ranks: Communicator | None = None,
-) -> fx.GraphModule:
-    """The program as a GraphModule.
+) -> Emitted:
+    """The program, checked. ``on_host``: the values that are on the host (``runtime.hosted``), whose conversions
+    ``host_ranks`` makes; the others are on ``device``.
 
-    It takes the local tensors of ``program.spmd.graph.sources`` in order, and returns (loss or None, outputs, values of
-    mutations). With ``loss_only`` there are no outputs, and what only they need (gathering the logits, say) is left
-    out. ``traceable``: for torch.compile, which places the waiting for messages by itself. ``host``: the values on the
-    host (``runtime.hosted``), which ``host_ranks`` convert; the others are on ``device``.
-
-    The node of a value of the Spmd program has its name as ``meta["value"]``.
+    The node of a value of the program has its name as ``meta["value"]``.
     """
-    spmd = program.spmd
-    graph = fx.Graph()
-    root = torch.nn.Module()
-    nodes: dict[str, fx.Node] = {}
-    may_overwrite = overwritable(program)
-    for index, source in enumerate(spmd.graph.sources):
-        nodes[source.value] = graph.placeholder(f"source_{index}")
-    instructions = list(program.instructions) if traceable else join_linears(program)
+    check_program(program)
+    writer = _Writer(program, ranks, host_ranks or ranks, device, on_host)
+    return Emitted(program, writer.forward(), writer.backward())
 
-    def ranks_of(conversions: tuple[Conversion, ...]) -> Communicator:
-        return host_ranks if host_ranks is not None and conversions[0].value in host else ranks
 
-    departures = {} if traceable else _departures(instructions, spmd.graph, ranks_of)
-    for bucket, own in departures.items():
-        if own.forward.message is None:
-            _depart(own, bucket, root, graph, nodes)
-    waiting = iter([bucket for bucket, own in departures.items() if own.forward.message is not None])
-    _depart_next(waiting, departures, root, graph, nodes)
-    for index, instruction in enumerate(instructions):
-        if isinstance(instruction, Conversion):
-            name = f"convert_{index}"
-            free = may_overwrite.get(instruction.result, (False, False))
-            root.add_module(name, Convert(instruction, spmd.graph, ranks_of((instruction,)), free))
-            nodes[instruction.result] = graph.call_module(name, (nodes[instruction.value],))
-        elif isinstance(instruction, Bucket):
-            name, results = f"convert_{index}", [c.result for c in instruction.conversions]
-            route = departures.get(index)
-            if route is None:
-                own_ranks = ranks_of(instruction.conversions)
-                root.add_module(name, ConvertTogether(instruction, spmd.graph, own_ranks))
-                arrived = graph.call_module(name, tuple(nodes[c.value] for c in instruction.conversions))
+def take_all(values: list[Any]) -> tuple[Any, ...]:
+    """The content of a list, which is empty afterwards: whoever called holds nothing any more."""
+    taken = tuple(values)
+    values.clear()
+    return taken
+
+
+fx.wrap("take_all")
+
+
+@dataclass
+class _Writer:
+    program: Program
+    ranks: Communicator
+    host_ranks: Communicator
+    device: torch.device | None
+    on_host: frozenset[str]
+    departing: dict[str, Departing] = field(default_factory=dict)
+
+    def forward(self) -> fx.GraphModule:
+        self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
+        for index, source in enumerate(self.program.spmd.graph.sources):
+            self.nodes[source.value] = self.graph.placeholder(f"source_{index}")
+        self._write(self.program.forward)
+        delivered = tuple(self.nodes[name] for name in self.program.delivered)
+        written = tuple(self.nodes[name] for _, name in self.program.mutations)
+        saved = tuple(self.nodes[name] for name in self.program.saved)
+        return self._module("Forward", (delivered, written, saved))
+
+    def backward(self) -> fx.GraphModule:
+        self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
+        saved = self.graph.placeholder("saved")
+        for index, name in enumerate(name for name in self.program.cotangents if name is not None):
+            self.nodes[name] = self.graph.placeholder(f"cotangent_{index}")
+        taken = self.graph.call_function(take_all, (saved,))
+        for index, name in enumerate(self.program.saved):
+            self.nodes[name] = self.graph.call_function(operator.getitem, (taken, index))
+        self._write(self.program.backward)
+        return self._module("Backward", tuple(self.nodes[name] for name in self.program.gradients.values()))
+
+    def _module(self, name: str, output: Any) -> fx.GraphModule:
+        for value, node in self.nodes.items():
+            node.meta["value"] = value
+        self.graph.output(output)
+        return fx.GraphModule(self.root, self.graph, name)
+
+    def _write(self, instructions: Sequence[Instruction]) -> None:
+        for index, instruction in enumerate(instructions):
+            if isinstance(instruction, Compute):
+                self._compute(index, instruction)
+            elif isinstance(instruction, Convert):
+                module = Converting(instruction, self.program.spmd.graph, self._ranks_of(instruction))
+                converted = self._call_module(f"convert_{index}", module, instruction.operands)
+                self._name(converted, instruction.results, single=len(instruction.results) == 1)
+            elif isinstance(instruction, Depart):
+                departing = Departing(instruction, self.program.spmd.graph, self._ranks_of(instruction))
+                self.departing[instruction.flight] = departing
+                self.nodes[instruction.flight] = self._call_module(f"depart_{index}", departing, instruction.operands)
+            elif isinstance(instruction, Arrive):
+                arriving = Arriving(instruction, self.departing.pop(instruction.flight).way)
+                arrived = self._call_module(f"arrive_{index}", arriving, (instruction.flight,))
+                self._name(arrived, instruction.results, single=False)
             else:
-                if route.forward.message is not None:  # the next one leaves before this one is waited for
-                    _depart_next(waiting, departures, root, graph, nodes)
-                root.add_module(name, Arrive(route))
-                arrived = graph.call_module(name, (nodes[f"flight {index}"], nodes[f"tensors {index}"]))
-            for position, result in enumerate(results):
-                nodes[result] = graph.call_function(operator.getitem, (arrived, position))
-        elif isinstance(instruction, LinearStep):
-            nodes[instruction.result] = _emit_linear(instruction, f"linear_{index}", root, graph, nodes, program, ranks)
+                self._copy(instruction)
+
+    def _ranks_of(self, instruction: Convert | Depart) -> Communicator:
+        return self.host_ranks if instruction.conversions[0].value in self.on_host else self.ranks
+
+    def _call_module(self, name: str, module: torch.nn.Module, operands: Sequence[str]) -> fx.Node:
+        self.root.add_module(name, module)
+        return self.graph.call_module(name, tuple(self.nodes[operand] for operand in operands))
+
+    def _name(self, node: fx.Node, results: Sequence[str], *, single: bool) -> None:
+        for position, result in enumerate(results):
+            self.nodes[result] = node if single else self.graph.call_function(operator.getitem, (node, position))
+
+    def _copy(self, copy: Copy) -> None:
+        to = HOST if copy.to == "host" else self.device
+        self.nodes[copy.result] = self.graph.call_method("to", (self.nodes[copy.value], to))
+
+    def _compute(self, index: int, instruction: Compute) -> None:
+        target, operands = instruction.target, instruction.operands
+        device = HOST if self.on_host.intersection(instruction.results) else self.device
+        args = [self._fill(arg, device) for arg in instruction.args]
+        kwargs = {key: self._fill(arg, device) for key, arg in instruction.kwargs}
+        if not isinstance(target, torch._ops.OpOverload):  # autograd inside (``programs.opaque``)
+            self.root.add_module(f"opaque_{index}", _Opaque(target))
+            call = self.graph.call_module(f"opaque_{index}", tuple(args))
         else:
-            _emit_call(instruction, graph, nodes, device, host)
+            if not operands:  # a graph names no device: what it makes from nothing is made where it runs
+                names = [argument.name for argument in target._schema.arguments]
+                if "device" in names[: len(args)]:
+                    args[names.index("device")] = device
+                elif "device" in names:
+                    kwargs["device"] = device
+            call = self.graph.call_function(target, tuple(args), kwargs)
+        call.meta["op"], call.meta["source"] = instruction.origin.op, instruction.origin.source
+        taken: dict[tuple[int, ...], fx.Node] = {(): call}
+        for result, place in zip(instruction.results, instruction.places, strict=True):
+            for depth in range(1, len(place) + 1):
+                if place[:depth] not in taken:
+                    outer = taken[place[: depth - 1]]
+                    taken[place[:depth]] = self.graph.call_function(operator.getitem, (outer, place[depth - 1]))
+            self.nodes[result] = taken[place]
 
-    for value in spmd.layouts.keys() & nodes.keys():
-        nodes[value].meta["value"] = value
-
-    def node(arg: Any) -> Any:
-        return map_refs(arg, lambda name: nodes[name])
-
-    graph.output(
-        (
-            nodes[spmd.loss] if spmd.loss is not None else None,
-            () if loss_only else tuple(node(output) for output in spmd.outputs),
-            tuple(nodes[value] for _, value in spmd.mutations),
-        )
-    )
-    module = fx.GraphModule(root, graph, "RankProgram")
-    if loss_only:
-        module.graph.eliminate_dead_code()
-        module.delete_all_unused_submodules()
-        module.recompile()
-    return module
-
-
-def _emit_linear(
-    step: LinearStep,
-    name: str,
-    root: torch.nn.Module,
-    graph: fx.Graph,
-    nodes: dict[str, fx.Node],
-    program: Program,
-    ranks: Communicator,
-) -> fx.Node:
-    operands = tuple(nodes[value] for value in (step.x, step.weight, step.bias) if value is not None)
-    if step.conversion is None:
-        call = graph.call_function(torch.ops.aten.linear.default, operands)
-        call.meta["op"], call.meta["source"] = step.product.op, step.product.source
-        return call
-    root.add_module(name, OverlappedLinear.of(step, program.spmd.graph, ranks))
-    return graph.call_module(name, operands)
+    def _fill(self, arg: Any, device: torch.device | None) -> Any:
+        if isinstance(arg, tuple):
+            return [self._fill(item, device) for item in arg]
+        if isinstance(arg, torch.device):  # of the tensors that were traced
+            return device
+        return map_refs(arg, lambda name: self.nodes[name]) if isinstance(arg, Ref) else arg
 
 
-def _departures(
-    instructions: Sequence[LocalOp | Conversion | Bucket | LinearStep],
-    values: Graph,
-    ranks_of: Callable[[tuple[Conversion, ...]], Communicator],
-) -> dict[int, Route]:
-    """Position of a bucket of parameters -> its route."""
-    return {
-        index: Route.of(instruction, values, ranks_of(instruction.conversions))
-        for index, instruction in enumerate(instructions)
-        if isinstance(instruction, Bucket) and instruction.of_parameters
-    }
+class _Opaque(torch.nn.Module):
+    """A target that is not one of PyTorch's operators."""
 
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        self.target = target
 
-def _depart_next(
-    waiting: Iterator[int], routes: dict[int, Route], root: torch.nn.Module, graph: fx.Graph, nodes: dict[str, fx.Node]
-) -> None:
-    bucket = next(waiting, None)
-    if bucket is not None:
-        _depart(routes[bucket], bucket, root, graph, nodes)
-
-
-def _depart(route: Route, bucket: int, root: torch.nn.Module, graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
-    name = f"depart_{bucket}"
-    root.add_module(name, Depart(route))
-    left = graph.call_module(name, tuple(nodes[c.value] for c in route.bucket.conversions))
-    nodes[f"flight {bucket}"] = graph.call_function(operator.getitem, (left, 0))
-    nodes[f"tensors {bucket}"] = graph.call_function(operator.getitem, (left, 1))
-
-
-def _emit_call(
-    local: LocalOp, graph: fx.Graph, nodes: dict[str, fx.Node], device: torch.device | None, host: frozenset[str]
-) -> None:
-    on_host = any(name in host for name in refs((local.call.args, tuple(value for _, value in local.call.kwargs))))
-
-    def fill(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            if on_host and arg.name not in host:
-                return graph.call_method("to", (nodes[arg.name], HOST))
-            return nodes[arg.name]
-        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
-
-    args = [fill(arg) for arg in local.call.args]
-    kwargs = {key: fill(arg) for key, arg in local.call.kwargs}
-    if not any(refs((local.call.args, tuple(value for _, value in local.call.kwargs)))):
-        # A graph names no device: what it makes from nothing is made where it runs.
-        names = [argument.name for argument in local.call.target._schema.arguments]
-        if "device" in names[: len(args)]:
-            args[names.index("device")] = device
-        elif "device" in names:
-            kwargs["device"] = device
-    call = graph.call_function(local.call.target, tuple(args), kwargs)
-    call.meta["op"], call.meta["source"] = local.op, local.source
-    schema = local.call.target._schema.returns
-    if len(schema) == 1 and not isinstance(schema[0].type, torch.ListType):
-        nodes[local.results[0]] = call
-    else:
-        for index, result in enumerate(local.results):
-            nodes[result] = graph.call_function(operator.getitem, (call, index))
-    for result in local.results if on_host else ():
-        nodes[result] = graph.call_method("to", (nodes[result], device))
+    def forward(self, *args: Any) -> Any:
+        return self.target(*args)

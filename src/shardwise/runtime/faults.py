@@ -26,8 +26,8 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.conversions import collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
-from shardwise.partition.steps import Conversion
 from shardwise.plans.printing import format_bytes
+from shardwise.programs.steps import Conversion
 
 if TYPE_CHECKING:
     from shardwise.runtime.communicator import Communicator, Message
@@ -118,7 +118,7 @@ def collective_failed(error: Exception, message: Message) -> CollectiveError | N
     what = f"{message.kind} over {mesh.format_axes(message.axes)}"
     size = format_bytes(purpose.num_bytes(message.kind, message.axes))
     direction = "backward" if purpose.backward else "forward"
-    members = tuple(sorted(mesh.group(message.axes, message.ranks.rank)))
+    members = tuple(sorted(message.ranks.place.group(message.axes, message.ranks.rank)))
     own = Waiting(message.ranks.name, message.number, f"{what} for {name} ({line}), {direction}", members)
     facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {message.ranks.calls}")]
     return exchange_failed(error, message.ranks.rank, own, f"{what} ({size})", name, line, facts)

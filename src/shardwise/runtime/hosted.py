@@ -6,7 +6,7 @@ go to the host, the rows that were looked up come back to the device: so only lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.ir import refs
-from shardwise.partition.buckets import Bucket
-from shardwise.partition.program import LocalOp, Program
-from shardwise.partition.spmd import conversions_of
+from shardwise.graph.ir import Ref, map_refs, refs
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Arrive, Compute, Copy, Depart, Instruction
+from shardwise.programs.program import LocalOp, LocalProgram
+from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import conversions_of
 from shardwise.rules.kernels import EMBEDDING_ROWS, INDEX_SELECT_ROWS
 
 aten = torch.ops.aten
@@ -56,13 +59,13 @@ def matching(module: torch.nn.Module, patterns: Iterable[str]) -> frozenset[str]
 
 @dataclass(frozen=True)
 class Hosted:
-    """A program, and those of its values that are on the host."""
+    """A rank's local program, and those of its values that are on the host."""
 
-    program: Program
+    program: LocalProgram
     values: frozenset[str]
 
 
-def hosted(program: Program, names: frozenset[str]) -> Hosted:
+def hosted(program: LocalProgram, names: frozenset[str]) -> Hosted:
     """The program with some parameters on the host: what travels with conversions of the others in one message is
     converted apart. Raises ShardwiseError naming the operator that reads one and looks nothing up."""
     spmd = program.spmd
@@ -89,6 +92,86 @@ def hosted(program: Program, names: frozenset[str]) -> Hosted:
                 )
             )
     return Hosted(replace(program, instructions=tuple(instructions)), frozenset(values))
+
+
+def with_copies(program: Program, on_host: frozenset[str]) -> tuple[Program, frozenset[str]]:
+    """A step with the copies between device and host: operators that read a table work on the host, forward and
+    backward; their results go to the device where something there needs them. And the names of all that is on the
+    host."""
+    if not on_host:
+        return program, on_host
+    lookups = {
+        instruction.origin.op
+        for instruction in program.forward
+        if isinstance(instruction, Compute) and on_host.intersection(instruction.operands)
+    }
+    placing = _Placing(program.spmd.layouts, lookups, set(on_host))
+    forward = placing.through(program.forward, (*program.delivered, *(value for _, value in program.mutations)))
+    placed = replace(program, forward=forward, backward=placing.through(program.backward, ()))
+    return placed, frozenset(placing.on_host)
+
+
+@dataclass
+class _Placing:
+    """``on_host``: the names of what is there; ``values``: those of the Spmd program."""
+
+    values: Collection[str]
+    lookups: set[str]
+    on_host: set[str]
+
+    def through(self, instructions: Sequence[Instruction], delivered: Sequence[str]) -> tuple[Instruction, ...]:
+        self.copies: dict[str, str] = {}  # name -> that of its copy on the other side
+        self.placed: list[Instruction] = []
+        for instruction in instructions:
+            if isinstance(instruction, Compute):
+                self._compute(instruction)
+                continue
+            if self.on_host.intersection(instruction.operands):
+                self.on_host.update(instruction.results)
+                if isinstance(instruction, Depart):
+                    self.on_host.add(instruction.flight)
+            elif isinstance(instruction, Arrive) and instruction.flight in self.on_host:
+                self.on_host.update(instruction.results)
+            self.placed.append(instruction)
+        assert not self.on_host.intersection(delivered), "results of lookups return to the device"
+        return tuple(self.placed)
+
+    def _compute(self, instruction: Compute) -> None:
+        here = instruction.origin.op in self.lookups
+        forms = dict(zip(instruction.results, instruction.forms, strict=True))
+        moved = {
+            name: self._there(name, instruction) for name in instruction.operands if (name in self.on_host) != here
+        }
+        if moved:
+            args = tuple(map_refs(arg, lambda name: Ref(moved.get(name, name))) for arg in instruction.args)
+            kwargs = tuple(
+                (key, map_refs(arg, lambda name: Ref(moved.get(name, name)))) for key, arg in instruction.kwargs
+            )
+            instruction = replace(instruction, args=args, kwargs=kwargs)
+        if not here:
+            self.placed.append(instruction)
+            return
+        if instruction.origin.part != "forward":
+            self.on_host.update(instruction.results)
+            self.placed.append(instruction)
+            return
+        back = [name for name in instruction.results if name in self.values]  # what the device may want
+        names = {name: f"{name}@host" if name in back else name for name in instruction.results}
+        self.on_host.update(names.values())
+        self.copies.update({name: names[name] for name in back})
+        self.placed.append(replace(instruction, results=tuple(names.values())))
+        self.placed += [Copy(names[name], name, "device", forms[name], instruction.origin) for name in back]
+
+    def _there(self, name: str, instruction: Compute) -> str:
+        """The name of a value's copy on the other side, made if it is not there yet."""
+        if name not in self.copies:
+            to_host = name not in self.on_host
+            self.copies[name] = f"{name}@{'host' if to_host else 'device'}"
+            form = Form((), (), torch.float32, False)
+            self.placed.append(Copy(name, self.copies[name], "host" if to_host else "device", form, instruction.origin))
+            if to_host:
+                self.on_host.add(self.copies[name])
+        return self.copies[name]
 
 
 def _apart(bucket: Bucket, values: set[str]) -> Iterator[Bucket]:

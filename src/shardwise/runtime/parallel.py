@@ -15,25 +15,31 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
 from shardwise.graph.capture import Capture, capture, leaf_name
 from shardwise.graph.ir import Ref
+from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype
-from shardwise.partition.program import LocalOp, Program, localize
-from shardwise.partition.spmd import Spmd, build_spmd
-from shardwise.plans.bind import bind, input_faults
+from shardwise.plans.bind import input_faults, program_of
+from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.program import LocalOp, LocalProgram, localize
+from shardwise.programs.rank_program import delivered_values
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.emit import emit
-from shardwise.runtime.guards import protect
-from shardwise.runtime.hosted import HOST, hosted, matching
-from shardwise.runtime.materialize import full_tensors
+from shardwise.runtime.emit import Emitted, emit
+from shardwise.runtime.guards.protect import protect
+from shardwise.runtime.hosted import HOST, hosted, matching, with_copies
+from shardwise.runtime.initial.materialize import full_tensors
 from shardwise.runtime.replicas import ReplicaCheck, checked_interval
 from shardwise.runtime.shards import shard
+from shardwise.runtime.step import Step
 
 Inputs = Literal["global", "local"]
 Randomness = Literal["same_as_one_device", "per_shard"]
-SEED = "_shardwise_seed"
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
 
@@ -43,13 +49,24 @@ class Compiled:
 
     captured: Capture
     spmd: Spmd
-    program: torch.fx.GraphModule
-    run: Callable[..., Any]  # the program, compiled where that was asked for
+    step: Step
+    delivered: tuple[str, ...]  # the values that the step returns
     tensors: tuple[torch.Tensor | None, ...]  # per source: the parameter, buffer or constant; None for inputs
     inputs: tuple[Layout, ...]
     written: tuple[int, ...]  # per mutation: the position of its buffer among the sources
     seed: int | None  # the position of the seed of random numbers among the sources
     frozen: tuple[tuple[str, int], ...]  # parameters that had no gradient when the module was split: name, position
+
+    @property
+    def program(self) -> torch.fx.GraphModule:
+        """The forward half."""
+        return self.step.emitted.forward
+
+    def results(self, delivered: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
+        """(loss, flattened outputs) from what the step delivers."""
+        of = dict(zip(self.delivered, delivered, strict=True))
+        outputs = tuple(of.get(o.name) if isinstance(o, Ref) else o for o in self.spmd.outputs)
+        return (of[self.spmd.loss] if self.spmd.loss is not None else None), outputs
 
 
 def parallelize(
@@ -71,8 +88,8 @@ def parallelize(
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
     several ranks give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
     calls pass the whole batch on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module
-    on the meta device get their values (``runtime.materialize``; by default the seed given to ``sw.deferred``); a
-    module with values keeps them. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
+    on the meta device get their values (``runtime.initial``; by default the seed given to ``sw.deferred``); a module
+    with values keeps them. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
     programs (by default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
     ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is compared
     (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
@@ -106,6 +123,15 @@ def parallelize(
             problem(
                 f"the plan is for {agreed.mesh.num_devices} devices ({agreed.mesh}); {size} ranks are running",
                 fix=f"start {agreed.mesh.num_devices} ranks, or plan for {size}",
+            )
+        )
+    ranks = agreed.only_stage.placement.ranks
+    if ranks != Placement.whole(agreed.mesh).ranks:
+        raise PlanError(
+            problem(
+                f"the plan puts the devices of {agreed.mesh} on ranks {format_ranks(ranks)}; a plan of one stage runs "
+                "on all ranks in their order",
+                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the order that is meant',
             )
         )
     if device is None:
@@ -178,10 +204,10 @@ class Parallel(torch.nn.Module):
         super().__init__()
         self.plan, self.device, self.inputs = plan, device, inputs
         self._loss, self._compile_programs, self._streams = loss, compile, streams
-        self._ranks = self._host_ranks = Communicator(plan.mesh, type(module).__name__)
+        self._ranks = self._host_ranks = Communicator(Placement.whole(plan.mesh), type(module).__name__)
         self._host = host
         if host and device.type != "cpu":
-            self._host_ranks = Communicator(plan.mesh, type(module).__name__, backend="gloo")
+            self._host_ranks = Communicator(Placement.whole(plan.mesh), type(module).__name__, backend="gloo")
         self._replicas = ReplicaCheck(check_replicas, self._ranks, device) if check_replicas else None
         self._compiled: dict[Any, Compiled] = {}
         self._latest: Compiled | None = None
@@ -268,9 +294,10 @@ class Parallel(torch.nn.Module):
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         if check is not None and check.is_due():
             batch = () if self.inputs == "local" else given
-            loss, outputs, written = check.run(compiled.program, compiled.spmd, tensors, batch)
+            delivered, written = check.run(compiled.step, tensors, batch)
         else:
-            loss, outputs, written = compiled.run(*tensors)
+            delivered, written = compiled.step(tensors)
+        loss, outputs = compiled.results(delivered)
         with torch.no_grad():
             for position, value in zip(compiled.written, written, strict=True):
                 tensors[position].copy_(value)
@@ -318,41 +345,15 @@ class Parallel(torch.nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         model = self._model[0].train(self.training)
         captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=self._loss))
-        factored, choice = bind(self.plan, captured.graph, training=self.training)
-        spmd = build_spmd(
-            captured.graph,
-            factored.rules,
-            choice.strategies,
-            choice.sources,
-            self.plan.mesh,
-            bucket_bytes=self.plan.bucket_bytes,
-            route=choice.router,
-            shared=choice.shared,
-        )
+        spmd = program_of(self.plan, captured.graph, training=self.training)
         self._ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
-        own = localize(spmd, self._ranks.rank)
-        if self._streams:
-            own = _with_streams(own)
-        placed = hosted(own, self._host)
-        if self._host_ranks is not self._ranks:
-            on_host = (c for c in spmd.conversions if c.value in placed.values)
-            self._host_ranks.create_groups(move.axes for c in on_host for move in c.moves)
-        program = emit(
-            placed.program,
-            self._ranks,
-            loss_only=loss_only,
-            device=self.device,
-            traceable=self._compile_programs,
-            host=placed.values,
-            host_ranks=self._host_ranks,
-        )
-        run = torch.compile(program, dynamic=False) if self._compile_programs else program
+        step = self._step_of(spmd, loss_only)
         tensors: list[torch.Tensor | None] = []
         layouts: list[Layout] = []
         for source in captured.graph.sources:
             if source.kind == "input":
                 tensors.append(None)
-                layouts.append(choice.sources[source.value])
+                layouts.append(spmd.layouts[source.value])
             elif source.kind == "constant":
                 tensors.append(captured.constants[source.value].to(self.device))
             elif source.names[0] == SEED:
@@ -367,7 +368,33 @@ class Parallel(torch.nn.Module):
             for i, source in enumerate(captured.graph.sources)
             if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
         )
-        return Compiled(captured, spmd, program, run, tuple(tensors), tuple(layouts), written, seed, frozen)
+        delivered = delivered_values(spmd, loss_only=loss_only)
+        return Compiled(captured, spmd, step, delivered, tuple(tensors), tuple(layouts), written, seed, frozen)
+
+    def _step_of(self, spmd: Spmd, loss_only: bool) -> Step:
+        """This rank's step of a program, emitted."""
+        local = localize(spmd, self._ranks.rank)
+        if self._streams:
+            local = _with_streams(local)
+        placed = hosted(local, self._host)
+        if self._host_ranks is not self._ranks:
+            on_host = (c for c in spmd.conversions if c.value in placed.values)
+            self._host_ranks.create_groups(move.axes for c in on_host for move in c.moves)
+        kinds = Kinds(self.device.type if self.device.type != "meta" else "cpu")
+
+        def emitted(**settings: Any) -> Emitted:
+            program = differentiate(
+                placed.program, kinds, loss_only=loss_only, overlap=not self._compile_programs, **settings
+            )
+            program, on_host = with_copies(program, placed.values)
+            return emit(program, self._ranks, device=self.device, on_host=on_host, host_ranks=self._host_ranks)
+
+        return Step(
+            emitted(),
+            lambda given: emitted(reached=given),
+            lambda: emitted(with_gradients=False),
+            self._compile_programs,
+        )
 
     def _example(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor of the global shape of an input."""
@@ -405,7 +432,7 @@ class Parallel(torch.nn.Module):
         return next(reversed(self._compiled.values())).program
 
 
-def _with_streams(program: Program) -> Program:
+def _with_streams(program: LocalProgram) -> LocalProgram:
     """The program with random numbers from generators of the shards' own."""
 
     def streamed(instruction: Any) -> Any:

@@ -13,7 +13,7 @@ program whose copies differ. Values are compared along invariant and replicated 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,14 +22,19 @@ from torch import Tensor, fx
 from torch.autograd import Variable
 
 from shardwise.errors import ReplicaError, ShardwiseError, problem
-from shardwise.graph.normalize import SEED
+from shardwise.graph.ir import refs
+from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
-from shardwise.partition.spmd import Spmd
+from shardwise.programs.spmd import Spmd, conversions_of
+from shardwise.programs.steps import Step as OperatorStep
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.step import Step
 
-Kind = Literal["batch", "input", "parameter", "buffer", "constant", "seed", "operator", "conversion", "gradient"]
+Kind = Literal[
+    "batch", "input", "parameter", "buffer", "constant", "activation", "seed", "operator", "conversion", "gradient"
+]
 
 _LEVELS, _LENGTH = 3, 1 << 14  # lanes of 4 bytes: three levels are enough for 16 TiB
 _BLOCK_LANES = {"cpu": 1 << 16, "cuda": 1 << 22}  # what is multiplied at a time: half a MiB stays in a core's cache
@@ -43,6 +48,7 @@ _FIXES: dict[Kind, str] = {
     "its own, the same learning rate); load the same checkpoint on all",
     "buffer": "change buffers on all ranks alike, and load the same checkpoint on all",
     "constant": "build the module from the same values on every rank",
+    "activation": "the part that sends it must send equal bits to all: see the network and the devices of these ranks",
     "seed": "give parallelize the same seed= on every rank",
     "operator": "those of its operands that have copies were equal: a kernel that is not deterministic "
     "(torch.use_deterministic_algorithms(True) finds it), different software or hardware, or a faulty device",
@@ -140,53 +146,53 @@ class ReplicaCheck:
         return (self._count - 1) % self.every == 0
 
     def run(
-        self,
-        program: fx.GraphModule,
-        spmd: Spmd,
-        tensors: Sequence[Tensor],
-        batch: Sequence[Tensor],
-    ) -> tuple[Tensor | None, tuple[Any, ...], tuple[Tensor, ...]]:
-        """What ``program(*tensors)`` returns. Raises ReplicaError, on all ranks alike, where copies differ; the next
+        self, step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What ``step(tensors)`` returns. Raises ReplicaError, on all ranks alike, where copies differ; the next
         backward pass does so for the gradients of the parameters.
 
         ``tensors``: this rank's, in the order of the sources; ``batch``: the inputs, where all ranks get the same ones.
         """
+        program, spmd = step.emitted.forward, step.emitted.program.spmd
         if program not in self._instrumented:
-            self._instrumented[program] = self._instrument(program, spmd)
+            self._instrumented[program] = self._instrument(program, spmd, step.emitted.program.resolve)
         own = self._instrumented[program]
         names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
         given = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
-        prints = [self.fingerprint(tensor) for tensor in batch]
-        loss, outputs, written, computed = own.program(*tensors)
         leaders = torch.cat([_leaders([s.layout for s in given], spmd.mesh), own.leaders], dim=1)
-        self._compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
+
+        def observed(*tensors: Tensor) -> Any:
+            prints = [self.fingerprint(tensor) for tensor in batch]
+            *results, computed = own.program(*tensors)
+            self._compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
+            return results
+
+        results = step(tensors, observed)
         self._watch(spmd, tensors)
-        return loss, outputs, written
+        return results
 
     # ------------------------------------------------------------------------------------------------------ the program
 
-    def _instrument(self, program: fx.GraphModule, spmd: Spmd) -> Instrumented:
+    def _instrument(self, program: fx.GraphModule, spmd: Spmd, resolve: Callable[[str], str]) -> Instrumented:
         """The program with a fingerprint of every value that has copies and is used by anything."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         results = graph.graph_copy(program.graph, copies)
-        sources = spmd.graph.source_of
+        node_of = {node.meta["value"]: node for node in program.graph.nodes if "value" in node.meta}
         last_placeholder = next(copies[node] for node in reversed(program.graph.nodes) if node.op == "placeholder")
         subjects: list[Subject] = []
         prints: list[fx.Node] = []
-        for node, copy in copies.items():
-            name = node.meta.get("value")
-            if name is None or not _has_copies(spmd.layouts[name]):
+        for name in _compared(spmd):  # on all ranks the same, although a rank may have two names for one tensor
+            node = node_of.get(resolve(name))
+            if node is None:
                 continue
-            if not node.users and (name not in sources or sources[name].kind == "input"):
-                continue
-            after = copy
+            after = copies[node]
             if node.op == "placeholder":  # no placeholder may follow another node
-                after = prints[-1] if prints else last_placeholder
+                after = last_placeholder
             with graph.inserting_after(after):
-                prints.append(graph.call_module("fingerprint", (copy,)))
+                prints.append(graph.call_module("fingerprint", (copies[node],)))
             subjects.append(_subject(name, spmd))
-        assert isinstance(results, tuple), "a program returns (loss, outputs, written)"
+        assert isinstance(results, tuple), "a program returns (delivered, mutations, saved)"
         graph.output((*results, tuple(prints)))
         root = torch.nn.Module()
         for name, module in program.named_children():
@@ -246,6 +252,18 @@ class ReplicaCheck:
                 f"{int(differ.sum())} of {len(subjects)} values that have copies differ",
             )
         )
+
+
+def _compared(spmd: Spmd) -> Iterator[str]:
+    """The values that have copies and are used by anything, in the order of the program."""
+    used = {name for _, name in spmd.mutations} | {*refs(spmd.outputs)} | ({spmd.loss} if spmd.loss else set())
+    for step in spmd.steps:
+        used.update(step.operands if isinstance(step, OperatorStep) else (c.value for c in conversions_of(step)))
+    names = [s.value for s in spmd.graph.sources if s.kind != "input" or s.value in used]
+    for step in spmd.steps:
+        results = step.placed.op.results if isinstance(step, OperatorStep) else [c.result for c in conversions_of(step)]
+        names += [name for name in results if name in used]
+    return (name for name in names if _has_copies(spmd.layouts[name]))
 
 
 def _subject(name: str, spmd: Spmd) -> Subject:

@@ -1,4 +1,4 @@
-"""The searches that choose by price: mesh shapes around them, and the choice that comes out.
+"""The searches that choose by price, on one mesh: what they say of a plan, and the choice that comes out.
 
 ``dynamic_programming``     exact variable elimination (``elimination``)
 ``ilp``                     the same cost graph as an integer program, solved by HiGHS
@@ -9,100 +9,38 @@ All of them minimise the same cost graph and keep what the user fixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, log10
 
 import numpy as np
 
-from shardwise.costs.cluster import Cluster
-from shardwise.costs.mesh_shapes import mesh_shapes
+from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
+from shardwise.costs.routing import Router
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import Factored
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights, build
-from shardwise.search.domains import Domains, PriceFragment
+from shardwise.search.domains import Domains
 from shardwise.search.dynamic_programming import Outcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import restricted
 from shardwise.search.free import settle
 from shardwise.search.modes import Choice, Choices, layout_of
-from shardwise.search.routing import Router
 from shardwise.search.solving import minimise, solver_of
 
 PRICED_SEARCHES = ("dynamic_programming", "ilp", "recursive_programming")
 
 
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """The plan of the lowest objective, where a simulation preferred another: its objective, and what the simulation
-    says of the seconds of a pass and of its peak."""
-
-    objective: float
-    simulated_seconds: float
-    peak_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a plan is expected to take, per pass (forward and backward of one batch).
-
-    Seconds of collectives that nothing hides (``exposed``), of operators (``compute``), of gathers of parameters and
-    reductions of gradients (``traffic``, hidden behind operators as far as these last); ``num_bytes`` per device of
-    parameters, gradients, optimizer states and values kept for backward. ``passes``: to a step of the optimizer.
-
-    ``objective``: the seconds that the search minimised, those of the emitted program or more: a conversion that
-    several consumers share counts for each of them unless it leads to the layout they all convert from; where the user
-    keeps tensors in layouts of his own, those of the emitted program if they are more (0: not known).
-    ``bound``: no plan of the searched space has a lower one (0: not known); ``log10_plans``: how many plans that are,
-    as a power of ten.
-
-    ``simulated_seconds``: of a simulated pass with overlap and buckets; ``peak_bytes``: the most memory of a device,
-    ``peak_at`` which operator's forward or backward (0 and empty where nothing was simulated). ``passed_over``: the
-    plan of the lowest objective, if this is another.
-    """
-
-    exposed: float
-    compute: float
-    traffic: float
-    num_bytes: float
-    bound: float = 0.0
-    log10_plans: float = 0.0
-    simulated_seconds: float = 0.0
-    peak_bytes: float = 0.0
-    peak_at: str = ""
-    passes: int = 1
-    objective: float = 0.0
-    passed_over: PassedOver | None = None
-
-    @property
-    def pass_seconds(self) -> float:
-        return self.exposed + max(self.compute, self.traffic)
-
-    @property
-    def step_seconds(self) -> float:
-        return self.passes * self.pass_seconds
-
-    @property
-    def optimality_gap(self) -> float | None:
-        """By which share of the bound the objective is higher; 0: proven to be the lowest; None: not known."""
-        if not self.bound:
-            return None
-        gap = self.objective / self.bound - 1
-        return gap if gap > 1e-9 else 0.0
-
-
 @dataclass
 class Search:
-    """One finished search on one mesh. ``reference``: an assignment to compare with whatever its price (data
-    parallelism, whose many small messages travel together), if there is one."""
+    """One finished search on one mesh."""
 
     cost: CostGraph
     outcome: Outcome
-    reference: list[int] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -111,6 +49,12 @@ class Search:
     @property
     def log10_plans(self) -> float:
         return sum(log10(variable.size) for variable in self.cost.variables)
+
+    @property
+    def bounding_weights(self) -> Weights:
+        """Those under which the least sum is a bound of the step: what hides behind the other counts nothing."""
+        hidden = self.outcome.components[TRAFFIC] <= self.outcome.components[COMPUTE]
+        return Weights(1.0, 1.0, 0.0) if hidden else Weights(1.0, 0.0, 1.0)
 
     def choice(self, assignment: list[int] | None = None) -> Choice:
         """An assignment (by default the best) as a choice for the whole graph."""
@@ -127,7 +71,7 @@ class Search:
             float(self.outcome.bound),
             self.log10_plans,
             passes=self.cost.domains.prices.passes,
-            objective=step_seconds(components),
+            additive_price=step_seconds(components),
         )
 
 
@@ -137,12 +81,11 @@ def cost_graph(
     fixed: Choices,
     axes: Axes,
     prices: Prices,
-    fragments: Callable[[Graph, Router], PriceFragment],
 ) -> CostGraph:
     """The cost graph of a model on one mesh."""
     parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
     router = Router(axes, prices, factored.atoms, parameters)
-    domains = Domains(graph, factored.rules, factored.atoms, router, fragments(graph, router))
+    domains = Domains(graph, factored.rules, factored.atoms, router)
     return build(domains, fixed)
 
 
@@ -159,37 +102,13 @@ def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
 
 
 def searched(cost: CostGraph, search: str, memory_bytes: float | None, cutoff: float = inf) -> Search:
-    """The best assignment of a cost graph; ``cutoff``: seconds of a step on another mesh, so that a search which proves
-    that it comes to more than that may stop there. Raises DoesNotFit."""
+    """The best assignment of a cost graph; ``cutoff``: seconds of a step, so that a search which proves that it comes
+    to more than that may stop there. Raises DoesNotFit."""
     if search == "recursive_programming":
         from shardwise.search.recursive_programming import halve
 
         return Search(cost, halve(cost, memory_bytes))
     return Search(cost, solve_step(cost, memory_bytes, solver_of(search), cutoff))
-
-
-def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
-    """The meshes that a search tries where the user names none: axes are called after the level that they lie in."""
-    found = []
-    for shape in mesh_shapes(cluster, max_axes):
-        names = [level.name for level in cluster.levels]
-        left = [level.size for level in cluster.levels]
-        axes: list[tuple[str, int]] = []
-        for size in reversed(shape):
-            level = next((i for i, room in enumerate(left) if room > 1), len(left) - 1)
-            axes.append((names[level], size))
-            while size > 1 and level < len(left):
-                taken = min(size, left[level])
-                left[level] //= taken
-                size //= taken
-                level += 1
-        named: list[tuple[str, int]] = []
-        for name, size in reversed(axes):
-            same = sum(other == name for other, _ in axes)
-            number = sum(own.rstrip("0123456789") == name for own, _ in named) + 1
-            named.append((f"{name}{number}" if same > 1 else name, size))
-        found.append(Mesh(named))
-    return tuple(found) or (Mesh({cluster.levels[0].name: cluster.num_devices}),)
 
 
 def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:

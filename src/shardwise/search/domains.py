@@ -7,7 +7,7 @@ atoms) share their domain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -17,31 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.costs.flops import FLOPS
+from shardwise.costs.fragments import Fragments
+from shardwise.costs.routing import Router
 from shardwise.costs.saved import saved_by
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
-from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import STATES, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy, is_rest
 from shardwise.rules.rule import Dims, OpRule, base_name
-from shardwise.search.routing import Router
 from shardwise.search.wishes import burdens
-
-
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """What a lowered strategy is made of: the layouts in which it takes its operands and has its results; seconds of
-    its operators and, apart, of its collectives, forward and backward; and the bytes that its inside keeps for
-    backward."""
-
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
-    compute: float
-    exposed: float
-    kept_bytes: float
-
-
-# Prices the program that a strategy lowers an operator to (``partition`` knows programs).
-PriceFragment = Callable[[Op, OpRule, Strategy], Fragment]
 
 
 @dataclass(frozen=True)
@@ -85,10 +68,10 @@ class Domains:
         rules: Mapping[str, OpRule],
         atoms: Mapping[str, tuple[tuple[int, ...], ...]],
         router: Router,
-        fragments: PriceFragment,
     ) -> None:
         self.graph, self.rules, self.atoms = graph, rules, atoms
-        self.router, self.axes, self.prices, self.fragments = router, router.axes, router.prices, fragments
+        self.router, self.axes, self.prices = router, router.axes, router.prices
+        self.fragments = Fragments(graph, router)
         self.parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
         self._domains: dict[object, Domain] = {}
         self._kinds: dict[str, object] = {}

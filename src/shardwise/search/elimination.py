@@ -244,12 +244,18 @@ class Elimination:
             key = number, tuple([assignment[v] for v in neighbours])
             value = known.get(key)
             if value is None:
-                total = np.zeros(step.size)
-                for part, places in step.parts:
-                    total = total + tables[part][tuple(slice(None) if p == OWN else key[1][p] for p in places)]
-                value = known[key] = int(total.argmin())
+                value = known[key] = int(beside(step, tables, key[1]).argmin())
             assignment[variable] = value
         return assignment
+
+
+def beside(step: _Least, tables: Sequence[Table], neighbours: Sequence[int]) -> Table:
+    """Per value of an eliminated variable the least sum of its tables, and of all eliminated before it, where its
+    neighbours have given values."""
+    total = np.zeros(step.size)
+    for part, places in step.parts:
+        total = total + tables[part][tuple(slice(None) if p == OWN else neighbours[p] for p in places)]
+    return total
 
 
 def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT) -> Elimination:

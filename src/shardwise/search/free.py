@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.layouts.mesh import Mesh
+from shardwise.programs.propagate import Place, Where, factor_places
 from shardwise.rules.rule import OpRule
-from shardwise.search.propagate import Place, Where, factor_places
 
 Choices = dict[str, dict[str, str]]
 Wanted = Callable[[str, str], Place | None]  # (value, axis) -> where all consumers want it; None: whole

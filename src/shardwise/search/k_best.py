@@ -1,49 +1,119 @@
-"""The k assignments of least value, exactly: Lawler's partition of what is left (A procedure for computing the K best
-solutions to discrete optimization problems, Management Science 18(7), 1972).
+"""The k assignments of least value, exactly.
 
-The assignments other than the best fall into as many cells as there are variables: those that agree with it before some
-variable and differ there. The best of a cell is one elimination; every assignment that is taken divides its cell again.
+An elimination is decoded from its last variable to its first: beside neighbours that have a value already, every value
+of a variable has a known least sum of all that is left. What an assignment costs more than the best is therefore the
+sum of what each of its values costs more than the least one there. The assignments are taken in order of that sum:
+those that leave the way of the one before them at one later variable are its children (Lawler, A procedure for
+computing the K best solutions to discrete optimization problems, Management Science 18(7), 1972). Each costs one
+decoding, and all of them one elimination.
+
+Where an elimination is too wide, the cells of Lawler's partition are solved one by one.
 """
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.search.elimination import Problem, restricted
-from shardwise.search.solving import minimise
+from shardwise.search.elimination import Elimination, Problem, Table, TooWide, beside, restricted
+from shardwise.search.solving import minimise, narrow_elimination
 
 # What an assignment may not be: variable -> values; and what it must be: variable -> value.
 Cell = tuple[dict[int, int], dict[int, frozenset[int]]]
 
 
 def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
-    """The ``k`` best (value, assignment), in order; fewer where there are no more. About k times as many eliminations
-    as there are variables."""
+    """The ``k`` best (value, assignment), in order; fewer where there are no more. Where an elimination is too wide,
+    about k times as many integer programs as there are variables are solved."""
+    try:
+        return eliminated(problem, k)
+    except TooWide:
+        return _by_cells(problem, k)
+
+
+def eliminated(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
+    """The ``k`` best (value, assignment) by one elimination. Raises TooWide."""
+    elimination = narrow_elimination(problem)
+    decoder = _Decoder(elimination, elimination.tables(problem))
+    # (value over the least one, order of arrival, the assignment whose way it leaves, position, value there)
+    heap: list[tuple[float, int, list[int], int, int]] = [(0.0, 0, [0] * len(problem.sizes), -1, 0)]
+    best: list[tuple[float, list[int]]] = []
+    arrived = 0
+    while heap and len(best) < k:
+        more, _, parent, position, value = heapq.heappop(heap)
+        assignment, offers = decoder.completed(parent, position, value, k - len(best))
+        total = problem.value(assignment)
+        if not np.isfinite(total):
+            break
+        best.append((total, assignment))
+        for extra, at, other in offers:
+            arrived += 1
+            heapq.heappush(heap, (more + extra, arrived, assignment, at, other))
+    return best
+
+
+@dataclass
+class _Decoder:
+    """Variables from the last eliminated to the first; what is known of a variable beside its neighbours is kept."""
+
+    elimination: Elimination
+    tables: list[Table]
+
+    def __post_init__(self) -> None:
+        self.order = self.elimination.order[::-1]
+        self._known: dict[tuple[int, tuple[int, ...]], Table] = {}
+
+    def completed(
+        self, parent: list[int], position: int, value: int, count: int
+    ) -> tuple[list[int], list[tuple[float, int, int]]]:
+        """The least assignment that agrees with ``parent`` before a position of the order and has ``value`` there; and
+        the ``count`` cheapest ways to leave it later: (what it costs more, position, value)."""
+        assignment = list(parent)
+        if position >= 0:
+            assignment[self.order[position][0]] = value
+        offers: list[tuple[float, int, int]] = []
+        for at in range(position + 1, len(self.order)):
+            variable, number, step, neighbours = self.order[at]
+            key = number, tuple([assignment[v] for v in neighbours])
+            more = self._known.get(key)
+            if more is None:
+                total = beside(step, self.tables, key[1])
+                least = total.min()
+                more = self._known[key] = total - least if np.isfinite(least) else np.zeros_like(total)
+            chosen = assignment[variable] = int(more.argmin())
+            nearest = range(len(more)) if len(more) <= count else np.argpartition(more, count)[: count + 1].tolist()
+            offers += [(float(more[i]), at, i) for i in nearest if i != chosen and np.isfinite(more[i])]
+        return assignment, heapq.nsmallest(count, offers)
+
+
+def _by_cells(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
+    """Lawler's partition: the assignments other than the best fall into as many cells as there are variables, those
+    that agree with it before some variable and differ there; every assignment that is taken divides its cell again."""
     first = minimise(problem)
     heap: list[tuple[float, int, list[int], Cell]] = []
     count = 0
     if np.isfinite(first.value):
         heap.append((first.value, count, first.assignment, ({}, {})))
-    found: list[tuple[float, list[int]]] = []
-    while heap and len(found) < k:
+    best: list[tuple[float, list[int]]] = []
+    while heap and len(best) < k:
         value, _, assignment, (fixed, banned) = heapq.heappop(heap)
-        found.append((value, assignment))
-        if len(found) == k:
+        best.append((value, assignment))
+        if len(best) == k:
             break
-        held = dict(fixed)
-        for variable, own in enumerate(assignment):
+        agreed = dict(fixed)
+        for variable, taken in enumerate(assignment):
             if variable in fixed:
                 continue
-            without = banned | {variable: banned.get(variable, frozenset()) | {own}}
+            without = banned | {variable: banned.get(variable, frozenset()) | {taken}}
             if len(without[variable]) < problem.sizes[variable]:
-                best = minimise(_within(problem, held, without))
-                if np.isfinite(best.value):
+                other = minimise(_within(problem, agreed, without))
+                if np.isfinite(other.value):
                     count += 1
-                    heapq.heappush(heap, (best.value, count, best.assignment, (dict(held), without)))
-            held[variable] = own
-    return found
+                    heapq.heappush(heap, (other.value, count, other.assignment, (dict(agreed), without)))
+            agreed[variable] = taken
+    return best
 
 
 def _within(problem: Problem, fixed: dict[int, int], banned: dict[int, frozenset[int]]) -> Problem:

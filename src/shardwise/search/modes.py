@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from shardwise.costs.routing import Router
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
+from shardwise.programs.propagate import Place, Propagation, Where
 from shardwise.rules.atoms import Factored
-from shardwise.search.propagate import Place, Propagation, Where
-from shardwise.search.routing import Router
 
 MODES = ("auto", "semi_auto", "data_parallel", "stand_alone")
 DATA_AXES = frozenset({"dp", "data", "batch", "ddp", "fsdp", "replica"})
@@ -105,8 +105,9 @@ def follows(op: Op, factored: Factored) -> bool:
 
 
 def batch_size(graph: Graph) -> int | None:
-    """The size of dim 0 of the first input that has dims."""
-    shapes = [graph.by_name[s.value].shape for s in graph.sources if s.kind == "input"]
+    """The size of dim 0 of the first input that has dims; of a part without inputs, of the first activation."""
+    sources = [s for kind in ("input", "activation") for s in graph.sources if s.kind == kind]
+    shapes = [graph.by_name[source.value].shape for source in sources]
     return next((shape[0] for shape in shapes if shape), None)
 
 
@@ -128,7 +129,7 @@ def _complete(
         given = (storage or {}).get(source.value)
         if given is not None:
             sources[source.value] = dict(given)
-        elif source.kind == "input":
+        elif source.kind in ("input", "activation"):
             sources[source.value] = _batch_where(graph, factored, mesh, source.value, batch, axes)
         elif source.kind != "parameter" or not movable:
             sources[source.value] = dict.fromkeys(mesh.sub_axes, "I")
@@ -156,7 +157,7 @@ def _complete(
 def _batch_where(
     graph: Graph, factored: Factored, mesh: Mesh, value: str, batch: int | None, axes: tuple[str, ...]
 ) -> dict[str, Where]:
-    """An input's samples over the data axes: dim 0 where it has the size of the batch."""
+    """The samples of an input or activation over the data axes: dim 0 where it has the size of the batch."""
     where: dict[str, Where] = dict.fromkeys(mesh.sub_axes, "I")
     shape = graph.by_name[value].shape
     if batch is None or not shape or shape[0] != batch:

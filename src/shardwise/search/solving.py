@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from shardwise.search.elimination import MAX_JOINT, Problem, Solution, TooWide, solve
+from shardwise.search.elimination import MAX_JOINT, Elimination, Problem, Solution, TooWide, elimination_of, solve
 
 Solver = Callable[[Problem], Solution]
 
@@ -27,6 +27,11 @@ def minimise(problem: Problem) -> Solution:
             stacklevel=2,
         )
         return solve_ilp(problem)
+
+
+def narrow_elimination(problem: Problem) -> Elimination:
+    """How a problem is eliminated. Raises TooWide where it is not worth it."""
+    return elimination_of(problem, max_joint=MAX_JOINT)
 
 
 def solver_of(search: str) -> Solver:

@@ -20,8 +20,8 @@ from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import is_rest, parse_choices
+from shardwise.programs.propagate import factor_places
 from shardwise.rules.rule import FactorKind, OpRule, base_name
-from shardwise.search.propagate import factor_places
 
 SplitCounts = tuple[tuple[int, ...], ...]
 

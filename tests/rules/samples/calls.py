@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One call. ``unsplit``: no factor can be split. ``unspecified``: the values mean nothing."""
 

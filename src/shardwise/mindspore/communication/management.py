@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.errors import problem
+from shardwise.launch import ranks
+from shardwise.launch.rank_groups import RankGroup, backend, everyone, is_connected, leave_group, make_group
 from shardwise.mindspore import context
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.notes import note
-from shardwise.runtime import ranks
-from shardwise.runtime.rank_groups import RankGroup, backend, everyone, is_connected, leave_group, make_group
 
 HCCL_WORLD_COMM_GROUP = "hccl_world_group"
 NCCL_WORLD_COMM_GROUP = "nccl_world_group"
@@ -196,14 +196,14 @@ def gnu_hash(text: bytes, seed: int = 0xC70F6907) -> int:
     def mixed(word: int) -> int:
         return word ^ word >> 47
 
-    found = seed ^ len(text) * multiplier & mask
+    digest = seed ^ len(text) * multiplier & mask
     whole_words = len(text) // 8 * 8
     for start in range(0, whole_words, 8):
         word = mixed(int.from_bytes(text[start : start + 8], "little") * multiplier & mask)
-        found = (found ^ word * multiplier & mask) * multiplier & mask
+        digest = (digest ^ word * multiplier & mask) * multiplier & mask
     if rest := text[whole_words:]:
-        found = (found ^ int.from_bytes(rest, "little")) * multiplier & mask
-    return mixed(mixed(found) * multiplier & mask)
+        digest = (digest ^ int.from_bytes(rest, "little")) * multiplier & mask
+    return mixed(mixed(digest) * multiplier & mask)
 
 
 def _position(group: RankGroup, number: int, name: str) -> int:

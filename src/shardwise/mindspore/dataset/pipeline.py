@@ -205,11 +205,11 @@ class _Map(_Over):
     def __init__(
         self, source: Dataset, functions: Sequence[Callable[..., Any]], inputs: Sequence[str], outputs: Sequence[str]
     ) -> None:
-        own = source.get_col_names()
-        first = own.index(inputs[0])
-        kept = [name for name in own if name not in inputs]
-        place = sum(name not in inputs for name in own[:first])
-        super().__init__(source, own if tuple(outputs) == tuple(inputs) else [*kept[:place], *outputs, *kept[place:]])
+        names = source.get_col_names()
+        first = names.index(inputs[0])
+        kept = [name for name in names if name not in inputs]
+        place = sum(name not in inputs for name in names[:first])
+        super().__init__(source, names if tuple(outputs) == tuple(inputs) else [*kept[:place], *outputs, *kept[place:]])
         _once(self._columns)
         self._functions, self._inputs, self._outputs = functions, tuple(inputs), tuple(outputs)
 
@@ -217,21 +217,21 @@ class _Map(_Over):
         names = self._source.get_col_names()
         for row in self._source.rows(number):
             values = dict(zip(names, row, strict=True))
-            found: tuple[Any, ...] = tuple(values[name] for name in self._inputs)
+            operands: tuple[Any, ...] = tuple(values[name] for name in self._inputs)
             for function in self._functions:
-                made = function(*found)
-                found = made if isinstance(made, tuple) else (made,)
-            if len(found) != len(self._outputs):
-                what = f"map() gives {len(found)} values for the columns {', '.join(self._outputs)}"
+                mapped = function(*operands)
+                operands = mapped if isinstance(mapped, tuple) else (mapped,)
+            if len(operands) != len(self._outputs):
+                what = f"map() gives {len(operands)} values for the columns {', '.join(self._outputs)}"
                 raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
-            values.update(zip(self._outputs, map(as_array, found), strict=True))
+            values.update(zip(self._outputs, map(as_array, operands), strict=True))
             yield tuple(values[name] for name in self._columns)
 
 
 class _Project(_Over):
     def rows(self, number: int) -> Iterator[Row]:
-        own = self._source.get_col_names()
-        positions = [own.index(name) for name in self._columns]
+        names = self._source.get_col_names()
+        positions = [names.index(name) for name in self._columns]
         for row in self._source.rows(number):
             yield tuple(row[i] for i in positions)
 
@@ -243,13 +243,13 @@ class _Shuffle(_Over):
 
     def rows(self, number: int) -> Iterator[Row]:
         chance, rows = random.Random(f"{data_seed()} {number}"), self._source.rows(number)
-        held = list(itertools.islice(rows, self._size))
+        buffer = list(itertools.islice(rows, self._size))
         for row in rows:
-            place = chance.randrange(len(held))
-            yield held[place]
-            held[place] = row
-        chance.shuffle(held)
-        yield from held
+            place = chance.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = row
+        chance.shuffle(buffer)
+        yield from buffer
 
 
 class _Slice(_Over):

@@ -93,9 +93,9 @@ class GeneratorDataset(Dataset):
         order = list(range(len(self._source)))
         if self._shuffle:
             np.random.default_rng([data_seed(), number]).shuffle(order)
-        count, own = self._shards
+        count, shard = self._shards
         length = -(-len(order) // count)
-        return [order[(own + i * count) % len(order)] for i in range(length)] if order else []
+        return [order[(shard + i * count) % len(order)] for i in range(length)] if order else []
 
     def _row(self, item: Any) -> Row:
         values = tuple(item) if isinstance(item, tuple | list) else (item,)
@@ -173,6 +173,10 @@ def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
     return num_shards, shard_id
 
 
-def _numpy_dtype(given: Any) -> np.dtype[Any]:
+def _numpy_dtype(column_type: Any) -> np.dtype[Any]:
     """A dtype of torch or numpy."""
-    return torch.empty(0, dtype=given).numpy().dtype if isinstance(given, torch.dtype) else np.dtype(given)
+    return (
+        torch.empty(0, dtype=column_type).numpy().dtype
+        if isinstance(column_type, torch.dtype)
+        else np.dtype(column_type)
+    )

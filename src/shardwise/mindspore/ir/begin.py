@@ -21,7 +21,7 @@ def strategies(graph: Graph, plan: sw.Plan, training: bool) -> dict[str, Strateg
     applied = {
         op.name: apply_strategy(factored.rules[op.name], choice.strategies[op.name], plan.mesh) for op in graph.ops
     }
-    return {name: tuple(map(counts, own.operands)) for name, own in applied.items()}
+    return {name: tuple(map(counts, layouts_of_op.operands)) for name, layouts_of_op in applied.items()}
 
 
 def counts(layout: Layout) -> tuple[int, ...]:
@@ -29,9 +29,11 @@ def counts(layout: Layout) -> tuple[int, ...]:
     return tuple(prod(layout.mesh.size_of(atom.axes) for atom in dim) for dim in layout.dims)
 
 
-def begin(graph: Graph, found: dict[str, Strategy], origins: Origins) -> Page:
+def begin(graph: Graph, strategies_of: dict[str, Strategy], origins: Origins) -> Page:
     """The operators of a graph."""
-    page = Page(graph, {source.value: graph.by_name[source.value].shape for source in graph.sources}, found, origins)
+    page = Page(
+        graph, {source.value: graph.by_name[source.value].shape for source in graph.sources}, strategies_of, origins
+    )
     for op in graph.ops:
         args = (*op.args, *(arg for _, arg in op.kwargs if arg is not None))
         page.call(op, args, tuple(graph.by_name[name].shape for name in op.results))

@@ -15,22 +15,22 @@ from shardwise.mindspore.ir import names
 from shardwise.mindspore.ir.lines import Strategy, attribute
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.mindspore.ir.page import Page, Shape
-from shardwise.partition.buckets import Bucket
-from shardwise.partition.program import LocalOp, Program
-from shardwise.partition.spmd import Spmd, conversions_of
-from shardwise.partition.steps import Conversion
-from shardwise.runtime.moves import Part, local_move
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.moves import Part, local_move
+from shardwise.programs.program import LocalOp, LocalProgram
+from shardwise.programs.spmd import Spmd, conversions_of
+from shardwise.programs.steps import Conversion
 
 
 class Execution:
     """The lines of a rank's program."""
 
-    def __init__(self, program: Program, found: dict[str, Strategy], origins: Origins) -> None:
+    def __init__(self, program: LocalProgram, strategies_of: dict[str, Strategy], origins: Origins) -> None:
         self.spmd, self.rank = program.spmd, program.rank
         self.coordinates = self.spmd.mesh.coordinates(self.rank)
         graph = self.spmd.graph
         shapes = {source.value: self._shape(source.value) for source in graph.sources}
-        self.page, self.origins = Page(graph, shapes, found, origins), origins
+        self.page, self.origins = Page(graph, shapes, strategies_of, origins), origins
         self._buckets = 0
         for instruction in program.instructions:
             if isinstance(instruction, LocalOp):
@@ -79,15 +79,15 @@ class Execution:
         fusion: int,
         number: int,
     ) -> None:
-        own, move = local_move(moves[0], self.coordinates, backward=False), moves[0]
-        assert own.kind is not None, "a message"
-        operator = names.COLLECTIVES[own.kind]
+        local, move = local_move(moves[0], self.coordinates, backward=False), moves[0]
+        assert local.kind is not None, "a message"
+        operator = names.COLLECTIVES[local.kind]
         role = "forward_op" if move.cell[0].startswith("P") else "redistribution_op"
         suffix = operator if role == "redistribution_op" else ""
         attrs = {**group_attrs(self.spmd, move.axes, self.rank), "fusion": fusion, "index": number}
-        if own.kind in ("all_reduce", "reduce_scatter"):
-            attrs["op"] = own.reduction
-        if own.kind == "halo_exchange":
+        if local.kind in ("all_reduce", "reduce_scatter"):
+            attrs["op"] = local.reduction
+        if local.kind == "halo_exchange":
             attrs["send_bytes"] = sum(map(self._halo_bytes, conversions, moves))
         attrs |= _dims(move)
         self._add(
@@ -96,9 +96,9 @@ class Execution:
 
     def _halo_bytes(self, conversion: Conversion, move: Move) -> int:
         """What this rank sends of the rows at the edges of its part."""
-        own = local_move(move, self.coordinates, backward=False)
+        local = local_move(move, self.coordinates, backward=False)
         before = torch.empty(move.source.local_shape(self.coordinates), device="meta")
-        return conversion.itemsize * sum(piece.numel() for piece in own.pack(before))
+        return conversion.itemsize * sum(piece.numel() for piece in local.pack(before))
 
     def _add(
         self,
@@ -123,8 +123,8 @@ class Execution:
         )
 
     def _local(self, conversion: Conversion, value: str, result: str, move: Move) -> None:
-        own = local_move(move, self.coordinates, backward=False)
-        if own.is_identity:
+        local = local_move(move, self.coordinates, backward=False)
+        if local.is_identity:
             self.page.same(result, value)
             return
         primitive = move.entry.forward
@@ -203,8 +203,8 @@ def _dims(move: Move) -> dict[str, Any]:
     before, after = move.source.positions, move.target.positions
     gathered = sorted({before[axis][0] for axis in move.axes if axis in before})
     split = sorted({after[axis][0] for axis in move.axes if axis in after})
-    found = {"concat_dim": gathered, "split_dim": split}
-    return {name: dims[0] if len(dims) == 1 else tuple(dims) for name, dims in found.items() if dims}
+    attributes = {"concat_dim": gathered, "split_dim": split}
+    return {name: dims[0] if len(dims) == 1 else tuple(dims) for name, dims in attributes.items() if dims}
 
 
 def _number(conversions: Sequence[Conversion], number: int) -> int:

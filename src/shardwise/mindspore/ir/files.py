@@ -14,7 +14,7 @@ from shardwise.mindspore import context
 from shardwise.mindspore.ir.begin import begin, strategies
 from shardwise.mindspore.ir.execute import Execution
 from shardwise.mindspore.ir.origins import Origins
-from shardwise.partition.program import localize
+from shardwise.programs.program import localize
 
 EXECUTE = 18  # the number of the phase that prints it in the reference
 WITH_PLAN = 3  # the level of save_graphs from which the plan is written, too
@@ -40,9 +40,11 @@ def save(cell: nn.Module, par: sw.Parallel) -> None:
     compiled = par.compiled[-1]
     graph = compiled.captured.graph
     origins = Origins(cell, graph)
-    found = strategies(graph, par.plan, par.training)
-    execution = Execution(localize(compiled.spmd, rank), found, origins)
-    _write(folder / f"step_parallel_begin_{next(_numbers):04}.ir", begin(graph, found, origins).text(graph.outputs))
+    strategies_of = strategies(graph, par.plan, par.training)
+    execution = Execution(localize(compiled.spmd, rank), strategies_of, origins)
+    _write(
+        folder / f"step_parallel_begin_{next(_numbers):04}.ir", begin(graph, strategies_of, origins).text(graph.outputs)
+    )
     _write(folder / f"{EXECUTE}_execute_{next(_numbers):04}.ir", execution.text())
     if settings.save_graphs >= WITH_PLAN:
         par.plan.save(folder / f"plan_{next(_numbers):04}.json")

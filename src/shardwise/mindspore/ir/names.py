@@ -94,8 +94,8 @@ def operator(target: OpOverload) -> str:
 
 def inputs(target: OpOverload, count: int) -> tuple[str, ...]:
     """The names of an operator's first inputs."""
-    own = tuple("x" if argument.name == "self" else argument.name for argument in target._schema.arguments)
-    return INPUTS.get(operator(target), own)[:count]
+    names = tuple("x" if argument.name == "self" else argument.name for argument in target._schema.arguments)
+    return INPUTS.get(operator(target), names)[:count]
 
 
 def dtype(of: torch.dtype) -> str:

@@ -41,8 +41,8 @@ class Origins:
         if source.kind not in ("parameter", "buffer"):
             return name
         owner, _, leaf = name.rpartition(".")
-        given: str | None = getattr(getattr(self.cell.get_submodule(owner), leaf, None), "param_name", None)
-        return name if given is None or given == leaf else given
+        param_name: str | None = getattr(getattr(self.cell.get_submodule(owner), leaf, None), "param_name", None)
+        return name if param_name is None or param_name == leaf else param_name
 
     def code(self, source: str) -> tuple[str, ...]:
         """``/home/me/net.py(45)/ out = self.matmul(x, self.weight)`` for ``net.py:45``."""
@@ -54,8 +54,8 @@ class Origins:
 
     def variable(self, source: str) -> str:
         """The variable to which a line of code assigns, or ''."""
-        found = [re.match(r"\s*(\w+)\s*=[^=]", code.partition(")/")[2]) for code in self.code(source)]
-        return found[0][1] if found and found[0] else ""
+        matches = [re.match(r"\s*(\w+)\s*=[^=]", code.partition(")/")[2]) for code in self.code(source)]
+        return matches[0][1] if matches and matches[0] else ""
 
     @cached_property
     def primitives(self) -> dict[str, tuple[str, Primitive | None]]:
@@ -65,21 +65,21 @@ class Origins:
         calls of primitives in it, in the order in which Python makes them, are the line's operators of these names.
         There is no primitive (None) where it makes several operators and this one has another name.
         """
-        found: dict[str, tuple[str, Primitive | None]] = {}
+        primitive_of: dict[str, tuple[str, Primitive | None]] = {}
         lines: dict[tuple[str, str], list[Op]] = {}
         for op in self.graph.ops:
             if op.scope.startswith(f"{op.module}/"):
                 name = op.scope.removeprefix(f"{op.module}/")
-                held = self._held(op.module)
-                name = name if name in held else re.sub(r"_\d+$", "", name)
-                own = held.get(name)
-                is_own = own is not None and (names.operator(op.target) == own.name or self._is_alone(op))
-                found[op.name] = name, own if is_own else None
+                attributes = self._held(op.module)
+                name = name if name in attributes else re.sub(r"_\d+$", "", name)
+                primitive = attributes.get(name)
+                is_own = primitive is not None and (names.operator(op.target) == primitive.name or self._is_alone(op))
+                primitive_of[op.name] = name, primitive if is_own else None
             elif op.source:
                 lines.setdefault((op.module, op.source), []).append(op)
         for (module, source), ops in lines.items():
-            held = self._held(module)
-            called = [(name, held[name]) for name in self._called(source) if name in held]
+            attributes = self._held(module)
+            called = [(name, attributes[name]) for name in self._called(source) if name in attributes]
             called = [item for item in called if item[1].in_strategy is None]
             for op in ops:
                 same = next((item for item in called if item[1].name == names.operator(op.target)), None)
@@ -87,8 +87,8 @@ class Origins:
                     same = called[0]
                 if same is not None:
                     called.remove(same)
-                    found[op.name] = same
-        return found
+                    primitive_of[op.name] = same
+        return primitive_of
 
     def _is_alone(self, op: Op) -> bool:
         return sum(other.scope == op.scope for other in _shown(self.graph.ops)) == 1
@@ -106,33 +106,33 @@ class Origins:
     @cached_property
     def _files(self) -> dict[str, str]:
         """Name of a file -> its path, for all files in which the classes of the cells are."""
-        found: dict[str, str] = {}
-        for own in {type(module) for module in self.cell.modules()}:
-            for base in own.__mro__[:-1]:
+        files: dict[str, str] = {}
+        for kind in {type(module) for module in self.cell.modules()}:
+            for base in kind.__mro__[:-1]:
                 try:
                     path = inspect.getsourcefile(base)
                 except TypeError:  # made without a file
                     path = None
                 if path is not None:
-                    found.setdefault(Path(path).name, str(Path(path).absolute()))
-        return found
+                    files.setdefault(Path(path).name, str(Path(path).absolute()))
+        return files
 
 
 @lru_cache(maxsize=64)
 def _calls(path: str) -> dict[int, tuple[str, ...]]:
     """Line -> the attributes of ``self`` that are called there, in the order of evaluation: arguments before the call
     that takes them."""
-    found: dict[int, list[str]] = {}
+    calls: dict[int, list[str]] = {}
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
             visit(child)
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)):
-                found.setdefault(node.lineno, []).append(name)
+                calls.setdefault(node.lineno, []).append(name)
 
     visit(ast.parse("".join(linecache.getlines(path))))
-    return {line: tuple(called) for line, called in found.items()}
+    return {line: tuple(called) for line, called in calls.items()}
 
 
 def is_marker(op: Op) -> bool:

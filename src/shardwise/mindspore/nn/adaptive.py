@@ -148,7 +148,7 @@ class Lamb(_Moments):
 
 def _whole_norms(parameter: Tensor, direction: Tensor) -> Tensor:
     """The 2-norms of a whole parameter and of its direction, of which this rank may hold a part."""
-    squares = torch.stack([own.detach().square().sum() for own in (parameter, direction)])
+    squares = torch.stack([tensor.detach().square().sum() for tensor in (parameter, direction)])
     if engine.held(parameter) is not None:
         squares = squares / engine.copies(parameter)
         dist.all_reduce(squares)

@@ -105,13 +105,14 @@ class Cell(nn.Module):
 
     def set_data_parallel(self) -> Cell:
         """Every operator of this cell without a strategy splits its batch, whatever a search would choose."""
-        for own in engine.primitives(self):
-            own.data_parallel = True
+        for primitive in engine.primitives(self):
+            primitive.data_parallel = True
         return self
 
     def recompute(self, **settings: Any) -> None:
         raise NotImplementedError(
-            f"{type(self).__name__}.recompute(): recomputation {LATER}; torch.utils.checkpoint works inside construct"
+            f"{type(self).__name__}.recompute(): recomputation {LATER}; torch.utils.checkpoint recomputes "
+            "in stand_alone and data_parallel mode"
         )
 
     @property
@@ -164,12 +165,12 @@ class CellList(nn.ModuleList):
 def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Parameter]:
     """The name of every parameter in checkpoints: the one it was given, else its path. Raises ValueError where two
     parameters have the same."""
-    found: dict[str, nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
     for path, parameter in module.named_parameters(recurse=recurse):
         leaf = path.rpartition(".")[2]
-        own = getattr(parameter, "param_name", None)
-        name = path if own is None or own == leaf else own
-        if name in found:
+        param_name = getattr(parameter, "param_name", None)
+        name = path if param_name is None or param_name == leaf else param_name
+        if name in named:
             raise ValueError(f"two parameters are called {name!r}: give Parameter(..., name=...) different names")
-        found[name] = parameter
-    return found
+        named[name] = parameter
+    return named

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
+from shardwise.launch import rank_groups
 from shardwise.mindspore import context
 from shardwise.mindspore.communication.management import GlobalComm, find_group
 from shardwise.mindspore.options import Options
-from shardwise.runtime import rank_groups
 
 Tensor = torch.Tensor
 HALVES = (torch.float16, torch.bfloat16)

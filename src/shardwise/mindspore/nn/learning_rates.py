@@ -22,12 +22,12 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
         raise ValueError(
             problem(f"{len(milestone)} milestones for {len(learning_rates)} learning rates", fix="one for each")
         )
-    found: list[float] = []
+    per_step: list[float] = []
     for end, rate in zip(milestone, learning_rates, strict=True):
-        if end < len(found) or end < 1:
-            raise ValueError(problem(f"milestone {end} is not above {len(found)}", fix="ascending numbers of steps"))
-        found += [float(rate)] * (end - len(found))
-    return found
+        if end < len(per_step) or end < 1:
+            raise ValueError(problem(f"milestone {end} is not above {len(per_step)}", fix="ascending numbers of steps"))
+        per_step += [float(rate)] * (end - len(per_step))
+    return per_step
 
 
 def exponential_decay_lr(
@@ -90,12 +90,12 @@ def polynomial_decay_lr(
 ) -> list[float]:
     """From ``learning_rate`` to ``end_learning_rate`` as (1 - epoch / decay_epoch)^power. ``update_decay_epoch``: the
     next multiple of ``decay_epoch`` stands for it."""
-    found = []
+    rates = []
     for epoch in _steps(total_step, step_per_epoch, decay_epoch):
         end = decay_epoch * max(math.ceil(epoch / decay_epoch), 1) if update_decay_epoch else decay_epoch
         left = 1 - min(epoch, end) / end
-        found.append((learning_rate - end_learning_rate) * left**power + end_learning_rate)
-    return found
+        rates.append((learning_rate - end_learning_rate) * left**power + end_learning_rate)
+    return rates
 
 
 def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:

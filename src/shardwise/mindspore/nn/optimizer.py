@@ -30,19 +30,27 @@ class Optimizer:
         groups = list(parameters)
         if not groups:
             raise ValueError(problem("the optimizer has no parameters", fix="pass net.trainable_params()"))
-        order = [own for group in groups if isinstance(group, dict) for own in group.get("order_params", ())]
+        order = [
+            parameter for group in groups if isinstance(group, dict) for parameter in group.get("order_params", ())
+        ]
         if isinstance(groups[0], dict):
             groups = [group for group in groups if "order_params" not in group]
         else:
             order = groups
-            groups = [{"params": own, "weight_decay": decay} for own, decay in _by_decay(groups, weight_decay) if own]
+            groups = [
+                {"params": members, "weight_decay": decay}
+                for members, decay in _by_decay(groups, weight_decay)
+                if members
+            ]
         self.rates = [_rate(group.get("lr", learning_rate)) for group in groups]
         self.weight_decay, self.loss_scale, self.global_step = float(weight_decay), float(loss_scale), 0
-        grouped = [own for group in groups for own in group["params"]]
-        for own in grouped:
-            if not isinstance(own, nn.Parameter):
-                raise TypeError(problem(f"the optimizer got {own!r}", fix="pass parameters: net.trainable_params()"))
-        if order and {id(own) for own in order} != {id(own) for own in grouped}:
+        grouped = [parameter for group in groups for parameter in group["params"]]
+        for parameter in grouped:
+            if not isinstance(parameter, nn.Parameter):
+                raise TypeError(
+                    problem(f"the optimizer got {parameter!r}", fix="pass parameters: net.trainable_params()")
+                )
+        if order and {*map(id, order)} != {*map(id, grouped)}:
             raise ValueError(
                 problem(f"order_params has {len(order)} parameters, the groups {len(grouped)}", fix="the same ones")
             )
@@ -70,8 +78,8 @@ class Optimizer:
         for group, rate in zip(self._torch.param_groups, self.rates, strict=True):
             group["lr"] = rate(self.global_step)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            own = gradient.as_subclass(torch.Tensor)
-            parameter.grad = own if self.loss_scale == 1.0 else own / self.loss_scale
+            plain = gradient.as_subclass(torch.Tensor)
+            parameter.grad = plain if self.loss_scale == 1.0 else plain / self.loss_scale
         with engine.inside(), torch.no_grad():
             self._torch.step()
         for parameter in self.parameters:
@@ -86,8 +94,15 @@ def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any
     """The parameters that decay, and the others, if any decays."""
     if not weight_decay:
         return [(parameters, 0.0)]
-    kept = [own for own in parameters if any(word in getattr(own, "name", "") for word in ("beta", "gamma"))]
-    return [([own for own in parameters if not any(own is other for other in kept)], weight_decay), (kept, 0.0)]
+    kept = [
+        parameter
+        for parameter in parameters
+        if any(word in getattr(parameter, "name", "") for word in ("beta", "gamma"))
+    ]
+    return [
+        ([parameter for parameter in parameters if not any(parameter is other for other in kept)], weight_decay),
+        (kept, 0.0),
+    ]
 
 
 def _rate(rate: Rate) -> Callable[[int], float]:

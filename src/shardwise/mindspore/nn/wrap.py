@@ -82,7 +82,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         result, gradients = differentiate(self.network, inputs, kwargs, self.weights, scale, reduce=True)
         overflow = not all_finite(gradients, group=GlobalComm.WORLD_COMM_GROUP)
         if not overflow:
-            self.optimizer([own / scale for own in gradients])
+            self.optimizer([gradient / scale for gradient in gradients])
         self.manager.update_loss_scale(overflow)
         return (result[0] if isinstance(result, (tuple, list)) else result), overflow, scale
 

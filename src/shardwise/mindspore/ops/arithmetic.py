@@ -36,7 +36,9 @@ def check_broadcast(name: str, strategy: Strategy, shapes: Shapes) -> None:
     rank = max(map(len, shapes), default=0)
     for dim in range(1, rank + 1):
         counts = {
-            own[-dim] for own, shape in zip(strategy, shapes, strict=True) if len(shape) >= dim and shape[-dim] > 1
+            operand_counts[-dim]
+            for operand_counts, shape in zip(strategy, shapes, strict=True)
+            if len(shape) >= dim and shape[-dim] > 1
         }
         if len(counts) > 1:
             raise strict.failure(
@@ -181,8 +183,8 @@ class AddN(Elementwise):
 
     def compute(self, tensors: Any) -> Any:
         total = tensors[0]
-        for own in tensors[1:]:
-            total = total + own
+        for tensor in tensors[1:]:
+            total = total + tensor
         return total
 
 

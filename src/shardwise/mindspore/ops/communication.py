@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from shardwise.errors import CaptureError, problem
+from shardwise.launch import rank_groups
+from shardwise.launch.rank_groups import Exchange, RankGroup
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm, find_group
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.runtime import rank_groups
-from shardwise.runtime.rank_groups import Exchange, RankGroup
 
 Tensor = torch.Tensor
 

@@ -21,8 +21,8 @@ class Map:
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         function, lists = (self.ops, args) if self.ops is not None else (args[0], args[1:])
         rows = list(zip(*lists, strict=True))
-        found = [self.apply(function, row) for row in (reversed(rows) if self.reverse else rows)]
-        return tuple(reversed(found) if self.reverse else found)
+        results = [self.apply(function, row) for row in (reversed(rows) if self.reverse else rows)]
+        return tuple(reversed(results) if self.reverse else results)
 
     def apply(self, function: Callable[..., Any], row: tuple[Any, ...]) -> Any:
         return function(*row)
@@ -51,7 +51,7 @@ class MultitypeFuncGraph:
         self._bodies: list[tuple[tuple[Any, ...], Callable[..., Any]]] = []
 
     def register(self, *kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        types = tuple(_KINDS[own] if isinstance(own, str) else own for own in kinds)
+        types = tuple(_KINDS[kind] if isinstance(kind, str) else kind for kind in kinds)
 
         def added(body: Callable[..., Any]) -> Callable[..., Any]:
             self._bodies.append((types, body))
@@ -61,10 +61,12 @@ class MultitypeFuncGraph:
 
     def __call__(self, *args: Any) -> Any:
         for types, body in self._bodies:
-            if len(types) == len(args) and all(isinstance(x, own) for x, own in zip(args, types, strict=True)):
+            if len(types) == len(args) and all(isinstance(x, arg) for x, arg in zip(args, types, strict=True)):
                 return body(*args)
-        given = ", ".join(type(own).__name__ for own in args)
-        raise TypeError(problem(f"{self.name} has no body for ({given})", fix=f"@{self.name}.register(...) one"))
+        types_of_args = ", ".join(type(arg).__name__ for arg in args)
+        raise TypeError(
+            problem(f"{self.name} has no body for ({types_of_args})", fix=f"@{self.name}.register(...) one")
+        )
 
 
 class GradOperation:
@@ -81,10 +83,10 @@ class GradOperation:
             )
 
         def gradient(*inputs: Any) -> Any:
-            given, sens = (inputs[:-1], inputs[-1]) if self.sens_param else (inputs, 1.0)
-            positions: Any = tuple(range(len(given))) if self.get_all else None if self.get_by_list else 0
-            scaled = network if not self.sens_param else lambda *own: network(*own) * sens
-            return grad(scaled, positions, weights if self.get_by_list else None)(*given)
+            network_inputs, sens = (inputs[:-1], inputs[-1]) if self.sens_param else (inputs, 1.0)
+            positions: Any = tuple(range(len(network_inputs))) if self.get_all else None if self.get_by_list else 0
+            scaled = network if not self.sens_param else lambda *args: network(*args) * sens
+            return grad(scaled, positions, weights if self.get_by_list else None)(*network_inputs)
 
         return gradient
 

@@ -40,12 +40,12 @@ def differentiate(
         result = network(*inputs, **kwargs)
     loss = result[0] if isinstance(result, (tuple, list)) else result
     (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
-    found = tuple(torch.zeros_like(own) if own.grad is None else own.grad for own in weights)
+    grads = tuple(torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
     for weight, grad in zip(weights, before, strict=True):
         weight.grad = grad
     if split is not None:
         if options.gradients_mean:
-            found = tuple(own / engine.copies(weight) for own, weight in zip(found, weights, strict=True))
+            grads = tuple(grad / engine.copies(weight) for grad, weight in zip(grads, weights, strict=True))
         if loss.dim():
             own_loss = engine.own_part(split, 0, loss.detach())
             result = (own_loss, *result[1:]) if isinstance(result, (tuple, list)) else own_loss
@@ -55,8 +55,8 @@ def differentiate(
     ):
         from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 
-        found = tuple(DistributedGradReducer(weights, options.gradients_mean)(found))
-    return engine.detached(result), found
+        grads = tuple(DistributedGradReducer(weights, options.gradients_mean)(grads))
+    return engine.detached(result), grads
 
 
 def value_and_grad(
@@ -81,26 +81,26 @@ def value_and_grad(
         raise ValueError(problem("value_and_grad differentiates by nothing", fix="give grad_position or weights"))
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        given = list(args)
+        inputs = list(args)
         for position in positions:
-            given[position] = engine.plain(given[position]).detach().requires_grad_()
-        wanted = [*(given[position] for position in positions), *(listed or ())]
-        before = [own.grad for own in listed or ()]
-        for own in wanted:
-            own.grad = None
-        result = fn(*given, **kwargs)
+            inputs[position] = engine.plain(inputs[position]).detach().requires_grad_()
+        wanted = [*(inputs[position] for position in positions), *(listed or ())]
+        before = [tensor.grad for tensor in listed or ()]
+        for tensor in wanted:
+            tensor.grad = None
+        result = fn(*inputs, **kwargs)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         losses = outputs[:1] if has_aux else outputs
-        for own in losses:
-            if not isinstance(own, torch.Tensor):
-                told = f"value_and_grad differentiates the sum of all outputs, and one is {own!r}"
+        for loss in losses:
+            if not isinstance(loss, torch.Tensor):
+                told = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
                 raise TypeError(problem(told, fix="return tensors, or the loss first, with has_aux=True"))
-        torch.stack([own.sum() for own in losses]).sum().backward()
-        grads = tuple(torch.zeros_like(own) if own.grad is None else own.grad for own in wanted)
-        for own, grad in zip(listed or (), before, strict=True):
-            own.grad = grad
-        found = tuple(grad.as_subclass(Tensor) for grad in grads)
-        of_inputs, of_weights = found[: len(positions)], found[len(positions) :]
+        torch.stack([loss.sum() for loss in losses]).sum().backward()
+        grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted)
+        for tensor, grad in zip(listed or (), before, strict=True):
+            tensor.grad = grad
+        as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
+        of_inputs, of_weights = as_tensors[: len(positions)], as_tensors[len(positions) :]
         first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
         return engine.detached(result), both
@@ -119,8 +119,8 @@ def grad(
     both = value_and_grad(fn, grad_position, weights, has_aux, return_ids)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        value, found = both(*args, **kwargs)
-        return (found, tuple(value[1:])) if has_aux else found
+        value, grads = both(*args, **kwargs)
+        return (grads, tuple(value[1:])) if has_aux else grads
 
     return gradient
 
@@ -164,7 +164,7 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
 def _left_out(name: str, role: str, strategy: Any) -> Any:
     """A strategy, with () for tensors that are left to the rest."""
     listed = isinstance(strategy, (tuple, list))
-    return strict.nested(name, role, [() if own is None else own for own in strategy] if listed else strategy)
+    return strict.nested(name, role, [() if counts is None else counts for counts in strategy] if listed else strategy)
 
 
 def _split_as(name: str, role: str, strategy: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -172,9 +172,9 @@ def _split_as(name: str, role: str, strategy: Any, values: tuple[Any, ...]) -> t
     options = context.options()
     if strategy is None or not (options.distributed and torch.compiler.is_exporting()):
         return values
-    shapes = [tuple(getattr(own, "shape", ())) for own in values]
+    shapes = [tuple(getattr(tensor, "shape", ())) for tensor in values]
     strict.check_tensors(name, role, strategy, shapes, options.devices, even=options.strict)
-    return tuple(counted(own, counts) if counts else own for own, counts in zip(values, strategy, strict=True))
+    return tuple(counted(tensor, counts) if counts else tensor for tensor, counts in zip(values, strategy, strict=True))
 
 
 def depend(value: Any, expr: Any) -> Any:

@@ -83,8 +83,8 @@ def squeeze(x: Tensor, axis: Axes | None = None) -> Tensor:
 
 
 def tile(x: Tensor, multiples: Sequence[int]) -> Tensor:
-    made: Tensor = Tile()(x, multiples)
-    return made
+    result: Tensor = Tile()(x, multiples)
+    return result
 
 
 def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -104,33 +104,33 @@ def unstack(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
 
 
 def split(x: Tensor, axis: int = 0, output_num: int = 1) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = Split(axis, output_num)(x)
-    return made
+    parts: tuple[Tensor, ...] = Split(axis, output_num)(x)
+    return parts
 
 
 def strided_slice(x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> Tensor:
-    made: Tensor = StridedSlice()(x, begin, end, strides)
-    return made
+    result: Tensor = StridedSlice()(x, begin, end, strides)
+    return result
 
 
 def reduce_sum(x: Tensor, axis: Axes = (), keep_dims: bool = False) -> Tensor:
-    made: Tensor = ReduceSum(keep_dims)(x, axis)
-    return made
+    result: Tensor = ReduceSum(keep_dims)(x, axis)
+    return result
 
 
 def reduce_mean(x: Tensor, axis: Axes = (), keep_dims: bool = False) -> Tensor:
-    made: Tensor = ReduceMean(keep_dims)(x, axis)
-    return made
+    result: Tensor = ReduceMean(keep_dims)(x, axis)
+    return result
 
 
 def reduce_max(x: Tensor, axis: Axes = (), keep_dims: bool = False) -> Tensor:
-    made: Tensor = ReduceMax(keep_dims)(x, axis)
-    return made
+    result: Tensor = ReduceMax(keep_dims)(x, axis)
+    return result
 
 
 def reduce_min(x: Tensor, axis: Axes = (), keep_dims: bool = False) -> Tensor:
-    made: Tensor = ReduceMin(keep_dims)(x, axis)
-    return made
+    result: Tensor = ReduceMin(keep_dims)(x, axis)
+    return result
 
 
 def mean(x: Tensor, axis: Axes = (), keep_dims: bool = False) -> Tensor:
@@ -146,8 +146,8 @@ def argmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    made: tuple[Tensor, Tensor] = TopK()(x, k)
-    return made
+    result: tuple[Tensor, Tensor] = TopK()(x, k)
+    return result
 
 
 def cumsum(x: Tensor, axis: int) -> Tensor:
@@ -155,20 +155,20 @@ def cumsum(x: Tensor, axis: int) -> Tensor:
 
 
 def gather(params: Tensor, indices: Tensor, axis: int, batch_dims: int = 0) -> Tensor:
-    made: Tensor = Gather(batch_dims)(params, indices, axis)
-    return made
+    result: Tensor = Gather(batch_dims)(params, indices, axis)
+    return result
 
 
 def one_hot(indices: Tensor, depth: int, on_value: Any = 1.0, off_value: Any = 0.0, axis: int = -1) -> Tensor:
-    made: Tensor = OneHot(axis)(indices, depth, on_value, off_value)
-    return made
+    result: Tensor = OneHot(axis)(indices, depth, on_value, off_value)
+    return result
 
 
 def layer_norm(
     x: Tensor, gamma: Tensor, beta: Tensor, begin_norm_axis: int = 1, begin_params_axis: int = 1, epsilon: float = 1e-7
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made: tuple[Tensor, Tensor, Tensor] = LayerNorm(begin_norm_axis, begin_params_axis, epsilon)(x, gamma, beta)
-    return made
+    result: tuple[Tensor, Tensor, Tensor] = LayerNorm(begin_norm_axis, begin_params_axis, epsilon)(x, gamma, beta)
+    return result
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

@@ -21,7 +21,7 @@ MODES = ("valid", "same", "pad")
 def pair(name: str, value: Sizes) -> tuple[int, int]:
     """Two numbers for height and width; of four, as the reference also takes them, the last two."""
     sizes = (value, value) if isinstance(value, int) else tuple(value)[-2:]
-    if len(sizes) != 2 or any(isinstance(own, bool) or not isinstance(own, int) or own < 0 for own in sizes):
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
         raise ValueError(problem(f"{name} is {value!r}", fix="a whole number, or two: (height, width)"))
     return sizes[0], sizes[1]
 

@@ -39,10 +39,10 @@ class Gather(Primitive):
     def _batched(self, params: Any, indices: Any, axis: int, batch: int) -> Any:
         """Along dims 0 to ``batch`` the two are paired: ``torch.gather`` with everything else broadcast."""
         before, after = params.shape[batch:axis], params.shape[axis + 1 :]
-        own = indices.shape[batch:]
+        index_shape = indices.shape[batch:]
         index = indices.reshape(*indices.shape[:batch], *(1 for _ in before), -1, *(1 for _ in after))
         index = index.expand(*params.shape[:axis], -1, *after)
-        return params.gather(axis, index).reshape(*params.shape[:axis], *own, *after)
+        return params.gather(axis, index).reshape(*params.shape[:axis], *index_shape, *after)
 
     def host_operands(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         return [args[0]]
@@ -82,10 +82,10 @@ class Gather(Primitive):
         axes = axes_of_counts(wanted, sw.Mesh({engine.AXIS: options.devices}))
         words = []
         for name in wanted:
-            own = [sub for sub, choice in axes.items() if choice == name]
+            sub_axes = [sub for sub, choice in axes.items() if choice == name]
             cut = "{" + ",".join(map(str, lengths)) + "}" if name.startswith("v") else ""
-            if own or cut:
-                words.append(f"{name}@({','.join(own)}){cut}")
+            if sub_axes or cut:
+                words.append(f"{name}@({','.join(sub_axes)}){cut}")
         return " ".join(words)
 
     def out_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], *, strict: bool) -> Strategy | None:
@@ -157,7 +157,7 @@ class Gather(Primitive):
         rows, devices = shapes[0][0], context.options().devices
         if axis != 0:
             raise fail(f"axis must be 0, but get {axis}", "look up rows; transpose first")
-        if not isinstance(lengths, (tuple, list)) or not all(type(own) is int and own > 0 for own in lengths):
+        if not isinstance(lengths, (tuple, list)) or not all(type(length) is int and length > 0 for length in lengths):
             raise fail("the numbers must be positive integers", "(10, 20, 30, 4)")
         if prod(indices[:-1]) != 1:
             raise fail(
@@ -205,9 +205,9 @@ class EmbeddingLookup(Gather):
     """``EmbeddingLookup()(params, indices, offset)``: rows of indices minus ``offset``; 0 for those that are none."""
 
     def __call__(self, params: Any, indices: Any, offset: int = 0) -> Any:
-        own = indices - offset
-        inside = (own >= 0) & (own < params.shape[0])
-        rows = super().__call__(params, torch.where(inside, own, 0))
+        shifted = indices - offset
+        inside = (shifted >= 0) & (shifted < params.shape[0])
+        rows = super().__call__(params, torch.where(inside, shifted, 0))
         return torch.where(inside.reshape(*inside.shape, *(1,) * (params.dim() - 1)), rows, 0)
 
 
@@ -254,8 +254,8 @@ class OneHot(Primitive):
         axis = self.axis % (indices.dim() + 1)
         classes = torch.arange(depth, device=indices.device).reshape(depth, *(1,) * (indices.dim() - axis))
         on, off = (
-            own if isinstance(own, torch.Tensor) else torch.tensor(own, device=indices.device)
-            for own in (on_value, off_value)
+            scalar if isinstance(scalar, torch.Tensor) else torch.tensor(scalar, device=indices.device)
+            for scalar in (on_value, off_value)
         )
         return torch.where(indices.unsqueeze(axis) == classes, on, off)
 

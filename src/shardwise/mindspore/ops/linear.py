@@ -29,8 +29,8 @@ class MatMul(Primitive):
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
         swapped = (self.transpose_a, self.transpose_b)
         first, second = (
-            (*own[:-2], own[-1], own[-2]) if swap and len(own) > 1 else own
-            for own, swap in zip(strategy, swapped, strict=True)
+            (*counts[:-2], counts[-1], counts[-2]) if swap and len(counts) > 1 else counts
+            for counts, swap in zip(strategy, swapped, strict=True)
         )
         return first, second
 
@@ -38,7 +38,7 @@ class MatMul(Primitive):
         """Counts of the batch dims, of rows, of the dim summed over, and of columns."""
         first, second = self.operand_counts(strategy, shapes, ())
         rank = max(len(first), len(second)) - 2
-        aligned = [(1,) * (rank + 2 - len(own)) + own[:-2] for own in (first, second)]
+        aligned = [(1,) * (rank + 2 - len(counts)) + counts[:-2] for counts in (first, second)]
         return tuple(map(max, *aligned)) if rank else (), first[-2], first[-1], second[-1]
 
     def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:

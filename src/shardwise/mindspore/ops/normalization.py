@@ -81,11 +81,11 @@ class LayerNorm(Primitive):
         begin = strict.dim_of(self.title, self.begin_norm_axis, rank)
         strict.whole(self.title, first, range(begin, rank), "over which it is normalised")
         tail = first[strict.dim_of(self.title, self.begin_params_axis, rank) :]
-        for own in others:
-            if own != tail:
+        for counts in others:
+            if counts != tail:
                 raise strict.failure(
                     self.title,
-                    f"the strategy {own} of gamma or beta is not that of the last {len(tail)} dims of x, {tail}",
+                    f"the strategy {counts} of gamma or beta is not that of the last {len(tail)} dims of x, {tail}",
                     f"{(first, tail, tail)}",
                 )
 
@@ -113,11 +113,12 @@ class BatchNorm(Primitive):
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         channels = strategy[0][1]
-        for own in strategy[1:]:
-            if own != (channels,):
+        for counts in strategy[1:]:
+            if counts != (channels,):
                 raise strict.failure(
                     self.title,
-                    f"the strategy {own} of a parameter is not that of the channels of x, {strategy[0]}: ({channels},)",
+                    f"the strategy {counts} of a parameter is not that of the channels of x, {strategy[0]}: "
+                    f"({channels},)",
                     f"{(strategy[0], *[(channels,)] * 4)}",
                 )
 

@@ -25,10 +25,10 @@ _HOST_OPERANDS: ContextVar[list[torch.Tensor] | None] = ContextVar("shardwise_ho
 @contextmanager
 def host_operands() -> Iterator[list[torch.Tensor]]:
     """The tensors that primitives with ``primitive_target`` "CPU" keep on the host, of those called meanwhile."""
-    found: list[torch.Tensor] = []
-    token = _HOST_OPERANDS.set(found)
+    operands: list[torch.Tensor] = []
+    token = _HOST_OPERANDS.set(operands)
     try:
-        yield found
+        yield operands
     finally:
         _HOST_OPERANDS.reset(token)
 
@@ -36,7 +36,7 @@ def host_operands() -> Iterator[list[torch.Tensor]]:
 def aligned(strategy: Strategy) -> tuple[int, ...]:
     """The counts of what operands are broadcast to."""
     rank = max(map(len, strategy), default=0)
-    return tuple(map(max, zip(*((1,) * (rank - len(own)) + own for own in strategy), strict=True)))
+    return tuple(map(max, zip(*((1,) * (rank - len(counts)) + counts for counts in strategy), strict=True)))
 
 
 def counted(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Primitive:
     def recompute(self, mode: bool = True) -> Self:
         raise NotImplementedError(
             f"{self.name}.recompute(): recomputation follows in a later version; until then every result that backward "
-            "needs is kept. torch.utils.checkpoint works inside construct."
+            "needs is kept. torch.utils.checkpoint recomputes in stand_alone and data_parallel mode."
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -166,7 +166,7 @@ class Primitive:
 
     def strategy_shapes(self, args: tuple[Any, ...]) -> Shapes:
         """The shapes of which the strategy speaks, one tuple of counts each: those of the tensor operands."""
-        return tuple(tuple(own.shape) for own in pytree.tree_leaves(args) if isinstance(own, torch.Tensor))
+        return tuple(tuple(tensor.shape) for tensor in pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor))
 
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
         """The counts of the operands of torch's operator, where these have other dims than ours."""
@@ -193,11 +193,11 @@ class Primitive:
         return f"{self.name}<{self.in_strategy}>" if self.in_strategy else self.name
 
 
-def _check_instance(primitive: Any, method: str, given: tuple[Any, ...]) -> None:
+def _check_instance(primitive: Any, method: str, strategies: tuple[Any, ...]) -> None:
     if isinstance(primitive, Primitive):
         return
-    given = tuple(own for own in (primitive, *given) if own is not None)
-    meant = given[0] if len(given) == 1 else given
+    strategies = tuple(argument for argument in (primitive, *strategies) if argument is not None)
+    meant = strategies[0] if len(strategies) == 1 else strategies
     raise TypeError(
         problem(
             f"{method} was called on the operator's class, not on an operator",

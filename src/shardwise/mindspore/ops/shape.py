@@ -163,13 +163,13 @@ class _Cut(Primitive):
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         (counts,), (shape,) = strategy, shapes
         taken = self.slices(shape, *args[1:])
-        plain = [own for own in taken if own is not None and own is not Ellipsis]
+        plain = [cut for cut in taken if cut is not None and cut is not Ellipsis]
         if len(plain) < len(taken):  # new dims and ellipses: positions shift
             strict.whole(self.title, counts, range(len(shape)), "and a mask is not 0")
-        for dim, own in enumerate(plain):
-            if not isinstance(own, slice) or own.indices(shape[dim]) != (0, shape[dim], 1):
-                cut = f"{own.start}:{own.stop}:{own.step}" if isinstance(own, slice) else own
-                strict.whole(self.title, counts, (dim,), f"of which {cut} is taken (a split dim is taken whole)")
+        for dim, cut in enumerate(plain):
+            if not isinstance(cut, slice) or cut.indices(shape[dim]) != (0, shape[dim], 1):
+                text = f"{cut.start}:{cut.stop}:{cut.step}" if isinstance(cut, slice) else cut
+                strict.whole(self.title, counts, (dim,), f"of which {text} is taken (a split dim is taken whole)")
 
 
 class StridedSlice(_Cut):
@@ -189,18 +189,18 @@ class StridedSlice(_Cut):
 
     def slices(self, shape: Sequence[int], *args: Any) -> tuple[Any, ...]:
         begin, end, strides = args
-        found: list[Any] = []
+        cuts: list[Any] = []
         for i, (start, stop, step) in enumerate(zip(begin, end, strides, strict=True)):
             on = {name for name, mask in self.attrs.items() if name.endswith("_mask") and mask >> i & 1}
             if "ellipsis_mask" in on:
-                found.append(Ellipsis)
+                cuts.append(Ellipsis)
             elif "new_axis_mask" in on:
-                found.append(None)
+                cuts.append(None)
             elif "shrink_axis_mask" in on:
-                found.append(start)
+                cuts.append(start)
             else:
-                found.append(slice(None if "begin_mask" in on else start, None if "end_mask" in on else stop, step))
-        return tuple(found)
+                cuts.append(slice(None if "begin_mask" in on else start, None if "end_mask" in on else stop, step))
+        return tuple(cuts)
 
 
 class Slice(_Cut):

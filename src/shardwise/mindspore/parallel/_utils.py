@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from shardwise.launch import rank_groups
 from shardwise.mindspore import context
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.options import ParallelMode
-from shardwise.runtime import rank_groups
 
 
 def _get_parallel_mode() -> str:

@@ -94,12 +94,12 @@ class Callback:
         self.end(run_context)
 
 
-def callbacks_of(given: Any) -> list[Callback]:
+def callbacks_of(argument: Any) -> list[Callback]:
     """One callback, several or none, as a list. Raises TypeError for what is none."""
-    listed = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
-    for own in listed:
-        if not isinstance(own, Callback):
-            raise TypeError(problem(f"{own!r} is no callback", fix="objects of classes made from train.Callback"))
+    listed = [] if argument is None else list(argument) if isinstance(argument, Iterable) else [argument]
+    for entry in listed:
+        if not isinstance(entry, Callback):
+            raise TypeError(problem(f"{entry!r} is no callback", fix="objects of classes made from train.Callback"))
     return listed
 
 
@@ -212,8 +212,8 @@ class ModelCheckpoint(Callback):
 
     def begin(self, run_context: RunContext) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        taken = {os.path.basename(own) for own in glob.glob(str(self._directory / "*.ckpt"))} - {
-            own.name for own in self._files
+        taken = {os.path.basename(file) for file in glob.glob(str(self._directory / "*.ckpt"))} - {
+            file.name for file in self._files
         }
         root, number = re.sub(r"_\d+$", "", self._prefix), 0
         while any(re.fullmatch(re.escape(self._prefix) + r"-\d+_\d+\.ckpt", name) for name in taken):

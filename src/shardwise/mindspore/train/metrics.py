@@ -26,7 +26,10 @@ class Metric:
         raise NotImplementedError
 
     def update_from(self, outputs: tuple[Any, ...]) -> None:
-        arrays = [own.detach().cpu().numpy() if isinstance(own, torch.Tensor) else np.asarray(own) for own in outputs]
+        arrays = [
+            output.detach().cpu().numpy() if isinstance(output, torch.Tensor) else np.asarray(output)
+            for output in outputs
+        ]
         self.update(*(arrays[:1] if self.wants_loss else arrays[1:] or arrays))
 
 
@@ -89,18 +92,18 @@ class MSE(_Mean):
 NAMES = {"loss": Loss, "accuracy": Accuracy, "acc": Accuracy, "mae": MAE, "mse": MSE}
 
 
-def metrics_of(given: Any) -> dict[str, Metric]:
+def metrics_of(argument: Any) -> dict[str, Metric]:
     """From a name, several, or a dict of name -> Metric."""
-    if given is None:
+    if argument is None:
         return {}
-    if isinstance(given, dict):
-        return dict(given)
-    names: Iterable[str] = [given] if isinstance(given, str) else given
-    found: dict[str, Metric] = {}
+    if isinstance(argument, dict):
+        return dict(argument)
+    names: Iterable[str] = [argument] if isinstance(argument, str) else argument
+    metrics: dict[str, Metric] = {}
     for name in names:
         if name not in NAMES:
             raise ValueError(
                 problem(f"there is no metric {name!r}", fix=f"one of {', '.join(NAMES)}, or {{name: Metric}}")
             )
-        found[name] = NAMES[name]()
-    return found
+        metrics[name] = NAMES[name]()
+    return metrics

@@ -94,27 +94,27 @@ class Model:
             dataset_sink_mode=dataset_sink_mode,
         )  # fmt: skip
         run, listed = RunContext(params), callbacks_of(callbacks)
-        for own in listed:
-            own.on_train_begin(run)
+        for callback in listed:
+            callback.on_train_begin(run)
         for number in range(initial_epoch + 1, epoch + 1):
             params.cur_epoch_num = number
-            for own in listed:
-                own.on_train_epoch_begin(run)
+            for callback in listed:
+                callback.on_train_epoch_begin(run)
             for inputs in _steps(train_dataset, sink_size):
                 params.cur_step_num += 1
-                for own in listed:
-                    own.on_train_step_begin(run)
+                for callback in listed:
+                    callback.on_train_step_begin(run)
                 params.net_outputs = network(*inputs)
-                for own in listed:
-                    own.on_train_step_end(run)
+                for callback in listed:
+                    callback.on_train_step_end(run)
                 if run.get_stop_requested():
                     break
-            for own in listed:
-                own.on_train_epoch_end(run)
+            for callback in listed:
+                callback.on_train_epoch_end(run)
             if run.get_stop_requested():
                 break
-        for own in listed:
-            own.on_train_end(run)
+        for callback in listed:
+            callback.on_train_end(run)
 
     def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
         """The metrics over a dataset: name -> value."""
@@ -127,8 +127,8 @@ class Model:
         run, listed = RunContext(params), callbacks_of(callbacks)
         for metric in self._metrics.values():
             metric.clear()
-        for own in listed:
-            own.on_eval_begin(run)
+        for callback in listed:
+            callback.on_eval_begin(run)
         for inputs in _steps(valid_dataset, -1):
             params.cur_step_num += 1
             with torch.no_grad():
@@ -137,8 +137,8 @@ class Model:
             for metric in self._metrics.values():
                 metric.update_from(outputs)
         params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
-        for own in listed:
-            own.on_eval_end(run)
+        for callback in listed:
+            callback.on_eval_end(run)
         return params.metrics
 
     def predict(self, *predict_data: Any) -> Any:
@@ -156,8 +156,8 @@ class Model:
                 torch.distributed.broadcast(tensor.data, src=0)
 
 
-def _told(own: Any) -> str:
-    return type(own).__name__ if isinstance(own, (Optimizer, nn.Module)) else repr(own)
+def _told(argument: Any) -> str:
+    return type(argument).__name__ if isinstance(argument, (Optimizer, nn.Module)) else repr(argument)
 
 
 def _step(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:

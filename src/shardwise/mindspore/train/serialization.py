@@ -42,12 +42,14 @@ def save_checkpoint(
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
     entries: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
-        own = engine.held(tensor)
+        holding = engine.held(tensor)
         entries[name] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
-        if own is not None:
+        if holding is not None:
             entries[name] |= {
-                "shape": list(own.shape), "mesh": list(own.layout.mesh.axes), "layout": format_layout(own.layout)
-            }  # fmt: skip
+                "shape": list(holding.shape),
+                "mesh": list(holding.layout.mesh.axes),
+                "layout": format_layout(holding.layout),
+            }
     path = Path(ckpt_file_name)
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,19 +62,19 @@ def load_checkpoint(ckpt_file_name: str, net: nn.Module | None = None, strict_lo
     path = Path(ckpt_file_name)
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
-    found = torch.load(path, weights_only=True)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    content = torch.load(path, weights_only=True)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(problem(f"{path} is no checkpoint of this library", fix="one that save_checkpoint wrote"))
     parameters: dict[str, Any] = {}
-    for name, entry in found["parameters"].items():
-        made = Slice(entry["data"], name, requires_grad=entry["data"].is_floating_point())
+    for name, entry in content["parameters"].items():
+        piece = Slice(entry["data"], name, requires_grad=entry["data"].is_floating_point())
         if "layout" in entry:
             mesh = Mesh([(axis, size) for axis, size in entry["mesh"]])
-            made.held = engine.Held(tuple(entry["shape"]), parse_layout(entry["layout"], mesh))
-        parameters[name] = made
+            piece.held = engine.Held(tuple(entry["shape"]), parse_layout(entry["layout"], mesh))
+        parameters[name] = piece
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
-    return {**parameters, **found["info"]}
+    return {**parameters, **content["info"]}
 
 
 def load_param_into_net(
@@ -118,7 +120,9 @@ def load_param_into_net(
         else:
             engine.hold(target, data.clone(), of.shape, of.layout)
     missing = [name for name in targets if name not in parameter_dict]
-    extra = [name for name, own in parameter_dict.items() if isinstance(own, torch.Tensor) and name not in targets]
+    extra = [
+        name for name, tensor in parameter_dict.items() if isinstance(tensor, torch.Tensor) and name not in targets
+    ]
     if strict_load and missing:
         raise RuntimeError(problem(f"the checkpoint lacks {', '.join(missing)}", fix="strict_load=False skips them"))
     return missing, extra

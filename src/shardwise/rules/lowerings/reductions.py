@@ -235,8 +235,8 @@ def positions(x: Tensor, dim: int) -> Tensor:
 def _first(x: Tensor, largest: bool, dim: int | None, keepdim: bool) -> Tensor:
     """The first index of the extreme; of the first nan if there is one, as in PyTorch."""
     if dim is None:
-        found = _first(x.flatten(), largest, 0, False)
-        return found.reshape([1] * x.dim()) if keepdim else found
+        position = _first(x.flatten(), largest, 0, False)
+        return position.reshape([1] * x.dim()) if keepdim else position
     extreme = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
     attained = (x == extreme) | x.isnan() if x.is_floating_point() else x == extreme
     return torch.where(attained, positions(x, dim), x.shape[dim]).amin(dim, keepdim)

@@ -1,0 +1,95 @@
+"""Which memory is live: storages with those who hold them, by category, and the most there was in each phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.programs.forms import Form
+
+Category = Literal["parameters", "gradients", "optimizer states", "inputs", "saved", "temporaries", "communication"]
+CATEGORIES: tuple[Category, ...] = (
+    "parameters",
+    "gradients",
+    "optimizer states",
+    "inputs",
+    "saved",
+    "temporaries",
+    "communication",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes that are live at once: in which ``phase`` ("forward", "backward" or "update"), at which operator,
+    and what they are made of (the sum is ``num_bytes``)."""
+
+    num_bytes: int
+    phase: str
+    op: str
+    parts: Mapping[str, int]
+
+    @property
+    def where(self) -> str:
+        return f"{self.phase} of {self.op}" if self.op else self.phase
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """``owners``: names and messages that hold it."""
+
+    num_bytes: int
+    category: Category
+    owners: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor, and the storage that it is (a view on)."""
+
+    form: Form
+    storage: Storage
+
+
+@dataclass
+class Ledger:
+    """``phase`` and ``op``: what goes on; ``live``: bytes per category; ``peaks``: the most so far, per phase."""
+
+    phase: str = "forward"
+    op: str = ""
+    live: Counter[Category] = field(default_factory=Counter)
+    peaks: dict[str, Peak] = field(default_factory=dict)
+
+    def new(self, num_bytes: int, category: Category = "temporaries") -> Storage:
+        """A storage that someone is about to hold."""
+        storage = Storage(num_bytes, category)
+        self.live[category] += num_bytes
+        self.note()
+        return storage
+
+    def hold(self, storage: Storage) -> Storage:
+        storage.owners += 1
+        return storage
+
+    def drop(self, storage: Storage) -> None:
+        """One holder less; the last one frees it."""
+        storage.owners -= 1
+        if not storage.owners:
+            self.live[storage.category] -= storage.num_bytes
+
+    def note(self, transient: int = 0) -> None:
+        """What is live now, and ``transient`` bytes more, may be the most."""
+        total = sum(self.live.values()) + transient
+        known = self.peaks.get(self.phase)
+        if known is None or total > known.num_bytes:
+            parts: dict[str, int] = {name: self.live[name] for name in CATEGORIES}
+            parts["temporaries"] += transient
+            self.peaks[self.phase] = Peak(total, self.phase, self.op, parts)
+
+    def recategorize(self, storage: Storage, category: Category) -> None:
+        """What was one thing is from now on another: a cotangent the gradient of a parameter."""
+        self.live[storage.category] -= storage.num_bytes
+        storage.category = category
+        self.live[storage.category] += storage.num_bytes

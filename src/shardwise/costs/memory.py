@@ -1,0 +1,203 @@
+"""The memory of a training step on one rank: a walk over its list of instructions that counts what is live.
+
+Storages are counted, not tensors: a view keeps its base alive. A value lives until the last instruction that reads it,
+in forward or in backward; ``costs.message_memory`` says what exchanges hold besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from shardwise.costs.ledger import Category, Ledger, Peak, Tensor
+from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
+from shardwise.costs.prices import OPTIMIZER_STATES, Prices
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
+from shardwise.programs.program import busiest_rank, localize
+from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
+    backward at the end of forward."""
+
+    peak: Peak
+    peak_of: Mapping[str, Peak]
+    kept_bytes: int
+
+
+def busiest_program(spmd: Spmd, prices: Prices, kinds: Kinds) -> Program:
+    """The step of the rank that holds most, in the dtypes that are priced: what memory and time are those of."""
+    priced = {
+        source.value: prices.dtype(spmd.graph.by_name[source.value])
+        for source in spmd.graph.sources
+        if source.kind in ("parameter", "input")
+    }
+    return differentiate(localize(spmd, busiest_rank(spmd)), kinds, dtypes=priced)
+
+
+def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memory:
+    """The memory of a training step of the rank that holds most. ``kinds``: those traced already, which many programs
+    of a model share."""
+    return memory_of_program(busiest_program(spmd, prices, kinds or Kinds()), prices)
+
+
+def memory_of_program(program: Program, prices: Prices) -> Memory:
+    """The memory of one rank's training step."""
+    return _Walk(program, prices).run()
+
+
+@dataclass
+class _Walk:
+    program: Program
+    prices: Prices
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    flights: dict[str, tuple[Flight, list[Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spmd = self.program.spmd
+        self.graph = self.spmd.graph
+        self.messages = Messages(self.ledger, self.spmd.mesh, self.spmd.mesh.coordinates(self.program.rank))
+        self.parameters = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
+        self.saved = set(self.program.saved)
+        self.gradients = {name for source, name in self.program.gradients.items() if source in self.parameters}
+        self.dying = self._last_reads()
+
+    def _last_reads(self) -> dict[int, list[str]]:
+        """Position, forward and backward counted through, -> the names that nothing reads after it."""
+        last: dict[str, int] = {}
+        for index, instruction in enumerate((*self.program.forward, *self.program.backward)):
+            last.update(dict.fromkeys((*instruction.operands, *instruction.results), index))
+        written = {value for _, value in self.program.mutations}
+        stay = {*self.graph.source_of, *self.program.delivered, *written, *self.gradients}
+        dying: dict[int, list[str]] = {}
+        for name, index in last.items():
+            if name not in stay:
+                dying.setdefault(index, []).append(name)
+        return dying
+
+    def run(self) -> Memory:
+        self._persistent()
+        for index, instruction in enumerate(self.program.forward):
+            self._run(index, instruction)
+        kept = self.ledger.live["saved"]
+        self.ledger.phase = "backward"
+        for name in self.program.cotangents:
+            if name is not None:
+                form = self.program.forms[name]
+                self._name(name, Tensor(form, self.ledger.new(form.num_bytes)))
+        for index, instruction in enumerate(self.program.backward, len(self.program.forward)):
+            self._run(index, instruction)
+        self._update()
+        return Memory(max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept)
+
+    def _persistent(self) -> None:
+        """What is there before the step: sources, and optimizer states."""
+        states = OPTIMIZER_STATES[self.prices.optimizer]
+        for source in self.graph.sources:
+            value, form = self.graph.by_name[source.value], self.program.forms[source.value]
+            is_parameter = source.kind == "parameter"
+            storage = self.ledger.hold(self.ledger.new(form.num_bytes, "parameters" if is_parameter else "inputs"))
+            self.tensors[source.value] = Tensor(form, storage)
+            if is_parameter:
+                stored = prod(form.shape) * self.prices.stored_itemsize(value)
+                if self.prices.stored_itemsize(value) != form.dtype.itemsize:  # what is computed with is a cast of it
+                    self.ledger.hold(self.ledger.new(stored, "parameters"))
+                if source.value in self.graph.updated:
+                    self.ledger.hold(self.ledger.new(states * stored, "optimizer states"))
+
+    # -- instructions --------------------------------------------------------------------------------------------------
+
+    def _run(self, index: int, instruction: Instruction) -> None:
+        self.ledger.op = instruction.origin.op
+        if isinstance(instruction, Compute):
+            self._compute(instruction)
+        elif isinstance(instruction, Convert):
+            self._convert(instruction)
+        elif isinstance(instruction, Depart):
+            self._depart(instruction)
+        elif isinstance(instruction, Arrive):
+            self._arrive(instruction)
+        for name in self.dying.get(index, ()):
+            self._forget(name)
+
+    def _name(self, name: str, tensor: Tensor) -> None:
+        """A name for a tensor; the storage is what the name is, unless it was something already."""
+        storage = self.ledger.hold(tensor.storage)
+        category: Category = "saved" if name in self.saved else "gradients" if name in self.gradients else "temporaries"
+        if storage.category in ("temporaries", "communication") and category != "temporaries":
+            self.ledger.recategorize(storage, category)
+        self.tensors[name] = Tensor(self.program.forms.get(name, tensor.form), storage)
+
+    def _forget(self, name: str) -> None:
+        tensor = self.tensors.pop(name, None)
+        if tensor is not None:
+            self.ledger.drop(tensor.storage)
+
+    def _compute(self, instruction: Compute) -> None:
+        self.ledger.note(instruction.workspace)
+        for name, form, shared in zip(instruction.results, instruction.forms, instruction.shares, strict=True):
+            storage = self.ledger.new(form.num_bytes) if shared is None else self.tensors[shared].storage
+            self._name(name, Tensor(form, storage))
+
+    def _convert(self, instruction: Convert) -> None:
+        tensors = [self.tensors[name] for name in instruction.operands]
+        if len(tensors) == 1:
+            conversion = instruction.conversions[0]
+            made = self.messages.converted(
+                tensors[0], conversion, backward=instruction.backward, in_place=instruction.overwrites
+            )
+            self._name(instruction.results[0], made)
+            return
+        stages = stages_of(instruction.conversions, backward=instruction.backward)
+        results = self.messages.through(self.messages.held(tensors), stages, backward=instruction.backward)
+        self._name_held(instruction.results, results)
+
+    def _name_held(self, names: tuple[str, ...], tensors: list[Tensor]) -> None:
+        for name, tensor in zip(names, tensors, strict=True):
+            self._name(name, tensor)
+            tensor.storage.owners -= 1  # the name holds it from here
+
+    def _depart(self, instruction: Depart) -> None:
+        tensors = self.messages.held([self.tensors[name] for name in instruction.operands])
+        before, message, _ = parts_of(instruction.conversions, backward=instruction.backward)
+        tensors = self.messages.through(tensors, before, backward=instruction.backward)
+        flight = self.messages.launch(tensors, message, instruction.backward)
+        self.flights[instruction.flight] = flight, tensors
+        for tensor in tensors:
+            self.ledger.drop(tensor.storage)
+
+    def _arrive(self, instruction: Arrive) -> None:
+        flight, tensors = self.flights.pop(instruction.flight)
+        _, message, after = parts_of(instruction.conversions, backward=instruction.backward)
+        landed = self.messages.held(self.messages.land(flight, tensors, message, instruction.backward))
+        self._name_held(instruction.results, self.messages.through(landed, after, backward=instruction.backward))
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        """Gradients in the dtype of what is stored; then the optimizer goes from parameter to parameter, with one
+        temporary tensor of its size (the denominator of Adam) where there are states."""
+        self.ledger.phase, self.ledger.op = "update", ""
+        stored = {
+            name: prod(self.program.forms[name].shape) * self.prices.stored_itemsize(self.graph.by_name[name])
+            for name in self.parameters
+        }
+        for source, name in self.program.gradients.items():
+            if source in self.parameters and stored[source] != self.tensors[name].form.num_bytes:
+                self.ledger.hold(self.ledger.new(stored[source], "gradients"))
+                self._forget(name)
+        for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:
+            self._forget(name)
+        updated = [name for name in self.parameters if name in self.graph.updated]
+        largest = max(updated, key=lambda name: stored[name], default=None)
+        if largest is not None:
+            self.ledger.op = self.parameters[largest].names[0]
+        has_states = largest is not None and OPTIMIZER_STATES[self.prices.optimizer]
+        self.ledger.note(stored[largest] if largest is not None and has_states else 0)

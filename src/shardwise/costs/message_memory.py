@@ -1,0 +1,190 @@
+"""The memory of conversions: the buffers that their messages need, as ``runtime.communicator`` holds them. What is sent
+lives until the message has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.costs.ledger import Ledger, Storage, Tensor
+from shardwise.layouts.conversions import COLLECTIVES, Move
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.programs.forms import Form
+from shardwise.programs.steps import Conversion
+
+
+@dataclass
+class Flight:
+    """A message on its way: its buffer, and what is sent."""
+
+    buffer: Storage
+    sent: Storage | None
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Conversions on the rank at ``coordinates``, written into a ledger."""
+
+    ledger: Ledger
+    mesh: Mesh
+    coordinates: Mapping[str, int]
+
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        return layout.local_shape(self.coordinates)
+
+    def converted(self, tensor: Tensor, conversion: Conversion, *, backward: bool, in_place: bool) -> Tensor:
+        """A tensor (or cotangent) after the moves of a conversion. Nobody holds the result yet."""
+        held: Storage | None = None
+        moves = conversion.moves[::-1] if backward else conversion.moves
+        for move in moves:
+            entry = _primitive(move, backward)
+            after = self._one_move(tensor, move, backward, in_place and held is None)
+            if entry != "none":
+                in_place = False
+            if held is not None and after.storage is not held:
+                self.ledger.drop(held)
+                held = None
+            if after.storage is not tensor.storage:
+                held = self.ledger.hold(after.storage)
+            tensor = after
+        if held is not None:
+            held.owners -= 1  # handed over: whoever asked holds it from here
+        return tensor
+
+    def _one_move(self, tensor: Tensor, move: Move, backward: bool, in_place: bool) -> Tensor:
+        primitive = _primitive(move, backward)
+        after = move.source if backward else move.target
+        shape = self.shape(after)
+        form = Form.contiguous(shape, tensor.form.dtype, tensor.form.requires_grad)
+        if primitive == "none" or (primitive == "keep_one" and not any(self.coordinates[a] for a in move.axes)):
+            return tensor
+        if primitive == "slice":
+            if _is_narrow(after, move.axes):
+                return Tensor(Form(shape, tensor.form.stride, form.dtype, form.requires_grad), tensor.storage)
+            return Tensor(form, self.ledger.new(form.num_bytes))
+        if primitive not in COLLECTIVES:  # zeros around or in place of it; windows
+            return Tensor(form, self.ledger.new(form.num_bytes))
+        if primitive == "all_reduce" and in_place and tensor.form.is_contiguous:
+            return tensor
+        flight = self.launch([tensor], [move], backward)
+        (made,) = self.land(flight, [tensor], [move], backward)
+        return made
+
+    def launch(self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> Flight:
+        """One message for some tensors; both buffers are held."""
+        move = moves[0]
+        primitive = _primitive(move, backward)
+        itemsize = tensors[0].form.dtype.itemsize
+        own = sum(prod(t.form.shape) for t in tensors) * itemsize
+        size = self.mesh.size_of(move.axes)
+        sides = [((m.target, m.source) if backward else (m.source, m.target)) for m in moves]
+        single = len(tensors) == 1
+        if primitive == "all_reduce":
+            return Flight(self.ledger.hold(self.ledger.new(own, "communication")), None)
+        if primitive == "all_gather":
+            sent = None
+            if not single or not tensors[0].form.is_contiguous:
+                sent = self.ledger.hold(self.ledger.new(own, "communication"))
+            largest = sum(before.max_local_numel for before, _ in sides) * itemsize
+            return Flight(self.ledger.hold(self.ledger.new(size * largest, "communication")), sent)
+        if primitive == "reduce_scatter":
+            sent = None
+            in_order = single and _is_leading(*sides[0][::-1], move.axes, self.coordinates)
+            if not in_order or not tensors[0].form.is_contiguous:
+                if not in_order:
+                    self.ledger.note(own)  # the parts one by one, before they are joined
+                sent = self.ledger.hold(self.ledger.new(own, "communication"))
+            received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
+            return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
+        received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
+        sent = self.ledger.hold(self.ledger.new(own, "communication"))
+        self.ledger.note(own + received)  # the parts one by one live until the message leaves
+        return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
+
+    def land(self, flight: Flight, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> list[Tensor]:
+        """The tensors that a message brought, which nobody holds yet."""
+        if flight.sent is not None:
+            self.ledger.drop(flight.sent)
+        found: list[Tensor] = []
+        fresh: list[Storage] = []
+        for tensor, move in zip(tensors, moves, strict=True):
+            primitive = _primitive(move, backward)
+            before, after = (move.target, move.source) if backward else (move.source, move.target)
+            form = Form.contiguous(self.shape(after), tensor.form.dtype, tensor.form.requires_grad)
+            alias = primitive in ("all_reduce", "reduce_scatter") or (
+                len(tensors) == 1
+                and primitive == "all_gather"
+                and _is_leading(before, after, move.axes, self.coordinates)
+            )
+            if alias:
+                found.append(Tensor(form, flight.buffer))
+            else:
+                fresh.append(self.ledger.hold(self.ledger.new(form.num_bytes)))
+                found.append(Tensor(form, fresh[-1]))
+        if fresh:
+            self.ledger.drop(flight.buffer)
+        else:
+            flight.buffer.owners -= 1
+        for storage in fresh:
+            storage.owners -= 1
+        return found
+
+    def held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        for tensor in tensors:
+            self.ledger.hold(tensor.storage)
+        return list(tensors)
+
+    def through(self, tensors: list[Tensor], stages: Iterable[list[Move]], *, backward: bool) -> list[Tensor]:
+        """Tensors that are held, after some stages of a bucket; the results are held instead."""
+        for moves in stages:
+            if _primitive(moves[0], backward) in COLLECTIVES:
+                made = self.land(self.launch(tensors, moves, backward), tensors, moves, backward)
+            else:
+                made = [self._one_move(t, move, backward, False) for t, move in zip(tensors, moves, strict=True)]
+            self.held(made)
+            for tensor in tensors:
+                self.ledger.drop(tensor.storage)
+            tensors = made
+        return tensors
+
+
+def _primitive(move: Move, backward: bool) -> str:
+    return move.entry.backward if backward else move.entry.forward
+
+
+def stages_of(conversions: Sequence[Conversion], *, backward: bool) -> list[list[Move]]:
+    """The moves of conversions that travel together, one list per stage, in the order of execution."""
+    stages = [list(moves) for moves in zip(*(c.moves for c in conversions), strict=True)]
+    return stages[::-1] if backward else stages
+
+
+def parts_of(
+    conversions: Sequence[Conversion], *, backward: bool
+) -> tuple[list[list[Move]], list[Move], list[list[Move]]]:
+    """The stages of conversions before their first message, that of the message (maybe none), and those after it."""
+    stages = stages_of(conversions, backward=backward)
+    at = next((i for i, moves in enumerate(stages) if _primitive(moves[0], backward) in COLLECTIVES), None)
+    return (stages, [], []) if at is None else (stages[:at], stages[at], stages[at + 1 :])
+
+
+def _is_leading(sharded: Layout, whole: Layout, axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
+    """Whether the slices of a tensor over some axes, one behind the other, are the tensor as it lies in memory."""
+    places = [(d, i) for d, dim in enumerate(sharded.dims) for i, atom in enumerate(dim) if {*atom.axes} & {*axes}]
+    if len(places) != 1:
+        return False
+    ((d, i),) = places
+    atom = sharded.dims[d][i]
+    before = prod(whole.local_shape(coordinates)[:d]) * prod(sharded.local_atoms(coordinates)[d][:i])
+    return before == 1 and atom.size % sharded.mesh.size_of(atom.axes) == 0
+
+
+def _is_narrow(after: Layout, axes: Sequence[str]) -> bool:
+    """Whether a slice is a window on the tensor: no atom inside a dim is cut."""
+    return all(
+        not {*atom.axes} & {*axes} or prod(own.size for own in dim[:i]) == 1
+        for dim in after.dims
+        for i, atom in enumerate(dim)
+    )

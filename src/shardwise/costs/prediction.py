@@ -1,0 +1,75 @@
+"""What a plan is expected to take, as numbers that stand in its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Shares below this are rounding.
+EXACT = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """The cheapest plan, where another was chosen, because it is faster in the simulation, or because this does not fit
+    (``fits``): its additive price, and what the simulation says of the seconds of a pass and of its peak."""
+
+    additive_price: float
+    simulated_seconds: float
+    peak_bytes: float
+    fits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan is expected to take, per pass (forward and backward of one batch). Three numbers, never mixed:
+
+    ``bound``: no plan of the searched space, on all meshes that were tried, has a lower additive price (0: not known);
+    ``additive_price``: of this plan, the sum of the prices of its choices, which the search minimised;
+    ``simulated_seconds``: of this plan with overlap and buckets, operator after operator (0: it was not simulated).
+
+    ``exposed``, ``compute``, ``traffic``: seconds of the emitted program, of collectives that nothing hides, of
+    operators, and of gathers of parameters and reductions of gradients (hidden behind operators as far as these last).
+    Together they come to the additive price or less: that counts a conversion which several consumers share for each of
+    them, unless it leads to the layout that they all convert from. ``num_bytes``: per device of parameters, gradients,
+    optimizer states and values kept for backward. ``log10_plans``: how many plans were searched, as a power of ten.
+    ``passes``: to a step of the optimizer. ``peak_bytes``: the most memory of a device in the simulated step,
+    ``peak_at`` which operator's forward or backward. ``passed_over``: the cheapest plan, if this is another.
+    """
+
+    exposed: float
+    compute: float
+    traffic: float
+    num_bytes: float
+    bound: float = 0.0
+    log10_plans: float = 0.0
+    simulated_seconds: float = 0.0
+    peak_bytes: float = 0.0
+    peak_at: str = ""
+    passes: int = 1
+    additive_price: float = 0.0
+    passed_over: PassedOver | None = None
+
+    @property
+    def pass_seconds(self) -> float:
+        return self.exposed + max(self.compute, self.traffic)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.passes * self.pass_seconds
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """By which share the additive price is above the bound; 0: proven to be the lowest; None: no bound."""
+        return _above(self.additive_price, self.bound) if self.bound else None
+
+    @property
+    def given_away(self) -> float:
+        """By which share the additive price is above that of the cheapest plan, because the simulation, or the memory
+        limit, chose this one; 0: it is the cheapest."""
+        return 0.0 if self.passed_over is None else _above(self.additive_price, self.passed_over.additive_price)
+
+
+def _above(price: float, least: float) -> float:
+    """By which share a price is above another; 0 where that is rounding."""
+    share = price / least - 1
+    return share if share > EXACT else 0.0

@@ -1,0 +1,86 @@
+"""The price of a program: of its operators on their local shapes, and of the collectives of its conversions.
+
+The search prices strategies one by one; this prices what was emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from shardwise.costs.prices import LocalShapes, Prices
+from shardwise.graph.ir import Graph, Op, Value
+from shardwise.layouts.conversions import Collective
+from shardwise.layouts.layout import Layout
+from shardwise.programs.spmd import Spmd, conversions_of
+from shardwise.programs.steps import Conversion, Step
+
+
+def largest_shape(layout: Layout) -> tuple[int, ...]:
+    """The local shape on the device that holds most."""
+    return tuple(prod(-(-atom.size // layout.mesh.size_of(atom.axes)) for atom in dim) for dim in layout.dims)
+
+
+def priced_call(step: Step, graph: Graph) -> tuple[Op, list[Value], list[Value], LocalShapes]:
+    """An operator of a program as ``Prices`` takes it, on the device that holds most."""
+    op = step.placed.op
+    operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
+    shapes = tuple(map(largest_shape, step.operand_layouts)), tuple(map(largest_shape, step.result_layouts))
+    return op, operands, results, shapes
+
+
+def collective_seconds(collectives: Sequence[Collective], prices: Prices) -> float:
+    """Seconds of collectives one after the other."""
+    return float(sum(prices.collective(c.kind, c.axes, np.array([float(c.num_bytes)]))[0] for c in collectives))
+
+
+def conversion_seconds(conversion: Conversion, value: Value, prices: Prices, *, is_parameter: bool = False) -> float:
+    """Seconds of a conversion, forward and backward: by itself, or of a parameter its share of a full message."""
+    forward = replace(conversion, itemsize=prices.dtype(value).itemsize)
+    backward = replace(conversion, itemsize=prices.grad_itemsize(value, is_parameter))
+    collectives = (*forward.collectives(), *backward.collectives(backward=True))
+    if not is_parameter:
+        return collective_seconds(collectives, prices)
+    shares = (prices.parameter_collective(c.kind, c.axes, np.array([float(c.num_bytes)]))[0] for c in collectives)
+    return float(sum(shares))
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramPrice:
+    """Seconds of one training step, component by component, without overlap: collectives that operators wait for,
+    operators, the part of collectives of parameters that overlaps with operators, and the optimizer's update."""
+
+    exposed: float
+    compute: float
+    traffic: float
+    update: float
+
+
+def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> ProgramPrice:
+    """The price of an emitted program. ``free``: operators that depend on no parameter, which every plan makes where
+    they are needed. Outputs other than the loss are not priced: a training step does not deliver them."""
+    graph = spmd.graph
+    parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
+    written = {value for _, value in graph.mutations}
+    exposed = compute = traffic = update = 0.0
+    for step in spmd.steps:
+        if isinstance(step, Step):
+            if step.placed.op.name not in free:
+                compute += prices.operator(*priced_call(step, graph))
+            continue
+        for conversion in conversions_of(step):
+            origin = conversion.origin
+            if not conversion.op and origin != graph.loss and origin not in written:
+                continue
+            is_parameter = origin in parameters
+            seconds = conversion_seconds(conversion, graph.by_name[origin], prices, is_parameter=is_parameter)
+            hidden = prices.device.overlap if is_parameter else 0.0
+            traffic += hidden * seconds
+            exposed += (1 - hidden) * seconds
+    for source in graph.sources:
+        if source.value in graph.updated:
+            update += prices.update(graph.by_name[source.value], spmd.layouts[source.value].max_local_numel)
+    return ProgramPrice(exposed, compute, traffic, update)

@@ -1,0 +1,347 @@
+"""Cutting a graph into parts, one for every stage of a pipeline.
+
+A part is a graph of its own. What other parts make comes in as a source of the kind ``activation``; what later parts
+need is an output, and one of the part's ``cotangents`` where a gradient of the loss flows back through it. Executed one
+after another, forward and then backward, the parts compute what the graph does:
+
+* A value that a later part than the next one uses is *carried*: the parts between receive it and send it on, and its
+  cotangent takes the same way back.
+* What depends on no input and no parameter (positions, masks, random numbers of the seed) is not sent: every part that
+  uses it *repeats* its operators.
+* A parameter that several parts use (tied weights) is a source of each; its gradient is the sum of theirs. So is an
+  input, and a buffer that is only read, or rewritten with what is repeated.
+* A buffer that is rewritten with computed data (running statistics) stays with the part that computes them. Later
+  parts that read it receive its old value; an earlier reader is refused, since nothing but cotangents goes backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+
+from shardwise.errors import PlanError, problem
+from shardwise.graph.ir import Graph, Op, Ref, Source, refs
+from shardwise.graph.schema import is_random
+
+# Namespaces of operators that are functions of their arguments alone. What a user registers may be anything.
+PURE = ("aten", "prims", "shardwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that part ``maker`` makes and the operators of ``users``, later parts, use."""
+
+    value: str
+    maker: int
+    users: tuple[int, ...]
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The parts that it comes to: the next one, and on to the last that uses it."""
+        return tuple(range(self.maker + 1, self.users[-1] + 1))
+
+    @property
+    def carriers(self) -> tuple[int, ...]:
+        """The parts that only pass it on."""
+        return tuple(part for part in self.receivers if part not in self.users)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A graph in parts. ``crossings``: the values that parts send, in order of definition. ``output_parts``: per tensor
+    among the graph's outputs the part that delivers it."""
+
+    parts: tuple[Graph, ...]
+    crossings: tuple[Crossing, ...]
+    output_parts: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def repeated(self) -> dict[str, tuple[int, ...]]:
+        """Operator -> the parts that repeat it, for those that are in several."""
+        return _in_several((op.name for op in part.ops) for part in self.parts)
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameter, input or buffer -> the parts that hold it, for those that are in several."""
+        return _in_several((s.value for s in part.sources if s.kind != "activation") for part in self.parts)
+
+    def sends(self, part: int) -> tuple[str, ...]:
+        """The values that a part sends to the next one."""
+        return tuple(crossing.value for crossing in self.crossings if part + 1 in crossing.receivers)
+
+
+def _in_several(names_of_parts: Iterable[Iterable[str]]) -> dict[str, tuple[int, ...]]:
+    parts: dict[str, list[int]] = {}
+    for part, names in enumerate(names_of_parts):
+        for name in names:
+            parts.setdefault(name, []).append(part)
+    return {name: tuple(where) for name, where in parts.items() if len(where) > 1}
+
+
+def cut_into(graph: Graph, boundaries: Sequence[str]) -> Cut:
+    """The graph cut before each of some operators, named in execution order: one part more than there are boundaries.
+
+    Raises PlanError for an operator that does not exist, boundaries out of order, and a part without operators.
+    """
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    _check_exist(graph, boundaries)
+    starts = [0]
+    for boundary in boundaries:
+        start = position[boundary]
+        if start < starts[-1]:
+            before = graph.ops[starts[-1]]
+            raise PlanError(
+                problem(
+                    f"the boundary {boundary} is operator {start} of {len(graph.ops)}, the one named before it, "
+                    f"{before.name}, operator {starts[-1]}",
+                    op=boundary,
+                    source=graph.ops[start].source,
+                    fix="name boundaries in the order of execution",
+                )
+            )
+        starts.append(start)
+    ends = [*starts[1:], len(graph.ops)]
+    return cut_apart(graph, [[op.name for op in graph.ops[start:end]] for start, end in zip(starts, ends, strict=True)])
+
+
+def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> Cut:
+    """The graph cut into parts of named operators: every operator in one of them, none before what it needs. Operators
+    keep their order inside a part.
+
+    Raises PlanError naming the operators at fault.
+    """
+    part_of: dict[str, int] = {}
+    for number, names in enumerate(parts):
+        _check_exist(graph, names)
+        if not names:
+            raise PlanError(
+                problem(f"part {number} of {len(parts)} has no operators", fix="cut at fewer or other operators")
+            )
+        for name in names:
+            if name in part_of:
+                where = (
+                    f"twice in part {number}" if part_of[name] == number else f"in parts {part_of[name]} and {number}"
+                )
+                raise PlanError(problem(f"operator {name} is named {where}", fix="name every operator once"))
+            part_of[name] = number
+    missing = [op.name for op in graph.ops if op.name not in part_of]
+    if missing:
+        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        what = f"{len(missing)} of {len(graph.ops)} operators are in no part: {shown}"
+        raise PlanError(problem(what, fix="name every operator in one part"))
+    cutter = _Cutter(graph, part_of, len(parts))
+    found = cutter.parts()
+    for number, part in enumerate(found):
+        if not part.ops:
+            raise PlanError(
+                problem(
+                    f"part {number} of {len(parts)} has no operators of its own: {', '.join(parts[number][:4])} depend "
+                    "on no input and no parameter, and are repeated where they are used",
+                    fix="cut at fewer or other operators",
+                )
+            )
+    return Cut(found, cutter.crossings, tuple(cutter.output_part.items()))
+
+
+def cut(graph: Graph, ops: Sequence[str]) -> Graph:
+    """The part of a graph that holds the named operators: it receives what they need, and delivers what all others need
+    of them. Raises PlanError where another operator would have to run between them."""
+    _check_exist(graph, ops)
+    if not ops:
+        raise PlanError(problem("a part of no operators", fix="name at least one"))
+    before, chosen = _ancestors(graph, ops), set(ops)
+    part_of = {op.name: 1 if op.name in chosen else 0 if op.name in before else 2 for op in graph.ops}
+    return _Cutter(graph, part_of, 3, carries=False).parts()[1]
+
+
+def _check_exist(graph: Graph, names: Iterable[str]) -> None:
+    for name in names:
+        if name not in graph.op_by_name:
+            near = get_close_matches(name, list(graph.op_by_name), 1)
+            fix = f"did you mean {near[0]}?" if near else "print the graph for the names of its operators"
+            raise PlanError(problem(f"the graph has no operator {name!r}", fix=fix))
+
+
+def _ancestors(graph: Graph, ops: Iterable[str]) -> set[str]:
+    """The operators whose results some operators need, directly or through others."""
+    found: set[str] = set()
+    pending = list(ops)
+    while pending:
+        for name in graph.op_by_name[pending.pop()].operands:
+            producer = graph.producer.get(name)
+            if producer is not None and producer.name not in found:
+                found.add(producer.name)
+                pending.append(producer.name)
+    return found
+
+
+def free_values(graph: Graph) -> frozenset[str]:
+    """The values that depend on no input and no parameter."""
+    known = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
+    for op in graph.ops:
+        pure = op.target.namespace in PURE and not is_random(op.target)
+        if pure and known.issuperset(op.operands):
+            known.update(op.results)
+    return frozenset(known)
+
+
+@dataclass
+class _Cutter:
+    """Where everything of a graph goes. ``maker``: the part that computes a value which is sent rather than repeated,
+    or that rewrites a buffer with computed data. ``carries``: values that skip parts pass through them. ``needed``: per
+    part what it uses and neither computes nor receives from an operator: sources, and values that it repeats."""
+
+    graph: Graph
+    part_of: dict[str, int]
+    num_parts: int
+    carries: bool = True
+    maker: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.graph
+        activation = next((s.value for s in graph.sources if s.kind == "activation"), None)
+        if activation is not None or graph.cotangents is not None:
+            what = f"the graph is a part of another{f': {activation} is an activation' if activation else ''}"
+            raise PlanError(problem(what, fix="cut the whole graph at all boundaries at once"))
+        self.free = free_values(graph)
+        self.written = dict(graph.mutations)
+        self.bound = [op for op in graph.ops if not self._is_free(op)]
+        self.users: dict[str, set[int]] = {}
+        for op in self.bound:
+            self.maker.update(dict.fromkeys(op.results, self.part_of[op.name]))
+            for name in op.operands:
+                self.users.setdefault(name, set()).add(self.part_of[op.name])
+        computed = [buffer for buffer, value in graph.mutations if value not in self.free]
+        self.maker |= {buffer: self._home_of_buffer(buffer) for buffer in computed}
+        self.output_part = self._output_parts()
+        self.needed = [self._needed(number) for number in range(self.num_parts)]
+        self._place_unused()
+        for buffer in computed:
+            self.users[buffer] = {number for number, needed in enumerate(self.needed) if buffer in needed}
+        self._check_order()
+        self.crossings = self._crossings()
+
+    def _is_free(self, op: Op) -> bool:
+        return self.free.issuperset(op.results)
+
+    def _home_of_buffer(self, buffer: str) -> int:
+        """The part that computes what is written into a buffer; where that is an input, the first that reads it."""
+        value = self.written[buffer]
+        return self.maker[value] if value in self.maker else min(self.users.get(buffer, ()), default=0)
+
+    def _output_parts(self) -> dict[str, int]:
+        """Output, or loss -> the part that delivers it."""
+        found: dict[str, int] = {}
+        for name in [*refs(self.graph.outputs), *([] if self.graph.loss is None else [self.graph.loss])]:
+            producer = self.graph.producer.get(name)
+            here = self.maker.get(name, min(self.users.get(name, ()), default=0))
+            found[name] = here if producer is None else self.part_of[producer.name]
+        return found
+
+    def _needed(self, number: int) -> set[str]:
+        wanted = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]
+        wanted += [name for name, part in self.output_part.items() if part == number]
+        for buffer, value in self.graph.mutations:
+            wanted += [buffer, value] if self.maker.get(buffer) == number else []
+        needed: set[str] = set()
+        self._add_needed(needed, wanted)
+        return needed
+
+    def _add_needed(self, needed: set[str], wanted: Iterable[str]) -> None:
+        """Add values, and what it takes to repeat them. Who holds a buffer that is rewritten with what is repeated
+        rewrites it as well."""
+        pending = list(wanted)
+        while pending:
+            name = pending.pop()
+            producer = self.graph.producer.get(name)
+            if name in needed or (producer is not None and name not in self.free):
+                continue
+            needed.add(name)
+            if producer is not None:
+                pending += [*producer.operands, *producer.results]
+            elif name in self.written and name not in self.maker:
+                pending.append(self.written[name])
+
+    def _place_unused(self) -> None:
+        """What nobody uses belongs to the module or to the call all the same; operators that nobody needs stay."""
+        for source in self.graph.sources:
+            if source.kind != "constant" and not any(source.value in needed for needed in self.needed):
+                self._add_needed(self.needed[0], [source.value])
+        for op in self.graph.ops:
+            if self._is_free(op) and not any(needed.intersection(op.results) for needed in self.needed):
+                self._add_needed(self.needed[self.part_of[op.name]], op.results)
+
+    def _check_order(self) -> None:
+        for name, users in self.users.items():
+            early = [part for part in users if part < self.maker.get(name, 0)]
+            if early:
+                raise PlanError(self._out_of_order(name, min(early)))
+
+    def _out_of_order(self, name: str, part: int) -> str:
+        home, source = self.maker[name], self.graph.source_of.get(name)
+        op = next(op for op in self.graph.ops if name in op.operands and self._runs_in(op, part))
+        if source is None:
+            made_by = self.graph.producer[name].name
+            what = f"{op.name} of part {part} needs {name}, the result of {made_by} of part {home}"
+            fix = f"put {op.name} into part {home} or behind it, or {made_by} into part {part} or before it"
+        else:
+            what = f"the buffer {source.names[0]} is read in part {part}, and rewritten with data of part {home}"
+            fix = "put what reads it and what rewrites it into one part: nothing but cotangents goes back"
+        return problem(what, op=op.name, source=op.source, fix=fix)
+
+    def _crossings(self) -> tuple[Crossing, ...]:
+        found = []
+        for name in [source.value for source in self.graph.sources] + [n for op in self.bound for n in op.results]:
+            later = self.users.get(name, set()) - {self.maker.get(name)}
+            if name in self.maker and later:
+                found.append(Crossing(name, self.maker[name], tuple(sorted(later))))
+        return tuple(found)
+
+    def parts(self) -> tuple[Graph, ...]:
+        """All parts, made last first: what has a cotangent is known from the end."""
+        found: list[Graph] = []
+        reached: set[str] = set()
+        for number in reversed(range(self.num_parts)):
+            found.append(self._part(number, reached))
+            reached.update(found[-1].differentiated)
+            for op in reversed(found[-1].ops):
+                if any(name in reached and self.graph.by_name[name].requires_grad for name in op.results):
+                    reached.update(name for name in op.operands if self.graph.by_name[name].requires_grad)
+        return tuple(reversed(found))
+
+    def _part(self, number: int, reached: Collection[str]) -> Graph:
+        """``reached``: the values to which later parts send a cotangent."""
+        graph = self.graph
+        received = [c.value for c in self.crossings if number in (c.receivers if self.carries else c.users)]
+        sent = [c.value for c in self.crossings if self._sends(c, number)]
+        delivered = [name for name, part in self.output_part.items() if part == number]
+        loss = graph.loss if graph.loss in delivered else None
+        given = [name for name in sent if name in reached]
+        given += [name for name in delivered if graph.loss is None and graph.by_name[name].requires_grad]
+        ops = [op for op in graph.ops if self._runs_in(op, number)]
+        sources = [Source(name, "activation", (name,)) for name in received]
+        sources += [source for source in graph.sources if self._is_held(source.value, number)]
+        names = [*(source.value for source in sources), *(name for op in ops for name in op.results)]
+        outputs = dict.fromkeys([*refs(graph.outputs), *sent])
+        return Graph(
+            tuple(graph.by_name[name] for name in names),
+            tuple(sources),
+            tuple(ops),
+            tuple(Ref(name) for name in outputs if name in delivered or name in sent),
+            loss,
+            tuple((buffer, value) for buffer, value in graph.mutations if self._is_held(buffer, number)),
+            tuple((name, text) for name, text in graph.constraints if name in names),
+            tuple(dict.fromkeys(given)),
+        )
+
+    def _runs_in(self, op: Op, number: int) -> bool:
+        return self.needed[number].issuperset(op.results) if self._is_free(op) else self.part_of[op.name] == number
+
+    def _is_held(self, source: str, number: int) -> bool:
+        """Whether a part holds a source, and does not receive it."""
+        return source in self.needed[number] and self.maker.get(source, number) == number
+
+    def _sends(self, crossing: Crossing, number: int) -> bool:
+        return number + 1 in crossing.receivers if self.carries else number == crossing.maker

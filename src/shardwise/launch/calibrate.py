@@ -1,0 +1,73 @@
+"""``shardwise calibrate``: starts ranks that measure this machine, fits a cluster to what they measured, writes it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.cluster_file import format_cluster, load, parse
+from shardwise.costs.fit import Measurements, fit_cluster, format_residuals, residuals
+from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.launch.launcher import launch
+
+
+def calibrate(
+    output: str | Path,
+    *,
+    num_ranks: int | None = None,
+    points: str | Path | None = None,
+    like: str | None = None,
+    tiny: bool = False,
+) -> tuple[Cluster, list[str]]:
+    """The cluster that this machine is, written to ``output`` (TOML), and a line per series of measurements: how far
+    predictions are from them.
+
+    ``num_ranks``: by default one per GPU, or two where there is none.
+    ``points``: measurements made before (by ``launch.measure``, on several machines perhaps), instead of new ones.
+    ``like``: a bundled cluster of the same hardware: its peaks are taken, and the part of them that was reached.
+    Raises ShardwiseError if ranks fail or files cannot be read or written.
+    """
+    output = Path(output)
+    if output.suffix != ".toml":
+        raise ShardwiseError(
+            problem(f"{output} is not a .toml file", fix="name it so: cluster files are found by that")
+        )
+    known = None if like is None else load(like)
+    measured = _measure(num_ranks or _num_devices(), tiny) if points is None else _read(points)
+    fitted = fit_cluster(measured, output.stem, known)
+    # What is compared is what the file says, with the digits that it has.
+    cluster = parse(format_cluster(fitted), str(output))
+    lines = format_residuals(residuals(cluster, measured))
+    try:
+        output.write_text(format_cluster(fitted, {**measured.facts, "residuals": lines}), encoding="utf-8")
+    except OSError as error:
+        raise ShardwiseError(problem(f"cannot write the cluster file: {error}", fix="name another file")) from error
+    return cluster, lines
+
+
+def _num_devices() -> int:
+    import torch  # here: the command that starts ranks needs none of it
+
+    return (torch.cuda.device_count() if torch.cuda.is_available() else 0) or 2
+
+
+def _measure(num_ranks: int, tiny: bool) -> Measurements:
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        path = Path(folder) / "points.json"
+        command: Sequence[str] = ["-m", "shardwise.launch.measure", str(path), *(["--tiny"] if tiny else [])]
+        code = launch(command, num_ranks)
+        if code:
+            what = f"the ranks that measure ended with exit code {code}"
+            raise LaunchError(problem(what, fix="see their output above; try fewer ranks: --ranks 2"))
+        return _read(path)
+
+
+def _read(path: str | Path) -> Measurements:
+    try:
+        return Measurements.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        what = f"cannot read the measurements {path}: {error!r}"
+        raise ShardwiseError(problem(what, fix="make them: -m shardwise.launch.measure points.json")) from error

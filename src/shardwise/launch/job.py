@@ -1,0 +1,458 @@
+"""The ranks of one machine, from their start to their end: output in whole lines, and who failed first.
+
+What a person must see after a failure is the first failing rank's own traceback, and it must not take a time-out to get
+there. Ranks therefore do not print their tracebacks: ``bootstrap`` writes a record with a time stamp. Whenever output
+arrives the records are looked for, and from the first one on the errors of the other ranks, which are consequences (a
+connection that was reset), are held back. The ranks that are left get SIGTERM, and SIGKILL after a grace time. Where
+the first failure is that somebody waited in vain, those ranks are asked before where they are.
+
+Every rank leads a process group of its own: a Ctrl-C in the terminal reaches the launcher only, which passes it on
+once, and what a rank started (data loader workers) ends with it. Standard library only, POSIX only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, TextIO
+
+from shardwise.errors import LaunchError, problem
+from shardwise.launch import bootstrap
+
+EXIT_INTERRUPTED = bootstrap.EXIT_INTERRUPTED
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # whoever read our output has gone
+EXIT_LEFT_BEHIND = 1  # ranks still ran when the time after another's exit code 0 was over
+
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 1.0  # how long a lost connection waits for the failure that explains it
+_OWN_EXIT_SECONDS = 1.0  # what a rank that has recorded its failure gets to end by itself
+_DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has ended
+_INTERRUPT_SECONDS = 3.0  # what a script gets for its own `except KeyboardInterrupt` and `finally`
+_STACK_SECONDS = 0.3  # for a rank to write down where it is
+_NOTICE_SECONDS = 30.0  # how long ranks may run after another's exit code 0 before a line says so
+_LONGEST_LINE = 1 << 20  # bytes; a longer line is forwarded in pieces
+
+_WAITED_IN_VAIN = ("timed out", "timeout", "did not come to")  # in the message of an error
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.dirname(__file__)))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank failed. ``follow_up``: by its own account it lost a peer; ``killed_by``: the signal that ended it."""
+
+    rank: int
+    seconds: float
+    exit_code: int
+    error: str = ""
+    traceback: str = ""
+    follow_up: bool = False
+    killed_by: str = ""
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether the rank gave up on another one, which may hang. (NCCL's watchdog aborts the process.)"""
+        return self.killed_by == "SIGABRT" or any(text in self.error.lower() for text in _WAITED_IN_VAIN)
+
+    def describe(self) -> str:
+        """One line, for example ``failed with exit code 1 (ValueError: no such file)``."""
+        if self.killed_by:
+            return f"was killed by {self.killed_by}"
+        reason = self.error.split("\n", 1)[0]
+        return f"failed with exit code {self.exit_code}" + (f" ({reason})" if reason else "")
+
+
+@dataclass(slots=True)
+class Rank:
+    """A running rank."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    failure_file: str
+    open_pipes: int = 2
+    failure: Failure | None = None
+    seen_alive: float = field(default_factory=time.time)  # when its process was last known to run
+
+    def signal(self, signum: int, whole_group: bool = True) -> None:
+        """Send a signal, unless the rank has ended."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if whole_group else os.kill)(self.process.pid, signum)
+
+    def ended(self) -> bool:
+        """Whether the process has ended. What it leaves behind in its process group is killed then."""
+        now = time.time()
+        if self.process.returncode is None and self.process.poll() is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:
+            self.seen_alive = now
+        return self.process.returncode is not None
+
+    def position(self) -> str:
+        """Where the rank was when it got STACK_SIGNAL, for example ``in load (train.py:7)``; empty if it never said.
+
+        Of its stack, that is the innermost function of the user's code; empty too if there is none.
+        """
+        try:
+            with open(bootstrap.STACK_FILE.format(failure_file=self.failure_file), encoding="utf-8") as file:
+                frames = _FRAME.findall(file.read())
+        except OSError:
+            return ""
+        user_frames = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<frozen"))]
+        return next((f"in {name} ({os.path.basename(path)}:{line})" for path, line, name in user_frames), "")
+
+    def look_for_failure(self) -> Failure | None:
+        """The failure that the rank recorded, or that its exit code tells."""
+        if self.failure is None and os.path.exists(self.failure_file):
+            with open(self.failure_file, encoding="utf-8") as file:
+                self.failure = Failure(rank=self.number, **json.load(file))
+        code = self.process.returncode
+        if self.failure is None and code is not None and code != 0:
+            killed_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            exit_code, killed_by = (code, "") if code > 0 else (128 - code, killed_by)
+            # It left no record. Whatever its peers suffered from its end is younger than the moment it was last seen
+            # alive. An abort is mostly native code (NCCL's watchdog) that gave up on a peer.
+            aborted = killed_by == "SIGABRT"
+            self.failure = Failure(self.number, self.seen_alive, exit_code, follow_up=aborted, killed_by=killed_by)
+        return self.failure
+
+
+@dataclass(slots=True)
+class Pipe:
+    """The stdout or stderr of a rank."""
+
+    rank: Rank
+    source: IO[bytes]
+    is_stdout: bool
+    rest: bytes = b""
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """The lines that ``data`` completes; all that is left when ``data`` is empty (the end)."""
+        text = self.rest + data
+        # A progress bar's carriage return ends a line too; one at the end of the data may be half of "\r\n".
+        end = max(text.rfind(b"\n"), text.rfind(b"\r", 0, max(0, len(text) - 1))) + 1
+        lines, self.rest = text[:end].splitlines(keepends=True), text[end:]
+        if self.rest and (not data or len(self.rest) > _LONGEST_LINE):
+            lines.append(self.rest if data or self.rest.endswith(b"\r") else self.rest + b"\n")
+            self.rest = b""
+        return lines
+
+
+@dataclass(slots=True)
+class Job:
+    """The ranks of this machine, from start to end. One thread waits for output and looks at the processes."""
+
+    scratch: str
+    logs: dict[int, IO[bytes]]
+    tag: bool
+    grace_seconds: float
+    exit_grace_seconds: float | None = None
+    ranks: list[Rank] = field(default_factory=list)
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    caught: list[int] = field(default_factory=list)  # signals sent to the launcher
+    failing: float | None = None  # when the first failure was noticed (monotonic seconds)
+    cause: Failure | None = None  # the failure that ends the job
+    shown: bool = False  # whether the cause's traceback has been
+    held: list[tuple[int, bytes]] = field(default_factory=list)  # stderr since the first failure
+    schedule: list[tuple[float, int, list[Rank]]] = field(default_factory=list)  # signals to send: when, which, to whom
+    exit_code: int | None = None  # decided
+    first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
+    noticed: bool = False  # whether a line said so
+    stopped: list[Rank] = field(default_factory=list)  # asked where they are, then stopped
+
+    @contextlib.contextmanager
+    def signals_caught(self) -> Iterator[None]:
+        """Note SIGINT, SIGTERM and SIGHUP instead of dying of them. Only the main thread can."""
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            self.caught.append(signum)
+
+        before = {}
+        try:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup sets it
+                    with contextlib.suppress(ValueError):
+                        before[signum] = signal.signal(signum, note)
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
+        """Start one rank, with SIGINT blocked until ``bootstrap`` is ready for it."""
+        failure_file = os.path.join(self.scratch, f"rank-{number}.json")
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", bootstrap.__file__, *command],
+                env={**environment, "RANK": str(number), bootstrap.FAILURE_FILE: failure_file},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                process_group=0,
+            )
+        except OSError as error:
+            what = f"cannot start rank {number}: {error}"
+            raise LaunchError(
+                problem(what, fix="start fewer ranks, or raise the limits on processes and memory")
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        rank = Rank(number, process, failure_file)
+        self.ranks.append(rank)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for source, is_stdout in ((process.stdout, True), (process.stderr, False)):
+            self.selector.register(source, selectors.EVENT_READ, Pipe(rank, source, is_stdout))
+
+    def run(self) -> int:
+        """Forward output until every rank has ended, and stop the ranks when one fails; returns the exit code."""
+        try:
+            while [rank for rank in self.ranks if not rank.ended()]:
+                self._turn()
+            deadline = time.monotonic() + _DRAIN_SECONDS
+            while self.selector.get_map() and time.monotonic() < deadline:
+                self._turn()
+            self._judge(settled=True)
+            if self.cause is not None:
+                self._show_cause()
+                self._summarize(self.cause)
+            elif self.stopped:
+                self._summarize_left_behind()
+            return self.exit_code or 0
+        except BrokenPipeError:
+            # The reader of our output has gone (`| head`). Python would complain once more when it flushes stdout at
+            # exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_BROKEN_PIPE
+
+    def kill(self) -> None:
+        """The last resort, whatever happened before: no rank is left."""
+        for rank in self.ranks:
+            rank.signal(signal.SIGKILL)
+        for rank in self.ranks:
+            rank.process.wait()
+            rank.ended()
+        for key in list(self.selector.get_map().values()):
+            key.data.source.close()
+        self.selector.close()
+
+    def _turn(self) -> None:
+        for key, _ in self.selector.select(_POLL_SECONDS):
+            self._read(key.data)
+        if self.caught:
+            self._interrupt()
+        self._judge(settled=self.failing is not None and time.monotonic() > self.failing + _SETTLE_SECONDS)
+        if self.exit_code is None and self.failing is None:
+            self._look_for_left_behind()
+        while self.schedule and self.schedule[0][0] <= time.monotonic():
+            _, signum, ranks = self.schedule.pop(0)
+            for rank in ranks:
+                rank.signal(signum, whole_group=signum in (signal.SIGTERM, signal.SIGKILL))
+
+    # ------------------------------------------------------------------------------------------------ failures
+
+    def _judge(self, settled: bool) -> None:
+        """Decide which failure ends the job: the earliest; a lost peer waits until ``settled``."""
+        if self.exit_code is not None:
+            if self.cause is not None and not self.shown:
+                self._show_cause_when_complete(self.cause)
+            return
+        for rank in self.ranks:
+            rank.ended()  # a killed rank leaves only its exit code
+        failures = [failure for rank in self.ranks if (failure := rank.look_for_failure()) is not None]
+        if not failures:
+            return
+        if self.failing is None:
+            self.failing = time.monotonic()
+        cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds))
+        if cause.follow_up and not settled and not all(rank.ended() for rank in self.ranks):
+            return
+        self.cause, self.exit_code = cause, cause.exit_code
+        others = [rank for rank in self.ranks if rank.failure is None]
+        failed = [rank for rank in self.ranks if rank.failure is not None]
+        if cause.waited_in_vain:
+            self.stopped = [rank for rank in others if not rank.ended()]
+        self._stop(others, failed)
+
+    def _stop(self, others: list[Rank], failed: list[Rank]) -> None:
+        """Plan the signals that end all ranks; those in ``self.stopped`` are asked for their stack before."""
+        now = time.monotonic()
+        after = now + (_STACK_SECONDS if self.stopped else 0)
+        self.schedule = [
+            (now, bootstrap.STACK_SIGNAL, self.stopped),
+            (after, signal.SIGTERM, others),
+            (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
+            (after + self.grace_seconds, signal.SIGKILL, self.ranks),
+        ]
+
+    def _look_for_left_behind(self) -> None:
+        """Say, or end it, when ranks still run long after another has ended well."""
+        done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
+        running = [rank for rank in self.ranks if rank.process.returncode is None]
+        if not done or not running:
+            return
+        now = time.monotonic()
+        if self.first_exit is None:
+            self.first_exit = now
+        numbers, elapsed = [rank.number for rank in running], now - self.first_exit
+        if self.exit_grace_seconds is not None and elapsed >= self.exit_grace_seconds:
+            self.exit_code, self.stopped = EXIT_LEFT_BEHIND, running
+            self._stop(running, [])
+        elif elapsed >= _NOTICE_SECONDS and not self.noticed:
+            self.noticed = True
+            self._say(
+                f"{_name(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {_name(numbers)} still run"
+                + "s" * (len(numbers) == 1)
+                + "\n  note:   if they wait for each other, they wait in vain; --exit-grace SECONDS stops such ranks"
+            )
+
+    def _interrupt(self) -> None:
+        """Pass a signal on to the ranks; a second one kills them."""
+        signum = self.caught[0]
+        again = self.exit_code == EXIT_INTERRUPTED
+        self.caught.clear()
+        now = time.monotonic()
+        if again or self.cause is not None:
+            self.schedule = [(now, signal.SIGKILL, self.ranks)]
+            return
+        self.exit_code = EXIT_INTERRUPTED
+        later = now + (_INTERRUPT_SECONDS if signum == signal.SIGINT else 0)
+        self.schedule = [
+            (now, signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM, self.ranks),
+            (later, signal.SIGTERM, self.ranks),
+            (later + self.grace_seconds, signal.SIGKILL, self.ranks),
+        ]
+        self._say(f"{signal.Signals(signum).name}: stopping {len(self.ranks)} ranks")
+
+    def _show_cause_when_complete(self, cause: Failure) -> None:
+        (rank,) = (rank for rank in self.ranks if rank.number == cause.rank)
+        assert self.failing is not None
+        if rank.open_pipes == 0 or time.monotonic() > self.failing + _SETTLE_SECONDS + _OWN_EXIT_SECONDS:
+            self._show_cause()
+
+    def _show_cause(self) -> None:
+        """What the first failing rank still wrote to stderr, then its traceback."""
+        if self.shown or self.cause is None:
+            return
+        self.shown = True
+        number = self.cause.rank
+        self._show(number, [line for rank, line in self.held if rank == number])
+        self.held = [(rank, line) for rank, line in self.held if rank != number]
+        self._show(number, self.cause.traceback.encode("utf-8", "backslashreplace").splitlines(keepends=True))
+
+    def _summarize(self, cause: Failure) -> None:
+        """The last lines: who failed first and how, and what else a reader should know."""
+        for rank in self.ranks:
+            if rank.number in self.logs and (failure := rank.look_for_failure()) is not None:
+                self.logs[rank.number].write(failure.traceback.encode("utf-8", "backslashreplace"))
+        if self.tag:
+            for number, line in self.held:
+                self._show(number, [line])
+        also: dict[str, list[int]] = {}
+        num_stopped = 0
+        for rank in self.ranks:
+            failure = rank.look_for_failure()
+            if failure is not None and failure.error and not failure.follow_up:
+                also.setdefault(failure.describe(), []).append(rank.number)
+            elif rank.process.returncode != 0 and rank.number != cause.rank:
+                num_stopped += 1
+        text = f"rank {cause.rank} {cause.describe()}"
+        if num_stopped:
+            text += f"; stopped the other {num_stopped} rank{'s' * (num_stopped > 1)}"
+        lines = [text]
+        for reason, numbers in also.items():
+            if later := [number for number in numbers if number != cause.rank]:
+                lines.append(f"  also:   {_name(later)} {reason}")
+        if cause.killed_by == "SIGKILL":
+            lines.append(
+                "  fix:    most often the system ran out of memory (see dmesg): fewer ranks, a smaller batch or model"
+            )
+        done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
+        if cause.follow_up and done:
+            lines.append(f"  note:   {_name(done)} had already ended, with exit code 0")
+        if self.held and not self.tag:
+            lines.append(
+                f"  hidden: {len(self.held)} later error lines of other ranks (--tag shows, --log-dir keeps all output)"
+            )
+        self._say("\n".join([*lines, *self._positions()]))
+
+    def _summarize_left_behind(self) -> None:
+        """The last lines after ``exit_grace_seconds``."""
+        stopped = [rank.number for rank in self.stopped]
+        done = [rank.number for rank in self.ranks if rank.number not in stopped]
+        later = f"{_name(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
+        fix = "  fix:    let every rank take part in the same collectives, or give more time: --exit-grace SECONDS"
+        self._say("\n".join([f"{_name(done)} ended with exit code 0; {later}", *self._positions(), fix]))
+
+    def _positions(self) -> list[str]:
+        """Where ranks were before they were stopped, one line for each place."""
+        ranks: dict[str, list[int]] = {}
+        for rank in self.stopped:
+            if position := rank.position():
+                ranks.setdefault(position, []).append(rank.number)
+        return [
+            f"  where:  {_name(numbers)} {'were' if len(numbers) > 1 else 'was'} {position}"
+            for position, numbers in ranks.items()
+        ]
+
+    # -------------------------------------------------------------------------------------------------- output
+
+    def _read(self, pipe: Pipe) -> None:
+        """Take what a pipe has to give."""
+        data = os.read(pipe.source.fileno(), 1 << 16)
+        if not data:
+            self.selector.unregister(pipe.source)
+            pipe.source.close()
+            pipe.rank.open_pipes -= 1
+        elif pipe.rank.number in self.logs:
+            self.logs[pipe.rank.number].write(data)
+            self.logs[pipe.rank.number].flush()
+        number = pipe.rank.number
+        if not pipe.is_stdout and self._has_failed() and not (self.shown and self.cause and self.cause.rank == number):
+            self.held += [(number, line) for line in pipe.lines(data)]
+            return
+        lines = pipe.lines(data)
+        if number == 0 or self.tag or not pipe.is_stdout:
+            self._show(number, lines, pipe.is_stdout)
+
+    def _has_failed(self) -> bool:
+        """Whether any rank has failed by now. Looks at the records: the launcher may not have judged them yet."""
+        if self.exit_code == EXIT_INTERRUPTED:
+            return False
+        return self.failing is not None or any(os.path.exists(rank.failure_file) for rank in self.ranks)
+
+    def _show(self, rank: int, lines: Sequence[bytes], is_stdout: bool = False) -> None:
+        prefix = f"[rank {rank}] ".encode() if self.tag else b""
+        _write(sys.stdout if is_stdout else sys.stderr, b"".join(prefix + line for line in lines))
+
+    def _say(self, text: str) -> None:
+        _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))
+
+
+def _write(stream: TextIO, data: bytes) -> None:
+    """Write bytes as they are; a stream without a buffer (a notebook's) gets text."""
+    buffer = getattr(stream, "buffer", None)
+    if buffer is not None:
+        buffer.write(data)
+    else:
+        stream.write(data.decode("utf-8", "replace"))
+    stream.flush()
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 4``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

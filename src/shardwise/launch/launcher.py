@@ -1,0 +1,183 @@
+"""``shardwise run``: starts the ranks of a job on this machine, with the environment variables of torchrun.
+
+The start is here; ``launch.job`` watches over the ranks until they end. Standard library only, POSIX only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from shardwise.errors import LaunchError, problem
+from shardwise.hosts import Host
+from shardwise.launch import bootstrap
+from shardwise.launch.job import Job
+from shardwise.launch.places import DEFAULT_PORT
+
+
+def launch(
+    command: Sequence[str],
+    num_ranks: int | None = None,
+    *,
+    hosts: Sequence[Host] = (),
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    tag: bool = False,
+    grace_seconds: float = 5.0,
+    exit_grace_seconds: float | None = None,
+) -> int:
+    """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as ``num_ranks`` processes here; returns the exit
+    code.
+
+    With ``nnodes > 1`` the same call is made on every machine, with its own ``node_rank`` and a common ``master_addr``
+    and ``master_port``; there are ``nnodes * num_ranks`` ranks in all. Or ``hosts`` says which ranks every machine has
+    (``node_rank`` is a place in it, ``num_ranks`` and ``nnodes`` do not count); the ranks meet at the host of rank 0,
+    by default at port 29500. Ranks find their place in the environment variables of torchrun (RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On one machine a free port is chosen.
+
+    Shown are rank 0's stdout and every rank's stderr, in whole lines; with ``tag`` everything, each line behind ``[rank
+    3] ``. With ``log_dir``, ``rank-3.log`` there keeps all that rank 3 wrote. After SIGTERM a rank has
+    ``grace_seconds`` before SIGKILL. When a rank has ended with exit code 0, the others have ``exit_grace_seconds`` to
+    end as well, by default as long as they want; after half a minute a line says which still run.
+
+    The exit code is 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after
+    SIGINT, SIGTERM or SIGHUP, or 1 after ``exit_grace_seconds``. Raises LaunchError when the job cannot be started.
+    """
+    hosts = hosts or _alike(num_ranks, nnodes)
+    _check_node(hosts, node_rank)
+    _check_command(command)
+    here = hosts[node_rank]
+    shared = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+        **_devices(here),
+        "WORLD_SIZE": str(sum(len(host.ranks) for host in hosts)),
+        "LOCAL_WORLD_SIZE": str(len(here.ranks)),
+        "MASTER_ADDR": _master_addr(hosts, master_addr),
+        "MASTER_PORT": str(_master_port(hosts, master_port, serves=0 in here.ranks)),
+        bootstrap.LAUNCHER_PID: str(os.getpid()),
+    }
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // len(here.ranks))))
+    scratch = tempfile.mkdtemp(prefix="shardwise-")
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        logs = _open_logs(stack, log_dir, here.ranks)
+        job = Job(scratch, logs, tag, grace_seconds, exit_grace_seconds)
+        stack.enter_context(job.signals_caught())
+        stack.callback(job.kill)
+        for local_rank, rank in enumerate(here.ranks):
+            job.start(command, rank, {**shared, "LOCAL_RANK": str(local_rank)})
+        return job.run()
+
+
+def _alike(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
+    """Machines with the same number of ranks, whose names are not known."""
+    if num_ranks is None:
+        raise LaunchError(
+            problem("the number of ranks is missing", fix="-n/--num-ranks says it: shardwise run -n 8 train.py")
+        )
+    if num_ranks < 1:
+        raise LaunchError(problem(f"cannot start {num_ranks} ranks", fix="ask for at least one: -n 8"))
+    return tuple(Host("", tuple(range(node * num_ranks, (node + 1) * num_ranks))) for node in range(nnodes))
+
+
+def _devices(host: Host) -> dict[str, str]:
+    """The GPUs that a rank table gives the ranks of a machine, for the CUDA runtime; LOCAL_RANK counts them."""
+    if not host.devices:
+        return {}
+    devices = ",".join(map(str, host.devices))
+    if os.environ.get("CUDA_VISIBLE_DEVICES", devices) != devices:
+        what = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}, but the rank table says {devices}"
+        raise LaunchError(problem(what, source=host.name, fix="unset CUDA_VISIBLE_DEVICES, or change the rank table"))
+    return {"CUDA_VISIBLE_DEVICES": devices}
+
+
+def _master_addr(hosts: Sequence[Host], chosen: str | None) -> str:
+    if chosen is not None or len(hosts) == 1:
+        return chosen or "127.0.0.1"
+    (master,) = (host.name for host in hosts if 0 in host.ranks)
+    if not master:
+        what = f"{len(hosts)} nodes cannot meet without the address of node 0"
+        raise LaunchError(problem(what, fix="give the same on every node: --master-addr node0 (or a --hostfile)"))
+    return master
+
+
+def _master_port(hosts: Sequence[Host], chosen: int | None, serves: bool) -> int:
+    """The port at which the ranks meet. ``serves``: rank 0, which listens there, is on this machine."""
+    if len(hosts) == 1 and chosen is None:
+        return free_port()
+    if chosen is None and not hosts[0].name:
+        what = f"{len(hosts)} nodes cannot meet without a common port"
+        raise LaunchError(problem(what, fix="give the same free port on every node: --master-port 29500"))
+    port = DEFAULT_PORT if chosen is None else chosen
+    if not 0 < port < 1 << 16:
+        raise LaunchError(problem(f"{port} is not a port", fix="choose one from 1 to 65535: --master-port 29500"))
+    if serves and (reason := _why_not_free(port)):
+        what = f"rank 0 cannot listen on port {port} of this machine: {reason}"
+        fix = "choose another --master-port" + (", the same on every node" if len(hosts) > 1 else ", or leave it out")
+        raise LaunchError(problem(what, fix=fix))
+    return port
+
+
+def _why_not_free(port: int) -> str:
+    """Empty if a process could listen on a port, on all addresses of this machine, as rank 0 does."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+    except OSError as error:
+        return "another process does" if error.errno == errno.EADDRINUSE else str(error.strerror)
+    return ""
+
+
+def free_port() -> int:
+    """A TCP port that no process of this machine listens on at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def num_cores() -> int:
+    """Cores this process may use: its affinity mask, and the container's quota (cgroup v2) if that is less."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def _check_command(command: Sequence[str]) -> None:
+    if not command or (command[0] == "-m" and len(command) < 2):
+        raise LaunchError(problem("nothing to run", fix="name a script: shardwise run -n 8 train.py"))
+    if command[0] != "-m" and not os.path.isfile(command[0]):
+        fix = "give the path of a Python script, without 'python' before it: shardwise run -n 8 train.py"
+        raise LaunchError(problem(f"there is no script {command[0]!r} in {os.getcwd()}", fix=fix))
+
+
+def _check_node(hosts: Sequence[Host], node_rank: int) -> None:
+    if not 0 <= node_rank < len(hosts):
+        what = f"node rank {node_rank} is not one of {len(hosts)} nodes"
+        raise LaunchError(problem(what, fix="number the nodes 0, 1, ...: --nnodes 2 --node-rank 1"))
+
+
+def _open_logs(
+    stack: contextlib.ExitStack, log_dir: str | os.PathLike[str] | None, ranks: Sequence[int]
+) -> dict[int, IO[bytes]]:
+    if log_dir is None:
+        return {}
+    try:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        return {rank: stack.enter_context(open(Path(log_dir, f"rank-{rank}.log"), "wb")) for rank in ranks}
+    except OSError as error:
+        raise LaunchError(problem(f"cannot write logs: {error}", fix="choose another --log-dir")) from error

@@ -1,0 +1,304 @@
+"""Measures a machine for ``shardwise calibrate``: a module that every rank runs, and rank 0 writes the points as JSON.
+
+    shardwise run -n 8 -m shardwise.launch.measure points.json                      # what `shardwise calibrate` does
+    shardwise run --hostfile hosts.txt -m shardwise.launch.measure points.json      # several machines
+
+All ranks compute at the same time, because that is how they train: cores, caches and memory are shared. Everything is
+measured several times, in rounds over all of it, so that a disturbance hits one round and not one size; of these the
+second fastest counts, each being the time of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.costs.fit import CollectiveTime, MatmulTime, Measurements, StreamTime
+from shardwise.errors import LaunchError, problem
+from shardwise.launch.ranks import init_ranks
+from shardwise.runtime.communicator import gather_tensor, scatter_tensor
+
+_Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime)
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+
+# Bytes of the message by which it is measured what operators hide: a bucket of gradients or less.
+_OVERLAPPED = 2**22
+
+_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured. ``widths``: of square matmuls; ``streams``, ``messages``: bytes; ``seconds``: of one call's
+    repetitions in a round, and ``rounds``, at least 2."""
+
+    dtypes: tuple[str, ...]
+    widths: tuple[int, ...]
+    streams: tuple[int, ...]
+    messages: tuple[int, ...]
+    seconds: float
+    rounds: int
+
+    @staticmethod
+    def of(backend: str, tiny: bool) -> Effort:
+        """What a machine can do in a minute or two; ``tiny``: in a second, for trying out whether it works."""
+        if tiny:
+            return Effort(("f32",), (32, 64), (2**14, 2**16), (2**10, 2**14), 0.001, 2)
+        if backend == "nccl":
+            powers, messages = range(20, 31, 2), range(14, 31, 2)
+            dtypes: tuple[str, ...] = ("f64", "f32", "bf16", "f16")
+            widths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
+        else:
+            powers, messages = range(18, 27, 2), range(12, 25, 2)
+            dtypes, widths = ("f64", "f32", "bf16"), (64, 128, 256, 512, 1024)
+        return Effort(dtypes, widths, tuple(2**p for p in powers), tuple(2**p for p in messages), 0.02, 5)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measures this machine, on every rank of a job.")
+    parser.add_argument("points", help="where rank 0 writes the measurements, as JSON")
+    parser.add_argument("--tiny", action="store_true", help="only a few small sizes")
+    chosen = parser.parse_args(arguments)
+    init_ranks()
+    measured = measure(Effort.of(dist.get_backend(), chosen.tiny))
+    if dist.get_rank() == 0:
+        Path(chosen.points).write_text(json.dumps(measured.to_json(), indent=1), encoding="utf-8")
+    dist.barrier()
+
+
+def measure(effort: Effort) -> Measurements:
+    """What this job's machines do; every rank calls it, and returns the same."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    watch = _Watch(device, effort)
+    sizes = _sizes()
+    groups = _create_groups(sizes)
+    small = torch.ones(16, device=device)
+    latencies, matmuls, streams, collectives = [], [], [], []
+    for _ in range(effort.rounds):
+        latencies.append(watch.seconds(lambda: torch.add(small, small, out=small)))
+        matmuls.append(list(_matmuls(watch, effort, device)))
+        streams.append(list(_streams(watch, effort, device)))
+        collectives.append(list(_collectives(watch, effort, device, groups)))
+    return Measurements(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, a rank of {sizes[0]}",
+        memory_bytes=_memory(device, sizes[0]),
+        sizes=sizes,
+        kernel_latency=sorted(latencies)[1],
+        matmuls=second_fastest(matmuls),
+        streams=second_fastest(streams),
+        collectives=second_fastest(collectives),
+        overlap=_overlap(watch, effort, device),
+        facts=_facts(),
+    )
+
+
+def second_fastest(rounds: Sequence[Sequence[_Time]]) -> tuple[_Time, ...]:
+    """Of each time, which all rounds have in the same order, the second fastest."""
+    return tuple(sorted(times, key=lambda time: time.seconds)[1] for times in zip(*rounds, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Times calls that all ranks make together."""
+
+    device: torch.device
+    effort: Effort
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call on the slowest rank, the mean of some calls in a row."""
+        call()
+        number = max(1, min(10_000, int(self.effort.seconds / max(self._slowest(call, 1), 1e-7))))
+        return self._slowest(call, number)
+
+    def fastest(self, calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+        """Of each call, made in turns, the fastest of its rounds."""
+        taken = [[self._slowest(call, 1) for call in calls] for _ in range(rounds)]
+        return [min(times) for times in zip(*taken, strict=True)]
+
+    def _slowest(self, call: Callable[[], Any], number: int) -> float:
+        dist.barrier()
+        self._finish()
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        self._finish()
+        taken = torch.tensor((time.perf_counter() - start) / number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return float(taken)
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _matmuls(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[MatmulTime]:
+    for name in effort.dtypes:
+        for width in effort.widths:
+            left, right = (torch.rand(width, width, device=device).to(_DTYPES[name]) for _ in range(2))
+            out = torch.empty_like(left)
+            seconds = watch.seconds(partial(torch.mm, left, right, out=out))
+            yield MatmulTime(name, 2.0 * width**3, seconds)
+
+
+def _streams(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[StreamTime]:
+    """An addition: two tensors read, one written."""
+    for num_bytes in effort.streams:
+        left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
+        seconds = watch.seconds(partial(torch.add, left, right, out=out))
+        yield StreamTime(3.0 * num_bytes, seconds)
+
+
+def _collectives(
+    watch: _Watch, effort: Effort, device: torch.device, groups: Sequence[tuple[tuple[int, ...], Any]]
+) -> Iterator[CollectiveTime]:
+    for units, group in groups:
+        for kind in KINDS:
+            for num_bytes in effort.messages:
+                call, moved = _call(kind, group, units[0], num_bytes, device)
+                yield CollectiveTime(kind, units, moved, watch.seconds(call))
+
+
+def _overlap(watch: _Watch, effort: Effort, device: torch.device) -> float:
+    """What matmuls hide of an all-reduce over all ranks that takes about as long. In turns and of each the fastest: a
+    disturbance would pass for time that was hidden, or was not."""
+    if dist.get_world_size() == 1:
+        return 1.0
+    message = torch.zeros(min(effort.messages[-1], _OVERLAPPED) // 4, device=device)
+    width = effort.widths[len(effort.widths) // 2]
+    left, right = (torch.rand(width, width, device=device) for _ in range(2))
+
+    def send() -> None:
+        dist.all_reduce(message)
+
+    def compute() -> None:
+        for _ in range(repeats):
+            torch.mm(left, right)
+
+    def both() -> None:
+        handle = dist.all_reduce(message, async_op=True)
+        compute()
+        handle.wait()
+
+    repeats = 1
+    alone = [watch.fastest((send, compute), effort.rounds) for _ in range(2)][1]
+    repeats = max(1, round(alone[0] / alone[1]))
+    return hidden_part(*watch.fastest((send, compute, both), 8 * effort.rounds))
+
+
+def hidden_part(sent: float, computed: float, both: float) -> float:
+    """The part of the shorter one that the longer one hides.
+
+    >>> hidden_part(1.0, 2.0, 2.0), hidden_part(1.0, 2.0, 2.5), hidden_part(1.0, 2.0, 3.5)
+    (1.0, 0.5, 0.0)
+    """
+    return min(1.0, max(0.0, (computed + sent - both) / min(computed, sent)))
+
+
+def _create_groups(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
+    """(``Span.units``, this rank's group): neighbours inside a node, one rank per node across, and all ranks."""
+    members_of = []
+    for units, groups in groups_of(sizes):
+        group_of = {tuple(members): dist.new_group(members) for members in groups}
+        members_of.append((units, next(group for members, group in group_of.items() if dist.get_rank() in members)))
+    return members_of
+
+
+def groups_of(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[list[int]]]]:
+    """(``Span.units``, the groups, which together are all ranks)."""
+    inside = sizes[0]
+    nodes = sizes[1] if len(sizes) > 1 else 1
+    for size in range(2, inside + 1):
+        if inside % size == 0:
+            starts = range(0, inside * nodes, size)
+            yield (size, 1, 1)[: len(sizes) + 1], [list(range(start, start + size)) for start in starts]
+    for size in range(2, nodes + 1):
+        if nodes % size == 0:
+            first = [row * size * inside + column for row in range(nodes // size) for column in range(inside)]
+            yield (size, size, 1), [list(range(start, start + size * inside, inside)) for start in first]
+    if nodes > 1 and inside > 1:
+        yield (inside * nodes, nodes, 1), [list(range(inside * nodes))]
+
+
+def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device) -> tuple[Callable[[], Any], float]:
+    """A collective as ``runtime.communicator`` performs it, and the bytes that its price counts."""
+    whole = torch.zeros(max(1, num_bytes // 4 // size) * size, device=device)
+    other, part = torch.empty_like(whole), whole.new_zeros(whole.numel() // size)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group), whole.nbytes
+    if kind == "all_gather":
+        return lambda: gather_tensor(other, part, group=group), whole.nbytes
+    if kind == "reduce_scatter":
+        return lambda: scatter_tensor(part, whole, group=group), whole.nbytes
+    if kind == "all_to_all":
+        return lambda: dist.all_to_all_single(other, whole, group=group), whole.nbytes
+    place, count = dist.get_rank(group), whole.numel()
+    counts = [count if member == (place + 1) % size else 0 for member in range(size)]
+    taken = [count if member == (place - 1) % size else 0 for member in range(size)]
+    return lambda: dist.all_to_all_single(other, whole, taken, counts, group=group), whole.nbytes
+
+
+def _sizes() -> tuple[int, ...]:
+    """Ranks per machine, and machines if there are several. Raises LaunchError unless each has as many, in a row."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, platform.node())
+    return sizes_of(names)
+
+
+def sizes_of(names: Sequence[str]) -> tuple[int, ...]:
+    """The same, from the name of every rank's machine."""
+    inside = names.count(names[0])
+    blocks = [set(names[start : start + inside]) for start in range(0, len(names), inside)]
+    if len(names) % inside or any(len(block) > 1 for block in blocks) or len(set(names)) < len(blocks):
+        what = f"the ranks are on {', '.join(names[:16])}: not as many on each machine, or not in a row"
+        raise LaunchError(problem(what, fix="start as many on each, machine by machine"))
+    return (inside,) if len(blocks) == 1 else (inside, len(blocks))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
+
+
+def _memory(device: torch.device, num_local: int) -> float:
+    """Bytes that a rank can have: of its GPU, or its part of the machine's memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / num_local
+
+
+def _facts() -> dict[str, str]:
+    try:
+        version_here = version("shardwise")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH
+        version_here = "not installed"
+    backend = str(dist.get_backend())
+    if backend == "nccl":
+        backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "software": f"shardwise {version_here}, torch {torch.__version__}, Python {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release()}, {torch.get_num_threads()} threads per rank",
+        "backend": backend,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Joins ``torch.distributed`` as one of the ranks, and says who is missing or different if that does not succeed.
+
+Where this process stands is read from the launcher's environment variables (``launch.places``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, but not re-exported
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from shardwise.errors import LaunchError, problem
+from shardwise.launch.places import Place, read_place
+
+_OWN_GPU = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows every task its own GPU only
+_VERDICT = "shardwise/verdict"
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
+_NOTICE_SECONDS = 30.0  # after which rank 0 says for whom it waits
+_LATE_SECONDS = 5.0  # what the other ranks wait longer than rank 0, for its verdict
+_NUM_NAMED = 8  # ranks that a message lists
+
+
+def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
+    """Join the other ranks; called again, or after the script's own ``init_process_group``, it changes nothing.
+
+    ``backend``: "nccl" or "gloo"; by default nccl if this machine has a GPU for every local rank, else gloo. With nccl
+    the CUDA device ``local_rank`` becomes current (or the only one, where Slurm shows each task its own).
+    ``timeout_seconds`` bounds the wait for the others, here and in every collective. The group is destroyed when the
+    process ends. Under a launcher that leaves OMP_NUM_THREADS unset (mpirun, srun) the ranks of a machine share its
+    cores: torch's threads are divided by their number.
+
+    Raises LaunchError if the environment is incomplete or contradictory, if a rank does not come in time or runs
+    another version of torch or shardwise, or if the backend is not the existing group's.
+    """
+    if dist.is_initialized():
+        if backend is not None and backend != dist.get_backend():
+            what = f"the ranks are already connected with {dist.get_backend()}, not {backend}"
+            raise LaunchError(problem(what, fix="call init_ranks once, first, or call shardwise.finish() in between"))
+        return
+    place = read_place(os.environ)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    own_gpu = num_gpus == 1 and any(name in os.environ for name in _OWN_GPU)
+    gpu = 0 if own_gpu else place.local_rank
+    if backend is None:
+        backend = "nccl" if own_gpu or num_gpus >= place.local_world_size else "gloo"
+    if backend == "nccl" and gpu >= num_gpus:
+        what = f"local rank {place.local_rank} has no GPU: this machine shows {num_gpus}"
+        raise LaunchError(problem(what, fix=f"start {num_gpus or 'no'} ranks here, or use the backend gloo"))
+    device = torch.device("cuda", gpu) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    if place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.local_world_size))
+    _join(place, backend, timedelta(seconds=timeout_seconds), device)
+    atexit.register(finish)
+
+
+def _join(place: Place, backend: str, timeout: timedelta, device: torch.device | None) -> None:
+    """Create the process group, once all ranks are known to be there and alike."""
+    if place.master is None:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
+        return
+    host, port = place.master
+    try:
+        store = _meet(place, host, port, timeout)
+        _agree(place, store, timeout)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("default_pg", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device,
+        )
+    except dist.DistError as error:
+        what = f"rank {place.rank} could not meet the other {place.world_size - 1} ranks at {host}:{port}: {error}"
+        fix = "check that all ranks were started, that rank 0 runs at that address and that the port is free there"
+        raise LaunchError(problem(what, fix=fix)) from error
+
+
+def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
+    """The key-value store of the ranks, which rank 0 serves; under torchrun its agent does."""
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(
+            host, port, place.world_size, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        what = f"rank 0 cannot listen on port {port}: another process of this machine does"
+        fix = "end that process, or choose another port: MASTER_PORT (under shardwise run: --master-port)"
+        raise LaunchError(problem(what, fix=fix)) from None
+
+
+def _agree(place: Place, store: Store, timeout: timedelta) -> None:
+    """Wait for every rank, and compare their versions. Rank 0 judges, so that all of them raise the same LaunchError.
+
+    Costs three requests per rank, and of rank 0 one more for every rank.
+    """
+    everyone = range(place.world_size)
+    keys = {rank: f"shardwise/rank-{rank}" for rank in everyone}
+    store.set(keys[place.rank], _versions())
+    if place.rank == 0:
+        missing = _wait_for(keys, store, timeout.total_seconds(), f" of {place.world_size}")
+        verdict = _absence(missing, place, timeout.total_seconds()) if missing else ""
+        verdict = verdict or _difference(store.multi_get(list(keys.values())))
+        store.set(_VERDICT, verdict)
+        if verdict:  # the store ends with this process: not before the others have read
+            _wait_for(
+                {rank: f"{keys[rank]}-told" for rank in everyone if rank not in (0, *missing)}, store, _LATE_SECONDS
+            )
+    else:
+        store.wait([_VERDICT], timeout + timedelta(seconds=_LATE_SECONDS))
+        verdict = store.get(_VERDICT).decode()
+        if verdict:
+            store.set(f"{keys[place.rank]}-told", "")
+    if verdict:
+        raise LaunchError(verdict)
+
+
+def _versions() -> str:
+    package = sys.modules["shardwise"]  # this module's own, whose names are a later layer's: nothing is imported here
+    return f"torch {torch.__version__} and shardwise {package.__version__}"
+
+
+def _wait_for(keys: dict[int, str], store: Store, seconds: float, notice: str = "") -> list[int]:
+    """The ranks whose keys are not there in time. (``Store.wait`` would not tell which.)
+
+    With ``notice``, which follows their names, a line says after half a minute for whom rank 0 waits.
+    """
+    began, pause = time.monotonic(), _FIRST_POLL_SECONDS
+    left = sorted(keys, reverse=True)
+    while left:
+        if store.check([keys[left[-1]]]):
+            left.pop()
+            continue
+        elapsed = time.monotonic() - began
+        if elapsed > seconds:
+            return _missing(left, keys, store)
+        if notice and elapsed > _NOTICE_SECONDS:
+            print(f"shardwise: rank 0 still waits for {_name(_missing(left, keys, store))}{notice}", file=sys.stderr)
+            notice = ""
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+    return []
+
+
+def _missing(ranks: list[int], keys: dict[int, str], store: Store) -> list[int]:
+    return sorted(rank for rank in ranks if not store.check([keys[rank]]))
+
+
+def _absence(missing: list[int], place: Place, seconds: float) -> str:
+    assert place.master is not None
+    host, port = place.master
+    what = f"{_name(missing)} of {place.world_size} did not come to {host}:{port} within {seconds:g} seconds"
+    return problem(what, fix="see why in their output: they were not started, have ended, or do not reach that address")
+
+
+def _difference(answers: list[bytes]) -> str:
+    """Empty if all ranks run the same versions, else what is wrong."""
+    ranks: dict[str, list[int]] = {}
+    for number, answer in enumerate(answers):
+        ranks.setdefault(answer.decode(), []).append(number)
+    if len(ranks) == 1:
+        return ""
+    who = "; ".join(f"{_name(numbers)}: {versions}" for versions, numbers in ranks.items())
+    return problem(f"the ranks run different versions: {who}", fix="install the same versions on every machine")
+
+
+def _name(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 4``; of many only the first."""
+    listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+def rank() -> int:
+    """This process's number, from 0; known before ``init_ranks`` too."""
+    return dist.get_rank() if dist.is_initialized() else read_place(os.environ).rank
+
+
+def world_size() -> int:
+    """How many ranks there are; known before ``init_ranks`` too."""
+    return dist.get_world_size() if dist.is_initialized() else read_place(os.environ).world_size
+
+
+def local_rank() -> tuple[int, int]:
+    """(this process's number, how many there are) on its machine; a launcher that does not tell has only one."""
+    place = read_place(os.environ)
+    if place.world_size != world_size():  # the script connected the ranks itself
+        return rank(), world_size()
+    return place.local_rank, place.local_world_size
+
+
+def device() -> torch.device:
+    """Where this rank's tensors belong: its GPU under nccl, else the CPU."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def finish() -> None:
+    """Leave the group of ranks. Happens by itself when the process ends; called twice, it does nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

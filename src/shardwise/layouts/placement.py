@@ -1,0 +1,103 @@
+"""A place: a mesh over some of the job's ranks. The one stage of a plan has the whole job; a stage of a pipeline a part
+of it, alone or together with other stages that have the same ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from shardwise.errors import LayoutError, problem
+from shardwise.layouts.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``ranks[i]``: the global rank of the mesh's device ``i`` (row-major over its axes). They ascend, since a process
+    group numbers its members so. Raises LayoutError where they do not, are not as many as the devices, or where one is
+    negative or named twice."""
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.mesh.num_devices:
+            raise LayoutError(
+                problem(
+                    f"{self.mesh} has {self.mesh.num_devices} devices, the placement names {len(self.ranks)} ranks: "
+                    f"{_shown(self.ranks)}",
+                    fix="name one global rank for every device of the mesh, row-major over its axes",
+                )
+            )
+        for before, rank in pairwise((-1, *self.ranks)):
+            if rank > before:
+                continue
+            if rank < 0:
+                what, fix = f"rank {rank} is negative", "ranks are counted from 0"
+            elif rank == before:
+                what, fix = f"rank {rank} is named twice", "name every rank once"
+            else:
+                what = f"rank {rank} stands behind rank {before}"
+                fix = "name ranks in ascending order; to arrange devices otherwise, order the axes of the mesh"
+            raise LayoutError(problem(f"{what} in the placement {_shown(self.ranks)} of {self.mesh}", fix=fix))
+
+    def __str__(self) -> str:
+        return f"{self.mesh} on ranks {_shown(self.ranks)}"
+
+    @staticmethod
+    def whole(mesh: Mesh) -> Placement:
+        """All ranks of a job that has as many as the mesh has devices."""
+        return Placement(mesh, tuple(range(mesh.num_devices)))
+
+    def device_of(self, rank: int) -> int:
+        """The position in the mesh of a global rank. Raises LayoutError for a rank that is elsewhere."""
+        device = bisect_left(self.ranks, rank)
+        if self.ranks[device : device + 1] != (rank,):
+            raise LayoutError(problem(f"rank {rank} has no place in {self}", fix="ask on one of these ranks"))
+        return device
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Sub-axis -> coordinate of a global rank."""
+        return self.mesh.coordinates(self.device_of(rank))
+
+    def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """The global ranks that differ from ``rank`` along ``axes`` only, ordered by their position along them."""
+        return tuple(self.ranks[device] for device in self.mesh.group(axes, self.device_of(rank)))
+
+
+def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
+    """Two stages of one plan have the same ranks or none in common, and all stages together have all ranks. Raises
+    LayoutError naming stages and ranks."""
+    if not placements:
+        raise LayoutError(problem("the plan has no stages", fix="give it one at least, with a placement"))
+    for stage, placement in enumerate(placements):
+        absent = [rank for rank in placement.ranks if rank >= num_ranks]
+        if absent:
+            what = (
+                f"stage {stage} names {len(absent)} of its {len(placement.ranks)} ranks beyond the job's {num_ranks}: "
+            )
+            fix = f"start {absent[-1] + 1} ranks, or name ranks from 0 to {num_ranks - 1}"
+            raise LayoutError(problem(what + _shown(absent), fix=fix))
+    for (one, first), (other, second) in combinations(enumerate(placements), 2):
+        common = sorted(set(first.ranks) & set(second.ranks))
+        if common and first.ranks != second.ranks:
+            what = f"stages {one} and {other} share {_counted(common)}, but not all: stage {one} has "
+            what += f"{_shown(first.ranks)}, stage {other} has {_shown(second.ranks)}"
+            raise LayoutError(problem(what, fix="give them the same ranks, or ranks of their own"))
+    missing = sorted(set(range(num_ranks)).difference(*(placement.ranks for placement in placements)))
+    if missing:
+        raise LayoutError(
+            problem(
+                f"{len(missing)} of {num_ranks} ranks are in no stage: {_shown(missing)}",
+                fix="name them in a stage's placement, or start fewer ranks",
+            )
+        )
+
+
+def _counted(ranks: Sequence[int]) -> str:
+    return f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({_shown(ranks)})"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)})" if len(ranks) > 8 else "")

@@ -1,0 +1,153 @@
+"""Values between stages: which rank sends which block of a tensor to which rank.
+
+The two ends of a boundary are layouts on meshes of their own, over ranks of their own. On every axis of either end a
+value is sharded (``S``) or whole (``I``): then its cotangent lies as the value does, and goes back by the same function
+with the ends exchanged. The other states are turned inside the stages, by the table of conversions:
+
+=====================  ===========================================  =====================
+the stage has it       conversion (forward / backward)              the boundary has it
+=====================  ===========================================  =====================
+sends it replicated    R -> I   none / keep_one                     whole
+sends it partial       P -> I   all_reduce / none                   whole
+wants it replicated    I -> R   none / all_reduce                   whole
+=====================  ===========================================  =====================
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.errors import LayoutError, problem
+from shardwise.graph.ir import Value
+from shardwise.layouts.layout import Layout, Ranges, num_rows
+from shardwise.layouts.placement import Placement
+
+Region = tuple[Ranges, ...]  # the rows [start, stop) of every dim, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a tensor on its way from one global rank to another (to the same one: a copy). ``region``: its rows of
+    the whole tensor; ``taken``: the same rows as the sender counts them in what it holds; ``placed``: as the receiver
+    does."""
+
+    sender: int
+    receiver: int
+    region: Region
+    taken: Region
+    placed: Region
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(num_rows, self.region))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def boundary_layout(layout: Layout) -> Layout:
+    """The layout in which a value of some layout crosses a boundary: what is replicated or partial is whole there, and
+    windows that overlap are slices."""
+    plain = layout.moved(dict.fromkeys(dict(layout.states), "I"))
+    return plain if _tiles(plain) else plain.without_windows
+
+
+def transfer(
+    value: Value, source: Layout, source_place: Placement, target: Layout, target_place: Placement
+) -> tuple[Block, ...]:
+    """The blocks that bring a value from its layout on one placement to its layout on another, every element to every
+    rank that wants it once. A rank takes what it holds itself from itself; of several holders the one that has sent
+    least so far sends.
+
+    Raises LayoutError for layouts that are not of this value, of these meshes, or no boundary's.
+    """
+    for layout, place in ((source, source_place), (target, target_place)):
+        _check_end(value, layout, place)
+    holders: dict[Region, list[int]] = defaultdict(list)
+    for rank in source_place.ranks:
+        holders[_held(source, source_place.coordinates(rank))].append(rank)
+    sent = dict.fromkeys(source_place.ranks, 0)
+    blocks: list[Block] = []
+    for receiver in target_place.ranks:
+        wanted = _held(target, target_place.coordinates(receiver))
+        for held, ranks in holders.items():
+            region = tuple(map(_common, held, wanted))
+            numel = prod(map(num_rows, region))
+            if numel:
+                sender = receiver if receiver in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
+                sent[sender] += numel if sender != receiver else 0
+                taken, placed = (tuple(map(_within, region, whole)) for whole in (held, wanted))
+                blocks.append(Block(sender, receiver, region, taken, placed))
+    return tuple(blocks)
+
+
+def _check_end(value: Value, layout: Layout, place: Placement) -> None:
+    what = ""
+    if layout.mesh != place.mesh:
+        what, fix = f"a layout of {layout.mesh}, the placement has {place.mesh}", "use a layout of the placement's mesh"
+    elif layout.shape != value.shape:
+        what, fix = f"a layout of shape {list(layout.shape)}", f"use a layout of shape {list(value.shape)}"
+    elif layout.states:
+        axis, state = layout.states[0]
+        word = "replicated" if state == "R" else "partial"
+        what = f"{word} over {axis}; a value crosses a boundary sharded or whole on every axis"
+        fix = f"convert it to {boundary_layout(layout)} inside the stage"
+    elif not _tiles(layout):
+        what = "windows that overlap, wrap or leave rows out; a value crosses a boundary in parts that tile it"
+        fix = f"convert it to {layout.without_windows} inside the stage"
+    if what:
+        raise LayoutError(problem(f"{value.name} as {layout}: {what}", fix=fix, facts=[("place", str(place))]))
+
+
+def _tiles(layout: Layout) -> bool:
+    return all(own.tile(layout.dims[own.dim][own.atom].size) for own in layout.windows)
+
+
+def _held(layout: Layout, coordinates: dict[str, int]) -> Region:
+    """The rows of every dim that a device holds."""
+    return tuple(_rows(layout, dim, coordinates) for dim in range(len(layout.dims)))
+
+
+def _rows(layout: Layout, dim: int, coordinates: dict[str, int]) -> Ranges:
+    found: Ranges = ((0, 1),)
+    for position, atom in enumerate(layout.dims[dim]):
+        start, length = layout.atom_pieces(dim, position, coordinates)
+        if length == atom.size:
+            found = tuple((first * atom.size, last * atom.size) for first, last in found)
+        else:
+            outer = (row * atom.size for first, last in found for row in range(first, last))
+            found = tuple((row + start, row + start + length) for row in outer if length)
+    return found
+
+
+def _common(first: Ranges, second: Ranges) -> Ranges:
+    """The rows that are in both of two ascending lists of ranges."""
+    found: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if first[i][1] <= second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def _within(part: Ranges, whole: Ranges) -> Ranges:
+    """Where some rows are among those that a device holds; ranges that follow one another there are one."""
+    found: list[tuple[int, int]] = []
+    offset, pending = 0, list(part)
+    for start, stop in whole:
+        while pending and pending[0][1] <= stop:
+            first, last = pending.pop(0)
+            begin, end = offset + first - start, offset + last - start
+            if found and found[-1][1] == begin:
+                begin = found.pop()[0]
+            found.append((begin, end))
+        offset += stop - start
+    return tuple(found)

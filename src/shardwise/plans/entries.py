@@ -1,0 +1,202 @@
+"""What a plan lists, as texts and numbers: tensors, operators, conversions, and the stage that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.layouts.strategy import parse_choices, parse_cuts
+from shardwise.layouts.text import parse_layout, parse_move
+from shardwise.plans.quantities import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A parameter, buffer or input: ``dtype`` and global ``shape``, and its layout as text."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorEntry:
+    """An operator: its target, its strategy, and for reading its rule and the line of the model it stands on."""
+
+    name: str
+    target: str
+    rule: str
+    strategy: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveEntry:
+    """``num_bytes``: the whole message on the busiest rank (the gathered tensor of an all_gather, the input of the
+    others)."""
+
+    kind: str
+    axes: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.axes.strip('()')}, {format_bytes(self.num_bytes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionEntry:
+    """A value on its way from one layout to another, first needed by ``op`` (empty: delivered to the user).
+
+    ``value``: the parameter, buffer or input, or the operator that computes it. ``backward`` is in the order of
+    execution. Conversions of the same ``bucket`` (other than 0) stand side by side and share their messages.
+    ``overlaps``: its messages leave before operators that do not need them, and arrive after (those of parameters).
+    ``path``: its moves as texts (``layouts.text.format_move``); empty in plans of files that did not have them.
+    """
+
+    value: str
+    op: str
+    source: str
+    target: str
+    forward: tuple[CollectiveEntry, ...]
+    backward: tuple[CollectiveEntry, ...]
+    bucket: int
+    overlaps: bool = False
+    path: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.value}: {self.source} -> {self.target}    {self.communication}"
+
+    @property
+    def communication(self) -> str:
+        """Forward and backward collectives as text."""
+        sides = (" ".join(map(str, side)) or "none" for side in (self.forward, self.backward))
+        return " / ".join(sides) if self.forward or self.backward else "no communication"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEntry:
+    """A value that all its consumers convert from one layout. ``name``: as in ``ConversionEntry.value``."""
+
+    name: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class PricingEntry:
+    """What a plan was priced with: the cluster as TOML, dtypes of ``Precision`` (empty: the model's), and the mesh axes
+    whose parts are treated differently. Nothing of the program depends on it."""
+
+    cluster: str
+    compute: str
+    parameter: str
+    reduce: str
+    separate: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a plan that runs in one place. ``operators`` are in execution order; ``shared`` are those of a stage
+    that was chosen by price. ``conversions``: None where a person changed the stage by hand; they are derived when the
+    plan is used."""
+
+    placement: Placement
+    inputs: tuple[TensorEntry, ...]
+    parameters: tuple[TensorEntry, ...]
+    buffers: tuple[TensorEntry, ...]
+    operators: tuple[OperatorEntry, ...]
+    conversions: tuple[ConversionEntry, ...] | None
+    shared: tuple[SharedEntry, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.placement.mesh
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether the conversions say which moves they make."""
+        return self.conversions is not None and all(entry.path for entry in self.conversions)
+
+    @cached_property
+    def strategies(self) -> dict[str, str]:
+        """Operator -> its strategy."""
+        return {entry.name: entry.strategy for entry in self.operators}
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """Parameter, buffer or input name -> its layout."""
+        entries = (*self.inputs, *self.parameters, *self.buffers)
+        return {entry.name: parse_layout(entry.layout, self.mesh) for entry in entries}
+
+    def collectives(self, *, backward: bool = False) -> Iterator[CollectiveEntry]:
+        """All collectives of a forward pass in order (or those of a backward pass, newest conversion first); what
+        travels in one bucket is one collective."""
+        entries = self.conversions or ()
+        ordered = reversed(entries) if backward else entries
+        for _, together in groupby(enumerate(ordered), lambda pair: pair[1].bucket or -pair[0] - 1):
+            sides = [entry.backward if backward else entry.forward for _, entry in together]
+            for same in zip(*sides, strict=True):
+                yield replace(same[0], num_bytes=sum(one.num_bytes for one in same))
+
+    def faults(self) -> Iterator[str]:
+        """What does not fit the mesh or the tensor: layouts, strategies, paths."""
+        for kind, entries in (("input", self.inputs), ("parameter", self.parameters), ("buffer", self.buffers)):
+            for entry in entries:
+                fault = _layout_fault(entry, kind, self.mesh)
+                if fault:
+                    yield problem(fault, op=f"{kind} {entry.name}")
+        for shared in self.shared:
+            try:
+                parse_layout(shared.layout, self.mesh)
+            except ShardwiseError as error:
+                yield problem(f"layout {shared.layout!r}: {error}", op=f"shared {shared.name}")
+        for operator in self.operators:
+            try:
+                parse_choices(operator.strategy, self.mesh)
+                parse_cuts(operator.strategy)
+            except ShardwiseError as error:
+                yield problem(str(error), op=operator.name, source=operator.source, fix=f"the rule is {operator.rule}")
+        for conversion in self.conversions or ():
+            fault = _path_fault(conversion, self.mesh)
+            if fault:
+                yield problem(fault, op=f"conversion of {conversion.value} for {conversion.op or 'the user'}")
+
+
+def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
+    """What is wrong with the layout of a source, or nothing."""
+    try:
+        layout = parse_layout(entry.layout, mesh)
+    except ShardwiseError as error:
+        return f"layout {entry.layout!r}: {error}"
+    if layout.shape != entry.shape:
+        return f"layout {entry.layout} has shape {list(layout.shape)}, the tensor {list(entry.shape)}"
+    if any(kind == "input" or not cut.tile(layout.dims[cut.dim][cut.atom].size) for cut in layout.windows):
+        whose = "inputs are split evenly" if kind == "input" else "the parts of a tensor follow one another"
+        return f"{entry.layout}: {whose}, and every row is on one device"
+    if any(state != "I" for _, state in layout.states):
+        return f"{entry.layout}: {kind}s are sharded or whole (invariant), never replicated or partial"
+    return ""
+
+
+def _path_fault(entry: ConversionEntry, mesh: Mesh) -> str:
+    """What is wrong with the path of a conversion, or nothing."""
+    if not entry.path:
+        return ""
+    try:
+        moves = [parse_move(text, mesh) for text in entry.path]
+        stations = [parse_layout(entry.source, mesh)]
+        for move in moves:
+            stations += [move.source, move.target]
+        stations.append(parse_layout(entry.target, mesh))
+    except ShardwiseError as error:
+        return f"path {list(entry.path)}: {error}"
+    for before, after in zip(stations[::2], stations[1::2], strict=True):
+        if before.canonical() != after.canonical():
+            return f"the path from {entry.source} to {entry.target} breaks between {before} and {after}"
+    return ""

@@ -1,0 +1,282 @@
+"""The file of a plan: JSON with a version and a digest, read entry by entry.
+
+Version 5 has stages, and in every conversion its path. Version 4 had one stage, whose entries stood beside the
+settings, and no paths: a file of a plan that was not chosen by price is read, since its conversions go the ways that
+send the fewest bytes; one that was chosen by price says to plan again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from shardwise.costs.prediction import PassedOver, Prediction
+from shardwise.errors import PlanError, problem
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.plans.entries import (
+    CollectiveEntry,
+    ConversionEntry,
+    OperatorEntry,
+    PricingEntry,
+    SharedEntry,
+    Stage,
+    TensorEntry,
+)
+
+FORMAT = "shardwise-plan"
+VERSION = 5
+BEFORE_STAGES = 4
+_STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
+_SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction")
+
+
+def digest_of(body: Any) -> str:
+    """SHA-256 over the entries in their order: that of mesh axes and of operators matters."""
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+
+
+def stage_body(stage: Stage) -> dict[str, Any]:
+    """A stage as it stands in a file."""
+    conversions = stage.conversions
+    return {
+        "mesh": dict(stage.mesh.axes),
+        "ranks": format_ranks(stage.placement.ranks),
+        "inputs": _table(stage.inputs),
+        "parameters": _table(stage.parameters),
+        "buffers": _table(stage.buffers),
+        "operators": _table(stage.operators),
+        "conversions": None if conversions is None else [asdict(entry) for entry in conversions],
+        "shared": _table(stage.shared),
+    }
+
+
+def _table(entries: Sequence[Any]) -> dict[str, Any]:
+    """Entries keyed by name."""
+    return {entry.name: {key: value for key, value in asdict(entry).items() if key != "name"} for entry in entries}
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """``(0, 1, 2, 3, 8)`` -> ``0-3,8``, in their order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The inverse of ``format_ranks``. Raises PlanError."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise PlanError(f"ranks read 0-3,8, not {text!r}")
+    ranks: list[int] = []
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
+    """The content of a plan file without its head, in the form of this version. Raises PlanError unless it is a plan,
+    unchanged since it was saved (``edited``: or changed on purpose)."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        where = f"{error}; the file has {len(text)} characters"
+        raise PlanError(
+            problem(f"{name} is not JSON: {where}", fix="the file may be truncated: save the plan again")
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
+    if data.get("version") not in (BEFORE_STAGES, VERSION):
+        raise PlanError(
+            problem(
+                f"{name} has plan version {data.get('version')!r}; this shardwise reads versions {BEFORE_STAGES} and "
+                f"{VERSION}",
+                fix="make the plan again with sw.plan",
+            )
+        )
+    body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
+    if not edited and data.get("digest") != digest_of(body):
+        raise PlanError(
+            problem(
+                f"{name} was changed after it was saved: its content has digest {digest_of(body)[:12]}, it says "
+                f"{str(data.get('digest'))[:12]}",
+                fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
+            )
+        )
+    return _with_stages(body, name, edited) if data["version"] == BEFORE_STAGES else body
+
+
+def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any]:
+    """The content of a file of version 4 in the form of this version."""
+    if body.get("pricing") is not None and not edited:
+        raise PlanError(
+            problem(
+                f"{name} has plan version {BEFORE_STAGES}: it does not say by which layouts its conversions go, which "
+                "prices decided",
+                fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives the conversions "
+                "anew, by the bytes they send",
+            )
+        )
+    stage = {key: body[key] for key in _STAGE_KEYS if key in body}
+    if isinstance(stage.get("conversions"), list):
+        stage["conversions"] = [
+            {**entry, "overlaps": False, "path": []} if isinstance(entry, dict) else entry
+            for entry in stage["conversions"]
+        ]
+    rest = {key: value for key, value in body.items() if key not in _STAGE_KEYS}
+    if edited:
+        rest["prediction"] = None  # it was one of the conversions that prices decided
+    return {**rest, "stages": [{"ranks": None, **stage}]}
+
+
+def settings_of(body: dict[str, Any]) -> dict[str, Any]:
+    """What a plan is made of. Raises PlanError naming the entry that is missing or has the wrong form."""
+    unknown = body.keys() - set(_SETTINGS)
+    if unknown:
+        raise PlanError(f"unknown entry {', '.join(sorted(unknown))}")
+    stages = _field(body, "stages", list, "stages")
+    if not stages:
+        raise PlanError("stages is [], a plan has one at least")
+    return {
+        "stages": tuple(_stage(data, f"stages[{i}]") for i, data in enumerate(stages)),
+        "mode": _field(body, "mode", str, "mode"),
+        "search": _field(body, "search", str, "search"),
+        "optimizer": _field(body, "optimizer", str, "optimizer"),
+        "training": _field(body, "training", bool, "training"),
+        "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
+        "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
+        "prediction": _prediction(body.get("prediction")),
+    }
+
+
+def _stage(data: Any, where: str) -> Stage:
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} is {_shown(data)}, not an object")
+    unknown = data.keys() - {*_STAGE_KEYS, "ranks"}
+    if unknown:
+        raise PlanError(f"{where} has an unknown entry {', '.join(sorted(unknown))}")
+
+    def table(kind: Any, key: str) -> tuple[Any, ...]:
+        entries = _field(data, key, dict, f"{where}.{key}")
+        return tuple(_entry(kind, entry, f"{where}.{key}[{name!r}]", name=name) for name, entry in entries.items())
+
+    mesh = Mesh(_field(data, "mesh", dict, f"{where}.mesh"))
+    if "ranks" in data and data["ranks"] is None:
+        placement = Placement.whole(mesh)
+    else:
+        placement = _placement(mesh, _field(data, "ranks", str, f"{where}.ranks"), where)
+    return Stage(
+        placement=placement,
+        inputs=table(TensorEntry, "inputs"),
+        parameters=table(TensorEntry, "parameters"),
+        buffers=table(TensorEntry, "buffers"),
+        operators=table(OperatorEntry, "operators"),
+        conversions=_conversions(data, f"{where}.conversions"),
+        shared=table(SharedEntry, "shared"),
+    )
+
+
+def _placement(mesh: Mesh, ranks: str, where: str) -> Placement:
+    try:
+        return Placement(mesh, parse_ranks(ranks))
+    except ValueError as error:
+        raise PlanError(f"{where}.ranks: {error}") from error
+
+
+def _conversions(data: dict[str, Any], where: str) -> tuple[ConversionEntry, ...] | None:
+    """None: the stage was edited, and its conversions are derived when it is used."""
+    if "conversions" in data and data["conversions"] is None:
+        return None
+    listed = _field(data, "conversions", list, where)
+    entries = tuple(_conversion(entry, f"{where}[{i}]") for i, entry in enumerate(listed))
+    without = [i for i, entry in enumerate(entries) if not entry.path]
+    if without and len(without) < len(entries):
+        raise PlanError(f"{where}[{without[0]}].path is [], while other conversions have a path")
+    return entries
+
+
+def _conversion(data: Any, where: str) -> ConversionEntry:
+    entry: ConversionEntry = _entry(ConversionEntry, data, where)
+    for i, text in enumerate(entry.path):
+        if not isinstance(text, str):
+            raise PlanError(f"{where}.path[{i}] is {_shown(text)}, not a text")
+
+    def collectives(items: Sequence[Any], side: str) -> tuple[CollectiveEntry, ...]:
+        return tuple(_entry(CollectiveEntry, item, f"{where}.{side}[{i}]") for i, item in enumerate(items))
+
+    return replace(
+        entry,
+        forward=collectives(entry.forward, "forward"),
+        backward=collectives(entry.backward, "backward"),
+        path=tuple(entry.path),
+    )
+
+
+def _prediction(data: Any) -> Any:
+    """The prediction of a searched plan, which may have another plan's inside."""
+    if not isinstance(data, dict):
+        return _optional(Prediction, data, "prediction")
+    other = _optional(PassedOver, data.get("passed_over"), "prediction.passed_over")
+    rest = {key: value for key, value in data.items() if key != "passed_over"}
+    return _entry(Prediction, rest, "prediction", passed_over=other)
+
+
+def _optional(kind: Any, data: Any, where: str) -> Any:
+    """An entry that may be absent."""
+    return None if data is None else _entry(kind, data, where)
+
+
+def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:
+    """An entry of ``kind`` from the object at ``where``: every field there, and of its type."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} is {_shown(data)}, not an object")
+    forms = {"str": str, "int": int, "float": float, "bool": bool}  # other annotations are tuples, lists in JSON
+    read = [entry for entry in fields(kind) if entry.name not in known]
+    unknown = data.keys() - {entry.name for entry in read}
+    if unknown:
+        raise PlanError(f"{where} has an unknown entry {', '.join(sorted(unknown))}")
+    values = {f.name: _field(data, f.name, forms.get(str(f.type), list), f"{where}.{f.name}") for f in read}
+    shape = values.get("shape")
+    if shape is not None:
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+            raise PlanError(f"{where}.shape is {_shown(shape)}, not a list of sizes")
+        values["shape"] = tuple(shape)
+    if "separate" in values:
+        values["separate"] = tuple(values["separate"])
+    return kind(**known, **values)
+
+
+def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
+    """``data[key]``, which must be there and of type ``form``."""
+    if key not in data:
+        raise PlanError(f"{where} is missing")
+    value = data[key]
+    if form is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, form) or (isinstance(value, bool) and form is not bool):
+        named = {
+            str: "a text",
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            list: "a list",
+            dict: "an object",
+        }[form]
+        raise PlanError(f"{where} is {_shown(value)}, not {named}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

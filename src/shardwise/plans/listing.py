@@ -1,0 +1,150 @@
+"""From a program to what a plan lists of it, and the comparison of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from shardwise.errors import PlanError, problem
+from shardwise.graph.ir import Graph
+from shardwise.graph.naming import value_name
+from shardwise.graph.normalize_random import SEED
+from shardwise.layouts.conversions import Collective
+from shardwise.layouts.placement import Placement
+from shardwise.layouts.text import format_dtype, format_layout, format_move
+from shardwise.plans.entries import CollectiveEntry, ConversionEntry, OperatorEntry, SharedEntry, Stage, TensorEntry
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.spmd import Spmd, conversions_of
+from shardwise.programs.steps import Conversion
+from shardwise.rules.rule import OpRule
+from shardwise.search.modes import Choice
+
+
+def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Spmd) -> Stage:
+    """The stage that a program is: ``graph`` the model's (not lowered), ``choice`` what the program was built for."""
+
+    def tensors(kind: str) -> tuple[TensorEntry, ...]:
+        entries = []
+        for source in graph.sources:
+            if source.kind == kind and source.names[0] != SEED:
+                value = graph.by_name[source.value]
+                layout = format_layout(choice.sources[source.value], value.dtype)
+                entries.append(TensorEntry(source.names[0], format_dtype(value.dtype), value.shape, layout))
+        return tuple(entries)
+
+    return Stage(
+        placement=Placement.whole(spmd.mesh),
+        inputs=tensors("input"),
+        parameters=tensors("parameter"),
+        buffers=tensors("buffer"),
+        operators=tuple(
+            OperatorEntry(
+                op.name, str(op.target), str(rules[op.name]), choice.strategies[op.name].format(spmd.mesh), op.source
+            )
+            for op in graph.ops
+        ),
+        conversions=conversion_entries(spmd),
+        shared=tuple(
+            SharedEntry(value_name(name, graph), format_layout(layout)) for name, layout in choice.shared.items()
+        ),
+    )
+
+
+def conversion_entries(spmd: Spmd) -> tuple[ConversionEntry, ...]:
+    """All conversions of a program in order; buckets of several are numbered from 1."""
+    entries: list[ConversionEntry] = []
+    number = 0
+    for step in spmd.steps:
+        shares = isinstance(step, Bucket) and len(step.conversions) > 1
+        number += shares
+        bucket = number if shares else 0
+        overlaps = isinstance(step, Bucket) and step.of_parameters
+        entries += [_conversion_entry(conversion, spmd, bucket, overlaps) for conversion in conversions_of(step)]
+    return tuple(entries)
+
+
+def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int, overlaps: bool) -> ConversionEntry:
+    dtype = spmd.graph.by_name[conversion.origin].dtype
+
+    def entries(collectives: tuple[Collective, ...]) -> tuple[CollectiveEntry, ...]:
+        return tuple(CollectiveEntry(c.kind, spmd.mesh.format_axes(c.axes), c.num_bytes) for c in collectives)
+
+    backward = conversion.collectives(backward=True) if spmd.receives_gradient(conversion) else ()
+    return ConversionEntry(
+        value_name(conversion.origin, spmd.graph),
+        conversion.op,
+        format_layout(conversion.source, dtype),
+        format_layout(conversion.target, dtype),
+        entries(conversion.collectives()),
+        entries(backward),
+        bucket,
+        overlaps,
+        tuple(map(format_move, conversion.moves)),
+    )
+
+
+def check_program(stage: Stage, spmd: Spmd, *, widened: bool) -> None:
+    """Raise PlanError where the program of a stage is not the one that the stage lists. ``widened``: the program
+    computes in float64, whatever the stage says: dtypes and bytes are not compared."""
+    listed, emitted = stage.conversions or (), conversion_entries(spmd)
+    if not stage.has_paths:  # of an older file, which lists neither paths nor what overlaps
+        emitted = tuple(replace(entry, overlaps=False, path=()) for entry in emitted)
+        listed = tuple(replace(entry, overlaps=False, path=()) for entry in listed)
+    if widened:
+        listed, emitted = (tuple(map(_without_dtypes, entries)) for entries in (listed, emitted))
+    if listed == emitted:
+        return
+    differences = list(_differences(listed, emitted))
+    op, first = differences[0]
+    source = next((entry.source for entry in stage.operators if entry.name == op), "")
+    more = [("more", f"{len(differences) - 1} more differ")] if len(differences) > 1 else []
+    raise PlanError(
+        problem(
+            f"the program is not the one that the plan lists: {len(differences)} of {len(listed)} conversions differ",
+            op=op,
+            source=source,
+            facts=[*first, *more],
+            fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives its conversions anew",
+        )
+    )
+
+
+def _differences(
+    listed: tuple[ConversionEntry, ...], emitted: tuple[ConversionEntry, ...]
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(operator, what plan and program say) of every conversion that only one of them has, or that differs; if there is
+    none, of the first that stands elsewhere."""
+    known = {(entry.value, entry.target): entry for entry in listed}
+    after = {(entry.value, entry.target): entry for entry in emitted}
+    changed = [key for key in dict.fromkeys((*known, *after)) if known.get(key) != after.get(key)]
+    for key in changed:
+        pair = known.get(key), after.get(key)
+        op = next(entry.op for entry in pair if entry is not None)
+        texts = ("no such conversion" if entry is None else _described(entry) for entry in pair)
+        yield op, list(zip(("plan", "program"), texts, strict=True))
+    if not changed:
+        first = next(pair for pair in zip(listed, emitted, strict=True) if pair[0] != pair[1])
+        yield first[0].op, list(zip(("plan", "program"), (f"next {_described(entry)}" for entry in first), strict=True))
+
+
+def _described(entry: ConversionEntry) -> str:
+    bucket = f" in bucket {entry.bucket}" if entry.bucket else ""
+    overlaps = ", overlaps" if entry.overlaps else ""
+    path = f", by {'; '.join(entry.path)}" if entry.path else ""
+    return f"{entry}{bucket}{overlaps}{path}, for {entry.op or 'the user'}"
+
+
+def _without_dtypes(entry: ConversionEntry) -> ConversionEntry:
+    def plain(layout: str) -> str:
+        return layout[layout.index("[") :]
+
+    def kinds(side: tuple[CollectiveEntry, ...]) -> tuple[CollectiveEntry, ...]:
+        return tuple(replace(collective, num_bytes=0) for collective in side)
+
+    return replace(
+        entry,
+        source=plain(entry.source),
+        target=plain(entry.target),
+        forward=kinds(entry.forward),
+        backward=kinds(entry.backward),
+    )

@@ -1,0 +1,143 @@
+"""Conversions that share their messages.
+
+Gradients that are reduced over the same axes travel together, and so do parameters that are gathered over the same
+axes, in buckets of a limited size; other conversions of values that are there at the same time (keys and values, say)
+share a message too. A message has a price of its own, whatever it carries: few large ones are faster than many small.
+
+Parameters are there from the start, so a bucket of them stands where the first of its members is needed. Backward runs
+the program from its end: a bucket's gradients are complete when its first member has got its own, and its message
+travels while the layers before it are computed. Buckets are therefore filled from the end of the program.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.layouts.conversions import Collective
+from shardwise.programs.steps import Conversion, Step
+
+# PyTorch's DistributedDataParallel fills buckets of 25 MiB, the first one to be sent only 1 MiB, so that sending starts
+# early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+AHEAD = 32  # steps within which a conversion is made earlier than it is needed, to share a message
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Conversions whose moves are of the same kinds over the same axes: each of their collectives is one message.
+
+    ``of_parameters``: whether they convert parameters, so that messages may leave early and arrive late. A parameter
+    larger than a bucket is one of its own.
+    """
+
+    conversions: tuple[Conversion, ...]
+    of_parameters: bool
+
+    def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
+        """What the bucket communicates, in the order of execution."""
+        members = [conversion.collectives(backward=backward) for conversion in self.conversions]
+        return tuple(
+            Collective(together[0].kind, together[0].axes, sum(one.num_bytes for one in together))
+            for together in zip(*members, strict=True)
+        )
+
+
+def fill_buckets(
+    steps: Sequence[Step | Conversion],
+    sources: frozenset[str],
+    dtype_of: Callable[[str], torch.dtype],
+    receives_gradient: Callable[[Conversion], bool],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[Step | Conversion | Bucket, ...]:
+    """The steps with conversions put into buckets.
+
+    ``sources``: the parameters; ``dtype_of``: the dtype of a value, which decides what may share a message and how many
+    bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself).
+    """
+    if bucket_bytes == 0:
+        return tuple(steps)
+
+    def way(conversion: Conversion) -> object:
+        moves = tuple((move.cell, move.axes) for move in conversion.moves)
+        kinds = tuple(c.kind for side in _both(conversion) for c in side)
+        own = conversion.differentiable, receives_gradient(conversion), conversion.value in sources
+        return moves, kinds, dtype_of(conversion.origin), own
+
+    members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
+    open_buckets: dict[object, tuple[list[int], int, int]] = {}  # way -> (positions, bytes, limit)
+    for position in reversed(range(len(steps))):
+        step = steps[position]
+        if (
+            not isinstance(step, Conversion)
+            or step.value not in sources
+            or _cuts_windows(step)
+            or not _is_one_message(step, receives_gradient)
+        ):
+            continue
+        largest = max(c.num_bytes for side in _both(step) for c in side)
+        size = largest // step.itemsize * dtype_of(step.value).itemsize
+        found, filled, room = open_buckets.get(way(step), ([], 0, min(bucket_bytes, FIRST_BUCKET_BYTES)))
+        if found and filled + size > room:
+            members[found[-1]] = found[::-1]
+            found, filled, room = [], 0, bucket_bytes
+        found.append(position)
+        open_buckets[way(step)] = found, filled + size, room
+    for found, _, _ in open_buckets.values():
+        members[found[-1]] = found[::-1]
+    of_parameters = frozenset(members)
+    taken = {position for found in members.values() for position in found}
+    made_at: defaultdict[str, int] = defaultdict(lambda: -1)  # sources are there from the start
+    for position, step in enumerate(steps):
+        made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, Step) else [step.result], position))
+    for position, step in enumerate(steps):
+        if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or _cuts_windows(step):
+            continue
+        found = [position]
+        found += [
+            later
+            for later in range(position + 1, min(position + 1 + AHEAD, len(steps)))
+            if later not in taken and _joins(steps[later], step, way) and made_at[_value(steps[later])] < position
+        ]
+        members[position] = found
+        taken.update(found)
+    result: list[Step | Conversion | Bucket] = []
+    for position, step in enumerate(steps):
+        if position in of_parameters or len(members.get(position, ())) > 1:
+            together = [steps[i] for i in members[position]]
+            conversions = tuple(one for one in together if isinstance(one, Conversion))
+            result.append(Bucket(conversions, position in of_parameters))
+        elif position not in taken or position in members:
+            result.append(step)
+    return tuple(result)
+
+
+def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    return conversion.collectives(), conversion.collectives(backward=True)
+
+
+def _cuts_windows(conversion: Conversion) -> bool:
+    """Halos are small and few: they travel by themselves; so do rows that were split by hand."""
+    return any(move.cut is not None or move.reverse is not None for move in conversion.moves)
+
+
+def _is_one_message(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:
+    """Whether a conversion sends one message in forward, or in a backward that happens, and no more than one in
+    either."""
+    forward, backward = map(len, _both(conversion))
+    sends = forward or (backward and receives_gradient(conversion))
+    return bool(sends) and forward <= 1 and backward <= 1
+
+
+def _value(step: Step | Conversion) -> str:
+    assert isinstance(step, Conversion), "only conversions join"
+    return step.value
+
+
+def _joins(step: Step | Conversion, first: Conversion, way: Callable[[Conversion], object]) -> bool:
+    """Whether the step is the conversion of another tensor that may share the messages of the first."""
+    return isinstance(step, Conversion) and step.value != first.value and way(step) == way(first)

@@ -1,0 +1,72 @@
+"""What every program must keep, whichever passes it went through. A program that is emitted has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
+from shardwise.programs.passes import memories
+from shardwise.programs.rank_program import Program
+
+
+class BrokenProgram(AssertionError):
+    """A pass broke a program: ``str`` says which instruction and how. Never a user's fault."""
+
+
+def check_program(program: Program) -> None:
+    """Raise BrokenProgram unless, forward and backward: every name is made once and before it is used; every message
+    that leaves arrives once; what is saved, delivered, written back or a gradient is there; kernels overwrite only what
+    their own operator made; and nothing is read whose memory an exchange has used."""
+    sources = set(program.spmd.graph.source_of)
+    ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
+    _check(program.forward, sources, ends, sources, "forward")
+    given = {*program.saved, *(name for name in program.cotangents if name is not None)}
+    _check(program.backward, given, program.gradients.values(), given, "backward")
+
+
+def _check(
+    instructions: Sequence[Instruction], there: set[str], ends: Iterable[str], fixed: set[str], part: str
+) -> None:
+    known, in_flight = set(there), set[str]()
+    root = memories(instructions, there)
+    overwritten: dict[str, str] = {}  # memory -> the exchange that used it
+    maker: dict[str, str] = {}  # memory -> the operator that made it
+    for position, instruction in enumerate(instructions):
+        where = f"{part} {position} ({instruction.origin.op or type(instruction).__name__})"
+        for name in instruction.operands:
+            if name not in known:
+                raise BrokenProgram(f"{where} uses {name!r} before it is made")
+            if root[name] in overwritten:
+                raise BrokenProgram(f"{where} reads {name!r}, whose memory {overwritten[root[name]]} has used")
+        for name in _written(instruction):
+            foreign = isinstance(instruction, Compute) and maker.get(root[name]) != instruction.origin.op
+            if root[name] in fixed or foreign:
+                raise BrokenProgram(f"{where} overwrites {name!r}, which it does not own")
+            if not isinstance(instruction, Compute):
+                overwritten[root[name]] = where
+        if isinstance(instruction, Depart):
+            if instruction.flight in in_flight:
+                raise BrokenProgram(f"{where} leaves as {instruction.flight!r}, which is on its way")
+            in_flight.add(instruction.flight)
+        elif isinstance(instruction, Arrive):
+            if instruction.flight not in in_flight:
+                raise BrokenProgram(f"{where} waits for {instruction.flight!r}, which has not left")
+            in_flight.remove(instruction.flight)
+        for name in instruction.results:
+            if name in known:
+                raise BrokenProgram(f"{where} makes {name!r} a second time")
+            known.add(name)
+            maker.setdefault(root[name], instruction.origin.op)
+    if in_flight:
+        raise BrokenProgram(f"{part}: nothing waits for {', '.join(sorted(in_flight))}")
+    for name in ends:
+        if name not in known:
+            raise BrokenProgram(f"{part}: {name!r} is never made")
+        if root[name] in overwritten:
+            raise BrokenProgram(f"{part}: the memory of {name!r} was used by {overwritten[root[name]]}")
+
+
+def _written(instruction: Instruction) -> tuple[str, ...]:
+    if isinstance(instruction, Compute):
+        return instruction.writes
+    return instruction.operands if isinstance(instruction, (Convert, Depart)) and instruction.overwrites else ()

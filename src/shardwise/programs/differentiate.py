@@ -1,0 +1,539 @@
+"""From a rank's local operators to its step: one list of instructions, forward and backward.
+
+Backward is written by walking forward from its end. Every call contributes its vector-Jacobian product (``vjp``), every
+conversion the other column of its cell, and where a value has several consumers their cotangents are added in the order
+in which autograd would add them, the latest consumer first. Conversions that do nothing on this rank disappear: the
+value gets a second name.
+
+What an operator does for the cotangent of its input comes first, then what it does for gradients of parameters, so that
+a message with the former travels while the latter is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from shardwise.graph.ir import Ref, refs
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.entries import Called, Exchanged, cuts_windows, in_backward_order, renamed
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import (
+    Arrive,
+    Compute,
+    Convert,
+    Depart,
+    Instruction,
+    Origin,
+    Part,
+    collectives_of,
+)
+from shardwise.programs.linears import with_biases
+from shardwise.programs.moves import converted_form
+from shardwise.programs.opaque import Differentiate, Record
+from shardwise.programs.passes import mark_overwrites
+from shardwise.programs.program import LocalOp, LocalProgram
+from shardwise.programs.rank_program import Program, delivered_values
+from shardwise.programs.spmd import conversions_of
+from shardwise.programs.steps import Conversion
+from shardwise.programs.vjp import BackwardKind, ForwardKind, Kernel, Kinds, needed_kernels, numbered
+
+aten = torch.ops.aten
+
+
+def differentiate(
+    local: LocalProgram,
+    kinds: Kinds,
+    *,
+    loss_only: bool = True,
+    overlap: bool = True,
+    reached: Sequence[bool] | None = None,
+    with_gradients: bool = True,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Program:
+    """The step of a rank. ``loss_only``: only the loss and what is written back are made, not the other outputs;
+    ``overlap``: whether messages travel while something else is computed (else every one is waited for on the spot);
+    ``reached``: per delivered value whether it gets a cotangent (by default all that are differentiable);
+    ``with_gradients``: whether there is a backward at all; ``dtypes``: of sources, where they are not the graph's."""
+    writer = _Writer(local, kinds, overlap, dtypes or {})
+    return writer.write(delivered_values(local.spmd, loss_only=loss_only), reached, with_gradients, loss_only)
+
+
+@dataclass
+class _Writer:
+    local: LocalProgram
+    kinds: Kinds
+    overlap: bool
+    dtypes: Mapping[str, torch.dtype]
+    forms: dict[str, Form] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    cotangents: dict[str, str] = field(default_factory=dict)
+    flights: dict[tuple[int, bool], str] = field(
+        default_factory=dict
+    )  # (exchange, direction) -> the name of its flight
+    in_flight: dict[int, tuple[Exchanged, Arrive]] = field(default_factory=dict)  # gradients on their way
+
+    def __post_init__(self) -> None:
+        self.spmd = self.local.spmd
+        self.graph = self.spmd.graph
+        self.coordinates = self.spmd.mesh.coordinates(self.local.rank)
+        self.backward: list[Instruction] = []
+        self.parameter_values: set[str] = set()  # values that depend on parameters only
+
+    # -- the whole -----------------------------------------------------------------------------------------------------
+
+    def write(
+        self, delivered: tuple[str, ...], reached: Sequence[bool] | None, with_gradients: bool, prune: bool
+    ) -> Program:
+        self._sources()
+        entries = self._entries(self._needed(delivered) if prune else with_biases(self.local))
+        seeds: list[str | None] = [None] * len(delivered)
+        if with_gradients:
+            for i, name in enumerate(delivered):
+                if self.forms[name].requires_grad and (reached is None or reached[i]):
+                    seeds[i] = f"d:{name}"
+                    self.forms[f"d:{name}"] = self.forms[name].with_gradient(False)
+                    self._add_cotangent(name, f"d:{name}", Origin("", "", "input"))
+            self._write_backward(entries)
+        forward = self._write_forward(entries)
+        gradients = {
+            source.value: self.cotangents[source.value]
+            for source in self.graph.sources
+            if source.value in self.cotangents
+        }
+        made = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
+        used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
+        used.update(dict.fromkeys(name for name in gradients.values() if name in made))
+        saved = tuple(name for name in used if name in made)
+        mutations = tuple((buffer, self.resolve(value)) for buffer, value in self.spmd.mutations)
+        program = Program(
+            self.local.rank,
+            self.spmd,
+            tuple(forward),
+            tuple(self.backward),
+            saved,
+            tuple(map(self.resolve, delivered)),
+            mutations,
+            tuple(seeds),
+            gradients,
+            dict(self.aliases),
+            self.forms,
+            dict(self.kinds.untraceable),
+        )
+        return mark_overwrites(program)
+
+    def resolve(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+    def _sources(self) -> None:
+        for source in self.graph.sources:
+            value = self.graph.by_name[source.value]
+            shape = self.spmd.layouts[source.value].local_shape(self.coordinates)
+            inexact = value.dtype.is_floating_point or value.dtype.is_complex
+            frozen = source.kind == "parameter" and not source.trainable
+            takes_grad = value.requires_grad and inexact and not frozen
+            self.forms[source.value] = Form.contiguous(shape, self.dtypes.get(source.value, value.dtype), takes_grad)
+            if source.kind == "parameter":
+                self.parameter_values.add(source.value)
+
+    def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
+        """Those of the local instructions that the delivered values and the mutations need."""
+        wanted = {*delivered, *(value for _, value in self.spmd.mutations)}
+        kept: list[LocalOp | Conversion | Bucket] = []
+        for instruction in reversed(with_biases(self.local)):
+            if isinstance(instruction, LocalOp):
+                results: Iterable[str] = instruction.results
+                operands: Iterable[str] = refs(
+                    (instruction.call.args, tuple(value for _, value in instruction.call.kwargs))
+                )
+            else:
+                results = [conversion.result for conversion in conversions_of(instruction)]
+                operands = [conversion.value for conversion in conversions_of(instruction)]
+            if wanted.intersection(results):
+                wanted.update(operands)
+                kept.append(instruction)
+        return kept[::-1]
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[Called | Exchanged]:
+        """The instructions with the forms of everything that they make."""
+        entries: list[Called | Exchanged] = []
+        for instruction in instructions:
+            if isinstance(instruction, LocalOp):
+                entries.append(self._call(instruction))
+            else:
+                of_parameters = isinstance(instruction, Bucket) and instruction.of_parameters
+                entry = Exchanged(conversions_of(instruction), of_parameters)
+                for conversion in entry.conversions:
+                    self._converted(conversion)
+                entries.append(entry)
+        return entries
+
+    def _call(self, local: LocalOp) -> Called:
+        call, names = numbered(local.call.target, local.call.args, local.call.kwargs)
+        kind = self.kinds.forward(call, tuple(self.forms[name] for name in names))
+        assert len(kind.results) == len(local.results), f"{local.op}: {len(kind.results)} results"
+        for result, name, form in zip(local.results, kind.results, kind.forms, strict=True):
+            takes_grad = form.requires_grad and self.graph.by_name[result].requires_grad
+            self.forms[result] = form.with_gradient(takes_grad)
+            if name.isdigit():  # an operand, handed on
+                self._alias(result, names[int(name)])
+        if names and all(name in self.parameter_values for name in names):
+            self.parameter_values.update(local.results)
+        return Called(local, call, names, kind, local.results)
+
+    def _alias(self, name: str, other: str) -> None:
+        """``name`` is the value ``other``, though a gradient need not flow through both."""
+        self.aliases[name] = self.resolve(other)
+
+    def _converted(self, conversion: Conversion) -> None:
+        before = self.forms[conversion.value]
+        form, _, identity = converted_form(conversion.moves, self.coordinates, before, backward=False)
+        takes_grad = before.requires_grad and conversion.differentiable
+        self.forms[conversion.result] = form.with_gradient(takes_grad)
+        if identity:
+            self.aliases[conversion.result] = self.resolve(conversion.value)
+        if conversion.value in self.parameter_values:
+            self.parameter_values.add(conversion.result)
+
+    def _write_forward(self, entries: Sequence[Called | Exchanged]) -> list[Instruction]:
+        forward: list[Instruction] = []
+        departing = [
+            entry
+            for entry in entries
+            if self.overlap and isinstance(entry, Exchanged) and entry.of_parameters and self._sends(entry, False)
+        ]
+        waiting = iter(departing)
+        self._depart_next(waiting, forward)
+        for entry in entries:
+            if isinstance(entry, Called):
+                forward += self._forward_of(entry)
+            elif entry in departing:  # the next one leaves before this one is waited for
+                self._depart_next(waiting, forward)
+                results = tuple(conversion.result for conversion in entry.conversions)
+                forward.append(self._arrive(entry, results, backward=False))
+            else:
+                forward += self._exchanged(entry, backward=False)
+        return forward
+
+    def _depart_next(self, waiting: Any, forward: list[Instruction]) -> None:
+        entry = next(waiting, None)
+        if entry is not None:
+            operands = tuple(self.resolve(conversion.value) for conversion in entry.conversions)
+            forward.append(self._depart(entry, operands, backward=False))
+
+    def _forward_of(self, entry: Called) -> list[Instruction]:
+        local, kind = entry.local, entry.kind
+        origin = Origin(local.op, local.source, "forward")
+        operands = tuple(map(self.resolve, entry.names))
+        if entry.backward is not None and entry.backward.opaque:
+            wanted = tuple(self.forms[name].requires_grad for name in entry.names)
+            tape = f"{entry.results[0]}.tape"
+            self.forms[tape] = Form((), (), torch.uint8, False)
+            forms = (*(self.forms[result] for result in entry.results), self.forms[tape])
+            places = tuple((i,) for i in range(len(forms)))
+            target, args = Record(entry.call, wanted), tuple(map(Ref, operands))
+            shares = (None,) * len(forms)
+            return [Compute(target, args, (), (*entry.results, tape), places, forms, shares, origin)]
+        if entry.backward is None or entry.backward.whole:
+            names = dict(zip(map(str, range(len(operands))), operands, strict=True))
+            kept = [i for i, name in enumerate(kind.results) if not name.isdigit()]
+            if not kept:
+                return []  # it hands on its operand
+            named = dict(zip(kind.results, entry.results, strict=True))
+            args, kwargs = renamed(entry.call[1], entry.call[2], names)
+            return [
+                Compute(
+                    entry.call[0],
+                    args,
+                    kwargs,
+                    tuple(entry.results[i] for i in kept),
+                    tuple(kind.places[i] for i in kept),
+                    tuple(self.forms[entry.results[i]] for i in kept),
+                    tuple(
+                        None if (shared := kind.shares[i]) is None else names.get(shared) or named[shared] for i in kept
+                    ),
+                    origin,
+                    workspace=kind.workspace,
+                )
+            ]
+        return self._kernels_of(entry, kind, entry.backward, origin)
+
+    def _kernels_of(
+        self, entry: Called, kind: ForwardKind, backward: BackwardKind, origin: Origin
+    ) -> list[Instruction]:
+        """The kernels of a call one by one, as far as its results and its backward need them."""
+        kept = needed_kernels(kind.kernels, {*kind.results, *backward.needs})
+        names = self._forward_names(entry)
+        return [self._compute(kernel, names, origin) for kernel in kept]
+
+    def _forward_names(self, entry: Called) -> dict[str, str]:
+        """Name inside of the kind -> name in the program, of all that forward makes."""
+        names = {str(i): self.resolve(name) for i, name in enumerate(entry.names)}
+        names |= {name: self.resolve(result) for name, result in zip(entry.kind.results, entry.results, strict=True)}
+        for kernel in entry.kind.kernels:
+            for name in kernel.results:
+                names.setdefault(name, f"{entry.results[0]}.{name}")
+        return names
+
+    def _compute(self, kernel: Kernel, names: Mapping[str, str], origin: Origin) -> Compute:
+        args, kwargs = renamed(kernel.args, kernel.kwargs, names)
+        results = tuple(names[name] for name in kernel.results)
+        for name, form in zip(results, kernel.forms, strict=True):
+            self.forms.setdefault(name, form.with_gradient(False))
+        shares = tuple(None if shared is None else names[shared] for shared in kernel.shares)
+        writes = tuple(names[name] for name in kernel.writes)
+        forms = tuple(self.forms[name] for name in results)
+        return Compute(kernel.target, args, kwargs, results, kernel.places, forms, shares, origin, writes)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _write_backward(self, entries: Sequence[Called | Exchanged]) -> None:
+        """From the end; the conversions ahead of a call go in the order: values, then parameters."""
+        mirrored = self._mirrored(entries)
+        late: list[Instruction] = []  # what the last call does for gradients of parameters
+        for entry in in_backward_order(entries, self.spmd.steps):
+            if isinstance(entry, Called):
+                self.backward += late
+                late = self._backward_of(entry)
+                continue
+            if not any(conversion.result in self.cotangents for conversion in entry.conversions):
+                continue
+            sends = self._sends(entry, True)
+            waits_for_late = any(conversion.value in self.parameter_values for conversion in entry.conversions)
+            if waits_for_late or not sends or not self.overlap:
+                self.backward += late
+                late = []
+            if entry.of_parameters and sends and self.overlap:
+                self._leave(entry)
+            elif sends == 1 and self.overlap and late and not cuts_windows(entry):
+                arrival = self._leave(entry)
+                self.backward += [*late, arrival]
+                late = []
+                self._arrived(entry, arrival.results)
+            else:
+                self.backward += late
+                late = []
+                self.backward += self._exchanged(entry, backward=True)
+            for landed in mirrored.get(id(entry), ()):
+                self._land(landed)
+        self.backward += late
+        for exchange, _ in list(self.in_flight.values()):
+            self._land(exchange)
+
+    def _mirrored(self, entries: Sequence[Called | Exchanged]) -> dict[int, list[Exchanged]]:
+        """Entry -> those whose gradients arrive after it: where the message of forward left, backward's arrives."""
+        departing = [e for e in entries if isinstance(e, Exchanged) and e.of_parameters and self._sends(e, False)]
+        return {id(first): [second] for first, second in pairwise(departing)}
+
+    def _backward_of(self, entry: Called) -> list[Instruction]:
+        """Write what the call does for cotangents of values; what it does for gradients of parameters is returned."""
+        given = tuple(self.cotangents.get(result) for result in entry.results)
+        if not any(given):
+            return []
+        operands = tuple(self.forms[name] for name in entry.names)
+        forms = tuple(None if name is None else self.forms[name] for name in given)
+        kind = self.kinds.backward(entry.call, operands, forms)
+        entry.backward = kind
+        origin = Origin(entry.local.op, entry.local.source, "input")
+        late_origin = Origin(entry.local.op, entry.local.source, "weight")
+        weights = {i for i, name in enumerate(entry.names) if name in self.parameter_values}
+        late: list[Instruction] = []
+        names = self._forward_names(entry) | {f"c{i}": name for i, name in enumerate(given) if name is not None}
+        if kind.opaque:
+            self._differentiate(entry, kind, given, origin, names)
+        else:
+            for name in {name for kernel in kind.kernels for name in kernel.results}:
+                names[name] = f"{entry.results[0]}'{name}"
+            first = self._for_inputs(kind, weights)
+            for kernel in kind.kernels:
+                if kernel in first:
+                    self.backward.append(self._compute(kernel, names, origin))
+                else:
+                    late.append(self._compute(kernel, names, late_origin))
+        for i, cotangent in enumerate(kind.cotangents):
+            if not operands[i].requires_grad:
+                continue
+            into, why = (late, late_origin) if i in weights else (self.backward, origin)
+            if cotangent is None:  # PyTorch knows that it is zero; what all ranks do must not depend on that
+                name = self._zeros(f"{entry.results[0]}'0:{i}", operands[i], why, into)
+            else:
+                name = names[cotangent]
+            self._add_cotangent(entry.names[i], name, why, into)
+        return late
+
+    def _zeros(self, name: str, like: Form, origin: Origin, into: list[Instruction]) -> str:
+        """The name of a cotangent of zeros."""
+        form = self.forms[name] = Form.contiguous(like.shape, like.dtype)
+        kwargs = (("dtype", form.dtype), ("device", None))
+        into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
+        return name
+
+    def _for_inputs(self, kind: BackwardKind, weights: set[int]) -> list[Kernel]:
+        """The kernels that cotangents of values need; all of them where one writes to what another made."""
+        if any(kernel.writes for kernel in kind.kernels):
+            return list(kind.kernels)
+        wanted = {name for i, name in enumerate(kind.cotangents) if name is not None and i not in weights}
+        found = []
+        for kernel in reversed(kind.kernels):
+            if wanted.intersection(kernel.results):
+                wanted.update(kernel.operands)
+                found.append(kernel)
+        return found
+
+    def _differentiate(
+        self, entry: Called, kind: BackwardKind, given: Sequence[str | None], origin: Origin, names: dict[str, str]
+    ) -> None:
+        """The backward of a call that only autograd can differentiate."""
+        wanted = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
+        results = tuple(f"{entry.results[0]}'{name}" for _, name in wanted)
+        names.update({name: result for (_, name), result in zip(wanted, results, strict=True)})
+        forms = tuple(form for form in kind.forms if form is not None)
+        self.forms.update(zip(results, forms, strict=True))
+        args = (Ref(f"{entry.results[0]}.tape"), *(Ref(name) for name in given if name is not None))
+        places = tuple((i,) for i in range(len(results)))
+        target = Differentiate(tuple(name is not None for name in given))
+        shares = (None,) * len(results)
+        self.backward.append(Compute(target, args, (), results, places, forms, shares, origin))
+
+    def _add_cotangent(self, name: str, cotangent: str, origin: Origin, into: list[Instruction] | None = None) -> None:
+        """A cotangent of a value arrives: it is added to what came before."""
+        if not self.forms[name].requires_grad:
+            return
+        before = self.cotangents.get(name)
+        if before is None:
+            self.cotangents[name] = cotangent
+            return
+        first, second = self.forms[before], self.forms[cotangent]
+        form = first if first.stride == second.stride else Form.contiguous(first.shape, first.dtype)
+        total = f"{cotangent}+{before}"
+        self.forms[total] = form
+        args = (Ref(before), Ref(cotangent))
+        self.cotangents[name] = total
+        assert into is not None, "the first cotangent of a delivered value"
+        into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))
+
+    # -- exchanges -----------------------------------------------------------------------------------------------------
+
+    def _sends(self, entry: Exchanged, backward: bool) -> int:
+        """How many messages an exchange is."""
+        return len(collectives_of(entry.conversions, backward=backward))
+
+    def _exchanged(self, entry: Exchanged, *, backward: bool) -> list[Instruction]:
+        """An exchange that is waited for on the spot, or what it does without a message."""
+        written: list[Instruction] = []
+        if self._sends(entry, backward):
+            if backward:
+                operands = self._cotangents_of(entry, written)
+                results = tuple(f"{name}>{c.value}" for name, c in zip(operands, entry.conversions, strict=True))
+            else:
+                operands = tuple(self.resolve(conversion.value) for conversion in entry.conversions)
+                results = tuple(conversion.result for conversion in entry.conversions)
+            written.append(self._convert(entry.conversions, operands, results, backward, entry.of_parameters))
+            if backward:
+                for conversion, result in zip(entry.conversions, results, strict=True):
+                    self._add_cotangent(conversion.value, result, self._origin(conversion, backward), written)
+            return written
+        for conversion in entry.conversions:
+            if backward:
+                self._convert_back(conversion, written)
+            elif conversion.result not in self.aliases:
+                operand = self.resolve(conversion.value)
+                written.append(self._convert((conversion,), (operand,), (conversion.result,), False, False))
+        return written
+
+    def _convert_back(self, conversion: Conversion, written: list[Instruction]) -> None:
+        """The cotangent of one conversion, without a message."""
+        cotangent = self.cotangents.get(conversion.result)
+        if cotangent is None or not conversion.differentiable:
+            return
+        form = self.forms[cotangent]
+        _, _, identity = converted_form(conversion.moves, self.coordinates, form, backward=True)
+        result = cotangent if identity else f"{cotangent}>{conversion.value}"
+        if not identity:
+            written.append(self._convert((conversion,), (cotangent,), (result,), True, False))
+        self._add_cotangent(conversion.value, result, self._origin(conversion, True), written)
+
+    def _convert(
+        self,
+        conversions: tuple[Conversion, ...],
+        operands: tuple[str, ...],
+        results: tuple[str, ...],
+        backward: bool,
+        of_parameters: bool,
+    ) -> Convert:
+        forms, shares = self._exchanged_forms(conversions, operands, results, backward)
+        origin = self._origin(conversions[0], backward)
+        return Convert(conversions, backward, operands, results, forms, shares, origin, of_parameters)
+
+    def _exchanged_forms(
+        self, conversions: tuple[Conversion, ...], operands: tuple[str, ...], results: tuple[str, ...], backward: bool
+    ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
+        forms, shares = [], []
+        for conversion, operand, result in zip(conversions, operands, results, strict=True):
+            form, shared, _ = converted_form(conversion.moves, self.coordinates, self.forms[operand], backward=backward)
+            before = self.forms.get(result)
+            form = form.with_gradient(before is not None and before.requires_grad)
+            self.forms[result] = form
+            forms.append(form)
+            shares.append(operand if shared else None)
+        return tuple(forms), tuple(shares)
+
+    def _cotangents_of(self, entry: Exchanged, into: list[Instruction]) -> tuple[str, ...]:
+        """The cotangents that travel back; zeros for a value that got none."""
+        names = []
+        for conversion in entry.conversions:
+            name = self.cotangents.get(conversion.result)
+            if name is None:
+                like = self.forms[conversion.result]
+                name = self._zeros(f"0:{conversion.result}", like, self._origin(conversion, True), into)
+            names.append(name)
+        return tuple(names)
+
+    def _depart(self, entry: Exchanged, operands: tuple[str, ...], *, backward: bool) -> Depart:
+        flight = self.flights[id(entry), backward] = f"flight {len(self.flights)}"
+        origin = self._origin(entry.conversions[0], backward)
+        return Depart(flight, entry.conversions, backward, operands, origin, entry.of_parameters)
+
+    def _arrive(self, entry: Exchanged, results: tuple[str, ...], *, backward: bool) -> Arrive:
+        if backward:
+            operands = tuple(self.cotangents[conversion.result] for conversion in entry.conversions)
+        else:
+            operands = tuple(self.resolve(conversion.value) for conversion in entry.conversions)
+        forms, shares = self._exchanged_forms(entry.conversions, operands, results, backward)
+        flight = self.flights[id(entry), backward]
+        origin = self._origin(entry.conversions[0], backward)
+        return Arrive(flight, entry.conversions, backward, results, forms, shares, origin, entry.of_parameters)
+
+    def _leave(self, entry: Exchanged) -> Arrive:
+        """The message of cotangents leaves; what receives it is returned."""
+        operands = self._cotangents_of(entry, self.backward)
+        for conversion, name in zip(entry.conversions, operands, strict=True):
+            self.cotangents[conversion.result] = name
+        self.backward.append(self._depart(entry, operands, backward=True))
+        results = tuple(f"{name}>{c.value}" for name, c in zip(operands, entry.conversions, strict=True))
+        arrival = self._arrive(entry, results, backward=True)
+        if entry.of_parameters:
+            self.in_flight[id(entry)] = entry, arrival
+        return arrival
+
+    def _land(self, entry: Exchanged) -> None:
+        """The gradients of a bucket arrive, if they are on their way."""
+        if id(entry) in self.in_flight:
+            _, arrival = self.in_flight.pop(id(entry))
+            self.backward.append(arrival)
+            self._arrived(entry, arrival.results)
+
+    def _arrived(self, entry: Exchanged, results: Sequence[str]) -> None:
+        for conversion, result in zip(entry.conversions, results, strict=True):
+            self._add_cotangent(conversion.value, result, self._origin(conversion, True), self.backward)
+
+    def _origin(self, conversion: Conversion, backward: bool) -> Origin:
+        op = self.graph.op_by_name.get(conversion.op) or self.graph.producer.get(conversion.origin)
+        part: Part = "input" if backward else "forward"
+        return Origin(op.name if op else conversion.op, op.source if op else "", part)

@@ -1,0 +1,154 @@
+"""The instructions of a rank's training step, forward and backward alike.
+
+Values have names. A name is made once, and what it names is never changed afterwards, except by a kernel that says so
+(``Compute.writes``) or an exchange that may use its operand's memory (``overwrites``). What has the same memory as
+something else says that, too (``shares``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.graph.ir import Arg, refs
+from shardwise.layouts.conversions import Collective
+from shardwise.programs.forms import Form
+from shardwise.programs.steps import Conversion
+
+# What an instruction is for: the results of an operator, cotangents that others wait for, gradients of parameters.
+Part = Literal["forward", "input", "weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The operator that an instruction belongs to, its line in the user's model, and the part of the step."""
+
+    op: str
+    source: str
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A kernel on this rank. ``places``: per result where it is in what the target returns (``()``: it is that);
+    ``forms`` and ``shares`` (the name of a value that has the same memory, or None): per result; ``writes``: operands
+    that it overwrites; ``workspace``: bytes that it needs in between."""
+
+    target: Any
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    results: tuple[str, ...]
+    places: tuple[tuple[int, ...], ...]
+    forms: tuple[Form, ...]
+    shares: tuple[str | None, ...]
+    origin: Origin
+    writes: tuple[str, ...] = ()
+    workspace: int = 0
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    """Conversions of one or several values, in one direction, that are waited for on the spot; several share their
+    messages. ``operands``, ``results``: in the order of ``conversions``; ``overwrites``: whether the first message may
+    use the memory of the operand."""
+
+    conversions: tuple[Conversion, ...]
+    backward: bool
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    forms: tuple[Form, ...]
+    shares: tuple[str | None, ...]
+    origin: Origin
+    of_parameters: bool = False
+    overwrites: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """The message of a conversion (or of several that share it) leaves. ``flight``: the name under which it arrives."""
+
+    flight: str
+    conversions: tuple[Conversion, ...]
+    backward: bool
+    operands: tuple[str, ...]
+    origin: Origin
+    of_parameters: bool = False
+    overwrites: bool = False
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A message is waited for and unpacked."""
+
+    flight: str
+    conversions: tuple[Conversion, ...]
+    backward: bool
+    results: tuple[str, ...]
+    forms: tuple[Form, ...]
+    shares: tuple[str | None, ...]
+    origin: Origin
+    of_parameters: bool = False
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A value on its way between the device and the host."""
+
+    value: str
+    result: str
+    to: Literal["host", "device"]
+    form: Form
+    origin: Origin
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (self.value,)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return (self.result,)
+
+
+Instruction = Compute | Convert | Depart | Arrive | Copy
+
+
+def forms_of(instruction: Instruction) -> tuple[Form, ...]:
+    """Those of its results."""
+    if isinstance(instruction, Copy):
+        return (instruction.form,)
+    return () if isinstance(instruction, Depart) else instruction.forms
+
+
+def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
+    """Per result the name of a value that has the same memory, or None."""
+    if isinstance(instruction, Copy):
+        return (None,)
+    return () if isinstance(instruction, Depart) else instruction.shares
+
+
+def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tuple[Collective, ...]:
+    """The messages of conversions that travel together, in order."""
+    members = [conversion.collectives(backward=backward) for conversion in conversions]
+    return tuple(
+        Collective(together[0].kind, together[0].axes, sum(one.num_bytes for one in together))
+        for together in zip(*members, strict=True)
+    )
+
+
+def sent_by(instruction: Instruction) -> tuple[Collective, ...]:
+    """The collectives that an instruction starts, in order."""
+    if isinstance(instruction, (Convert, Depart)):
+        return collectives_of(instruction.conversions, backward=instruction.backward)
+    return ()

@@ -1,0 +1,239 @@
+"""Lowering: an operator whose strategy splits a ``lowered`` factor becomes a small graph of operators that can be
+split.
+
+The rule names the program as an ordinary function over tensors. It is captured like a model, and its operators get
+their strategies by following the layouts of the operands, so that a lowering is priced, printed and verified like
+everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.graph.capture import capture_function
+from shardwise.graph.ir import Graph, Op, Ref, Value, map_refs
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy, apply_strategy
+from shardwise.programs.propagate import Propagation, where_of
+from shardwise.rules.atoms import Factored, factor_graph
+from shardwise.rules.rule import Lowering, OpRule, takes_runs
+from shardwise.rules.tables import CUSTOM, rule_of, whole_rule
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedOp:
+    """An operator together with its rule and strategy."""
+
+    op: Op
+    rule: OpRule
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor operand in the arguments of a lowering: everything that capturing it depends on."""
+
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number in the arguments of a lowering. It is told by its text: 1, 1.0 and True are equal, but what is computed
+    from them has other dtypes."""
+
+    text: str
+    value: complex = field(compare=False)
+
+
+def needs_lowering(rule: OpRule, strategy: Strategy) -> bool:
+    return any(axes and rule.factor(factor).kind == "lowered" for factor, axes in strategy.factors)
+
+
+def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], tuple[Value, ...]]:
+    """The operators that replace one (itself, if none of its lowered factors is split), and the values that they add.
+
+    Results keep the names of the original results; inner operators and values are named after the operator.
+    """
+    op, rule, strategy = placed.op, placed.rule, placed.strategy
+    if not needs_lowering(rule, strategy):
+        return [placed], ()
+    assert rule.lowering is not None, f"{op.name}: the rule {rule} has a lowered factor and no lowering"
+    layouts = dict(zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True))
+    order = tuple(layouts)
+
+    def slot(name: str) -> Slot:
+        value = graph.by_name[name]
+        return Slot(order.index(name), value.shape, value.dtype, value.requires_grad)
+
+    args = _told(map_refs(op.args, slot))
+    kwargs = tuple((key, _told(map_refs(arg, slot))) for key, arg in op.kwargs)
+    if takes_runs(rule.lowering):
+        kwargs += (("runs", _runs(layouts[op.operands[0]])),)
+    found = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, CUSTOM.version)
+    names = dict(zip(found.sources, order, strict=True)) | dict(zip(found.outputs, op.results, strict=True))
+
+    def named(name: str) -> str:
+        return names.get(name) or f"{op.name}.{name}"
+
+    def renamed(item: PlacedOp) -> PlacedOp:
+        inner = item.op
+        own = Op(
+            f"{op.name}.{inner.name}",
+            inner.target,
+            tuple(map_refs(arg, lambda name: Ref(named(name))) for arg in inner.args),
+            tuple((key, map_refs(arg, lambda name: Ref(named(name)))) for key, arg in inner.kwargs),
+            tuple(map(named, inner.results)),
+            op.source,
+            op.scope,
+        )
+        return replace(item, op=own)
+
+    return list(map(renamed, found.items)), tuple(replace(value, name=named(value.name)) for value in found.values)
+
+
+def _told(arg: Any) -> Any:
+    """The argument with its numbers as constants."""
+    if isinstance(arg, tuple):
+        return tuple(map(_told, arg))
+    return Constant(repr(arg), arg) if isinstance(arg, (int, float, complex)) else arg
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """A lowering in names of its own: those of its operands and results, its operators, and the values between."""
+
+    sources: tuple[str, ...]
+    outputs: tuple[str, ...]
+    items: tuple[PlacedOp, ...]
+    values: tuple[Value, ...]
+
+
+@lru_cache(maxsize=4096)
+def _lowered(
+    lowering: Lowering,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    layouts: tuple[Layout, ...],
+    mesh: Mesh,
+    custom: int,
+) -> _Lowered:
+    """A lowering of operands in some layouts. Equal layers share it. ``custom``: the version of the rules that the user
+    gave."""
+    fragment, factored = _divided(lowering, args, kwargs, tuple(layout.atoms for layout in layouts), custom)
+    named = dict(zip((source.value for source in fragment.sources), layouts, strict=True))
+    sources = {name: where_of(_over(layout, factored.atoms[name])) for name, layout in named.items()}
+    strategies = Propagation(fragment, factored.rules, mesh, sources=sources).run()
+    outputs = tuple(output.name for output in fragment.outputs)
+    items: list[PlacedOp] = []
+    values = [value for value in fragment.values if value.name not in named and value.name not in outputs]
+    for inner in fragment.ops:
+        deeper, added = lower(PlacedOp(inner, factored.rules[inner.name], strategies[inner.name]), fragment, mesh)
+        items.extend(deeper)
+        values.extend(added)
+    return _Lowered(tuple(named), outputs, tuple(items), tuple(values))
+
+
+@lru_cache(maxsize=4096)
+def _divided(
+    lowering: Lowering,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    atoms: tuple[tuple[tuple[int, ...], ...], ...],
+    custom: int,
+) -> tuple[Graph, Factored]:
+    """The captured lowering and its rules, divided as its operands are."""
+    fragment = _capture_lowering(lowering, args, kwargs)
+    rules = {inner.name: _rule_within(lowering, inner, fragment) for inner in fragment.ops}
+    names = (source.value for source in fragment.sources)
+    return fragment, factor_graph(fragment, rules, dict(zip(names, atoms, strict=True)))
+
+
+def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
+    """The layout over the atoms into which the fragment divides the value, if it can be written so."""
+    try:
+        return layout.refine(atoms)
+    except LayoutError:
+        return layout
+
+
+def _rule_within(lowering: Lowering, inner: Op, fragment: Graph) -> OpRule:
+    """The rule of an operator of a lowering. Where the lowering uses the operator that it stands for, it means the
+    operator itself: what would be lowered is whole there."""
+    rule = rule_of(inner, fragment) or whole_rule(inner, fragment)
+    if rule.lowering is not lowering:
+        return rule
+    return rule.with_kinds({factor.name: "whole" for factor in rule.factors if factor.kind == "lowered"})
+
+
+def _runs(layout: Layout) -> tuple[int, ...]:
+    """Per dim the length of the contiguous runs that every device holds; the whole dim where they are not equal."""
+
+    def run(dim: tuple[Atom, ...]) -> int:
+        length = 1
+        for atom in reversed(dim):
+            count = layout.mesh.size_of(atom.axes)
+            if atom.size % count:
+                break
+            length *= atom.size // count
+            if count > 1:
+                return length
+        return prod(atom.size for atom in dim)
+
+    return tuple(map(run, layout.dims))
+
+
+@lru_cache(maxsize=4096)
+def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Graph:
+    """The lowering of operands of some shapes as a graph, whose sources are the operands."""
+    slots: dict[int, Slot] = {}
+
+    def collect(arg: Any) -> None:
+        if isinstance(arg, Slot):
+            slots[arg.position] = arg
+        elif isinstance(arg, tuple):
+            for item in arg:
+                collect(item)
+
+    collect((args, tuple(value for _, value in kwargs)))
+    examples = tuple(
+        torch.empty(s.shape, dtype=s.dtype, device="meta", requires_grad=s.requires_grad)
+        for _, s in sorted(slots.items())
+    )
+
+    def call(*tensors: torch.Tensor) -> Any:
+        def fill(arg: Any) -> Any:
+            if isinstance(arg, Slot):
+                return tensors[arg.position]
+            if isinstance(arg, Constant):
+                return arg.value
+            return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+        return lowering(*[fill(arg) for arg in args], **{key: fill(value) for key, value in kwargs})
+
+    graph = capture_function(call, examples)
+    return replace(graph, ops=tuple(replace(op, name=op.name.rpartition("/")[2]) for op in graph.ops))
+
+
+def lower_all(
+    graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
+) -> tuple[tuple[PlacedOp, ...], Graph]:
+    """Every operator with its rule and strategy, lowered where its strategy asks for it; and the graph of what
+    results."""
+    placed: list[PlacedOp] = []
+    values = list(graph.values)
+    for op in graph.ops:
+        found, added = lower(PlacedOp(op, rules[op.name], strategies[op.name]), graph, mesh)
+        placed.extend(found)
+        values.extend(added)
+    return tuple(placed), replace(graph, values=tuple(values), ops=tuple(item.op for item in placed))

@@ -1,0 +1,69 @@
+"""Calls that cannot be traced: autograd keeps their backward, inside of two instructions.
+
+``Record`` runs the call with autograd and hands on its results without history, and a tape; ``Differentiate`` runs the
+tape's backward. Both are targets of instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardwise.graph.ir import Ref
+from shardwise.programs.vjp import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """Results of one recorded call, and those of its operands that want a gradient, with their history."""
+
+    results: Sequence[Tensor]
+    operands: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Operands -> (the results of the call in order, its tape). ``wanted``: per operand whether it needs a gradient."""
+
+    call: Call
+    wanted: tuple[bool, ...]
+
+    def __call__(self, *operands: Tensor) -> tuple[Any, ...]:
+        target, args, kwargs = self.call
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_(w) for tensor, w in zip(operands, self.wanted, strict=True)]
+
+            def fill(arg: Any) -> Any:
+                if isinstance(arg, Ref):
+                    return leaves[int(arg.name)]
+                return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+            returned = target(*map(fill, args), **{name: fill(arg) for name, arg in kwargs})
+        results = [item for item in tree_leaves(returned) if isinstance(item, Tensor)]
+        tape = Tape(results, [leaf for leaf in leaves if leaf.requires_grad])
+        return (*(result.detach() for result in results), tape)
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiate:
+    """(tape, cotangents) -> the cotangents of the operands that want one. ``given``: per result whether it has one."""
+
+    given: tuple[bool, ...]
+
+    def __call__(self, tape: Tape, *cotangents: Tensor) -> tuple[Tensor, ...]:
+        found = iter(cotangents)
+        pairs = [(result, next(found)) for result, has_one in zip(tape.results, self.given, strict=True) if has_one]
+        gradients = torch.autograd.grad(
+            [result for result, _ in pairs],
+            list(tape.operands),
+            [cotangent for _, cotangent in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+            retain_graph=True,
+        )
+        return tuple(gradient.contiguous() for gradient in gradients)

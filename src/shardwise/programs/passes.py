@@ -1,0 +1,45 @@
+"""Passes over a step: list -> list. ``programs.check`` holds every list against what a pass must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from shardwise.programs.instructions import Convert, Depart, Instruction, sent_by, shares_of
+from shardwise.programs.rank_program import Program
+
+
+def memories(instructions: Iterable[Instruction], known: Iterable[str] = ()) -> dict[str, str]:
+    """Name -> the name that first had its memory. ``known``: names from before."""
+    root = {name: name for name in known}
+    for instruction in instructions:
+        for name, shared in zip(instruction.results, shares_of(instruction), strict=True):
+            root[name] = name if shared is None else root.get(shared, shared)
+    return root
+
+
+def mark_overwrites(program: Program) -> Program:
+    """Exchanges may use their operand's memory where nothing reads that later and nobody else holds it."""
+    fixed = {*program.spmd.graph.source_of, *program.delivered, *(value for _, value in program.mutations)}
+    forward = _marked(program.forward, {*fixed, *program.saved})
+    held = {*program.saved, *(name for name in program.cotangents if name), *program.gradients.values()}
+    return replace(program, forward=forward, backward=_marked(program.backward, held))
+
+
+def _marked(instructions: Sequence[Instruction], held: set[str]) -> tuple[Instruction, ...]:
+    root = memories(instructions, held)
+    made = {name for instruction in instructions for name in instruction.results}
+    kept = {root.get(name, name) for name in held}
+    last: dict[str, int] = {}
+    for i, instruction in enumerate(instructions):
+        for name in instruction.operands:
+            last[root.get(name, name)] = i
+    marked: list[Instruction] = []
+    for i, instruction in enumerate(instructions):
+        if isinstance(instruction, (Convert, Depart)) and len(instruction.operands) == 1:
+            memory = root.get(instruction.operands[0], instruction.operands[0])
+            reduces = [message.kind for message in sent_by(instruction)][:1] == ["all_reduce"]
+            free = reduces and memory in made and memory not in kept and last[memory] == i
+            instruction = replace(instruction, overwrites=free)
+        marked.append(instruction)
+    return tuple(marked)

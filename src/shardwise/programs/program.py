@@ -1,0 +1,113 @@
+"""The program of one rank, as data: local operator calls with local sizes, and conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from shardwise.graph.ir import Arg, Op, Ref, map_refs
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy, piece_of
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.steps import Conversion, Step
+from shardwise.rules.rule import Call, LocalContext, OpRule, Piece, base_name
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """A local call. ``op``: name and ``source``: line of the operator it belongs to."""
+
+    op: str
+    source: str
+    call: Call
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """What one rank executes, in order. Names are those of the Spmd program."""
+
+    rank: int
+    spmd: Spmd
+    instructions: tuple[LocalOp | Conversion | Bucket, ...]
+
+
+def localize(spmd: Spmd, rank: int) -> LocalProgram:
+    """The program of a rank."""
+    coordinates = spmd.mesh.coordinates(rank)
+    instructions: list[LocalOp | Conversion | Bucket] = []
+    for step in spmd.steps:
+        instructions.append(_local_op(step, spmd.mesh, coordinates) if isinstance(step, Step) else step)
+    return LocalProgram(rank, spmd, tuple(instructions))
+
+
+def _local_op(step: Step, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalOp:
+    op, rule, strategy = step.placed.op, step.placed.rule, step.placed.strategy
+    if rule.localize is None:
+        call = Call(op.target, op.args, op.kwargs)
+    else:
+        context = LocalContext(
+            tuple(_local_shape(layout, tuple(coordinates.items())) for layout in step.operand_layouts),
+            tuple(_local_shape(layout, tuple(coordinates.items())) for layout in step.result_layouts),
+            factor_pieces(rule, strategy, mesh, coordinates),
+        )
+        call = rule.localize(op, context)
+    renamed = _with_operands(op, call, step.operands)
+    return LocalOp(op.name, op.source, renamed, op.results)
+
+
+@lru_cache(maxsize=100_000)
+def _local_shape(layout: Layout, coordinates: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    return layout.local_shape(dict(coordinates))
+
+
+def factor_pieces(
+    rule: OpRule, strategy: Strategy, mesh: Mesh, coordinates: Mapping[str, int]
+) -> dict[str, tuple[Piece, ...]]:
+    """The part of every (undivided) factor that the rank at ``coordinates`` works on."""
+    found: dict[str, list[Piece]] = {}
+    for factor in rule.factors:
+        axes = strategy.axes_of.get(factor.name, ())
+        count, index = 1, 0
+        for axis in axes:
+            count *= mesh.sizes[axis]
+            index = index * mesh.sizes[axis] + coordinates[axis]
+        piece = Piece(factor.size, *piece_of(strategy, factor.name, factor.size, index, count))
+        found.setdefault(base_name(factor.name), []).append(piece)
+    return {name: tuple(pieces) for name, pieces in found.items()}
+
+
+def _with_operands(op: Op, call: Call, operands: tuple[str, ...]) -> Call:
+    """The call with every operand under the name of its conversion. An operand that occurs twice may be in two layouts:
+    the references are replaced in order of occurrence where the call keeps them all, by name otherwise."""
+    occurrences = list(op.operands)
+    names = list(operands)
+
+    def rename(name: str) -> Arg:
+        position = occurrences.index(name)
+        result = names[position]
+        if occurrences.count(name) > 1:
+            del occurrences[position], names[position]
+        return Ref(result)
+
+    args = tuple(map_refs(arg, rename) for arg in call.args)
+    return Call(call.target, args, tuple((key, map_refs(arg, rename)) for key, arg in call.kwargs))
+
+
+def local_numel(layout: Layout, rank: int) -> int:
+    """Elements that a rank holds of a tensor."""
+    return prod(layout.local_shape(layout.mesh.coordinates(rank)))
+
+
+def busiest_rank(spmd: Spmd) -> int:
+    """The rank that holds most: the last, whose pieces of uneven sizes are the largest, unless parameters are split by
+    hand; then the one with most elements of all sources."""
+    num_devices = spmd.mesh.num_devices
+    layouts = [spmd.layouts[source.value] for source in spmd.graph.sources]
+    if not any(layout.windows for layout in layouts):
+        return num_devices - 1
+    return max(range(num_devices), key=lambda rank: (sum(local_numel(layout, rank) for layout in layouts), rank))

@@ -1,0 +1,47 @@
+"""The training step of one rank, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.graph.ir import refs
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Instruction
+from shardwise.programs.spmd import Spmd
+
+
+@dataclass(frozen=True)
+class Program:
+    """The training step of one rank.
+
+    ``forward`` makes ``delivered`` (the loss, outputs: each value once) and ``mutations`` (buffer, new value) of the
+    sources, and ``saved``, which ``backward`` reads. ``cotangents``: per delivered value the name under which backward
+    gets its cotangent, None where it gets none; ``gradients``: source -> the name of its gradient. ``aliases``: names
+    of values that are another value. ``forms``: of all names.
+    """
+
+    rank: int
+    spmd: Spmd
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    saved: tuple[str, ...]
+    delivered: tuple[str, ...]
+    mutations: tuple[tuple[str, str], ...]
+    cotangents: tuple[str | None, ...]
+    gradients: Mapping[str, str]
+    aliases: Mapping[str, str]
+    forms: Mapping[str, Form]
+    untraceable: Mapping[str, str]
+
+    def resolve(self, name: str) -> str:
+        """The name that a value of the Spmd program has in the lists."""
+        return self.aliases.get(name, name)
+
+
+def delivered_values(spmd: Spmd, *, loss_only: bool) -> tuple[str, ...]:
+    """The values that forward delivers, each once, the loss first."""
+    names = [spmd.loss] if spmd.loss is not None else []
+    if not loss_only or spmd.loss is None:
+        names += refs(spmd.outputs)
+    return tuple(dict.fromkeys(names))

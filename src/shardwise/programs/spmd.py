@@ -1,0 +1,319 @@
+"""From strategies to the one program that all ranks run: operators in their layouts, and the conversions between them.
+
+Two uses of a value in the same layout share one conversion, made where it is first needed (so that in backward the
+collectives interleave with the computation). Every tensor the model returns is delivered invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from shardwise.errors import LayoutError, problem
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
+from shardwise.layouts.conversions import Collective, Move
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.redistribute import redistribute
+from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
+from shardwise.programs.buckets import BUCKET_BYTES, Bucket, fill_buckets
+from shardwise.programs.lower import PlacedOp, lower_all
+from shardwise.programs.steps import Conversion, Step
+from shardwise.rules.rule import OpRule
+
+# The moves between two layouts of a value.
+Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
+
+
+@dataclass(frozen=True)
+class Spmd:
+    """The program of all ranks. ``layouts``: every value (and every conversion's result) -> its layout. ``graph`` is
+    the lowered graph.
+
+    ``outputs``: per flattened output the name of a value that is whole on every rank (or in the layout in which it is
+    delivered), or a constant; ``loss`` likewise; ``mutations``: (buffer value, name of the value in the buffer's
+    layout). ``cotangents``: of a part of a cut graph, those outputs whose cotangents come from outside, in the dual
+    layouts.
+    """
+
+    mesh: Mesh
+    graph: Graph
+    layouts: Mapping[str, Layout]
+    steps: tuple[Step | Conversion | Bucket, ...]
+    outputs: tuple[Arg, ...]
+    loss: str | None
+    mutations: tuple[tuple[str, str], ...]
+    cotangents: tuple[str, ...] = ()
+
+    @cached_property
+    def conversions(self) -> tuple[Conversion, ...]:
+        """All conversions in order, those that share their messages side by side."""
+        return tuple(conversion for step in self.steps for conversion in conversions_of(step))
+
+    def forward_collectives(self) -> tuple[Collective, ...]:
+        """Every collective of one forward pass, in order: a bucket of parameters leaves before the one ahead of it is
+        waited for, the first at the start."""
+        leaving = [
+            step for step in self.steps if isinstance(step, Bucket) and step.of_parameters and step.collectives()
+        ]
+        ordered: list[Conversion | Bucket] = [*leaving[:1]]
+        for step in self.steps:
+            if step in leaving:
+                ordered += leaving[leaving.index(step) + 1 :][:1]
+            elif not isinstance(step, Step):
+                ordered.append(step)
+        return tuple(c for step in ordered for c in step.collectives())
+
+    def backward_collectives(self) -> tuple[Collective, ...]:
+        """Every collective of one backward pass, in order: newest step first, of the conversions ahead of an operator
+        those of values before those of parameters, and only those through which a gradient of the loss flows."""
+        return tuple(
+            c
+            for step in backward_order(self.steps)
+            if not isinstance(step, Step) and any(map(self.receives_gradient, conversions_of(step)))
+            for c in step.collectives(backward=True)
+        )
+
+    def receives_gradient(self, conversion: Conversion) -> bool:
+        """Whether a cotangent of the loss reaches the conversion's result."""
+        return conversion.differentiable and conversion.result in self._reached
+
+    @cached_property
+    def _reached(self) -> frozenset[str]:
+        """Names that receive a cotangent when the loss is differentiated, or in a part when those from outside come."""
+        reached = set(self.cotangents) | ({self.loss} if self.loss is not None else set())
+        grad = self.graph.by_name
+        for step in reversed(self.steps):
+            if not isinstance(step, Step):
+                reached.update(c.value for c in conversions_of(step) if c.result in reached and c.differentiable)
+            elif any(result in reached and grad[result].requires_grad for result in step.placed.op.results):
+                for name, original in zip(step.operands, step.placed.op.operands, strict=True):
+                    if grad[original].requires_grad:
+                        reached.add(name)
+        return frozenset(reached)
+
+
+def build_spmd(
+    graph: Graph,
+    rules: Mapping[str, OpRule],
+    strategies: Mapping[str, Strategy],
+    sources: Mapping[str, Layout],
+    mesh: Mesh,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    route: Route | None = None,
+    shared: Mapping[str, Layout] | None = None,
+    delivered: Mapping[str, Layout] | None = None,
+) -> Spmd:
+    """The program of a choice. ``rules``: the divided rules; ``sources``: source value -> the layout it is stored or
+    delivered in; ``bucket_bytes``: the largest message that several parameters share (0: none is shared). ``route``,
+    ``shared`` and ``delivered`` as in ``insert_conversions``. Raises LayoutError as ``place`` does."""
+    placed, lowered = place(graph, rules, strategies, mesh)
+    return fill(insert_conversions(placed, lowered, sources, mesh, route, shared, delivered), bucket_bytes)
+
+
+def place(
+    graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
+) -> tuple[tuple[PlacedOp, ...], Graph]:
+    """Every operator with its rule and strategy, lowered where its strategy asks for it; and the lowered graph. Raises
+    LayoutError naming the operator when a strategy is not one of its own."""
+    for op in graph.ops:
+        _check(op, rules[op.name], strategies[op.name], mesh)
+    return lower_all(graph, rules, strategies, mesh)
+
+
+def insert_conversions(
+    placed: Sequence[PlacedOp],
+    graph: Graph,
+    sources: Mapping[str, Layout],
+    mesh: Mesh,
+    route: Route | None = None,
+    shared: Mapping[str, Layout] | None = None,
+    delivered: Mapping[str, Layout] | None = None,
+) -> Spmd:
+    """The program without buckets: the operators of a lowered graph, and every conversion by itself. ``route``: the
+    moves between two layouts of a value (by default those that send the fewest bytes); ``shared``: values that are
+    converted to one layout first, from which all consumers take them; ``delivered``: outputs that
+    are wanted in some layout, not whole (of a part of a cut graph those that it sends)."""
+    builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, route, shared)
+    for item in placed:
+        builder.add(item)
+    layouts = delivered or {}
+    delivered_as = {
+        name: builder.convert(name, layouts[name], "") if name in layouts else builder.whole(name)
+        for name in refs(graph.outputs)
+    }
+    outputs = tuple(Ref(delivered_as[out.name]) if isinstance(out, Ref) else out for out in graph.outputs)
+    cotangents = tuple(delivered_as[name] for name in graph.cotangents or ())
+    loss = builder.whole(graph.loss) if graph.loss is not None else None
+    mutations = tuple((buffer, builder.convert(value, sources[buffer], "")) for buffer, value in graph.mutations)
+    return Spmd(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
+
+
+def fill(spmd: Spmd, bucket_bytes: int, parameter_dtypes: Mapping[str, torch.dtype] | None = None) -> Spmd:
+    """The program with its conversions put into buckets (``programs.buckets``). ``parameter_dtypes``: those that decide
+    about sharing, where they are not the graph's."""
+    graph, dtypes = spmd.graph, parameter_dtypes or {}
+    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
+    steps = fill_buckets(
+        [step for step in spmd.steps if not isinstance(step, Bucket)],
+        parameters,
+        lambda value: dtypes.get(value, graph.by_name[value].dtype),
+        spmd.receives_gradient,
+        bucket_bytes,
+    )
+    return replace(spmd, steps=steps)
+
+
+def with_buckets(spmd: Spmd, buckets: Sequence[Bucket]) -> Spmd:
+    """A program without buckets in which some conversions stand together, where the first of each bucket stood. Raises
+    LayoutError where that can not be: a value is not there yet or needed before, or members communicate differently."""
+    bucket_of = {conversion.result: bucket for bucket in buckets for conversion in bucket.conversions}
+    parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
+    available = {source.value for source in spmd.graph.sources}
+    steps: list[Step | Conversion | Bucket] = []
+    for step in spmd.steps:
+        if isinstance(step, Step):
+            available.update(step.placed.op.results)
+            steps.append(step)
+            continue
+        (conversion,) = conversions_of(step)
+        bucket = bucket_of.get(conversion.result)
+        if bucket is not None:
+            if conversion.result in available:  # it stands there, with the first of its bucket
+                continue
+            _check_bucket(bucket, conversion, available, parameters)
+        steps.append(bucket or conversion)
+        available.update(one.result for one in conversions_of(steps[-1]))
+    return replace(spmd, steps=tuple(steps))
+
+
+def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parameters: set[str]) -> None:
+    """``first``: the member that is needed first; ``available``: the values that there are where it stands."""
+    kinds = {tuple((move.cell, move.axes) for move in one.moves) for one in bucket.conversions}
+    late = [one.origin for one in bucket.conversions if one.value not in available]
+    computed = [one.origin for one in bucket.conversions if bucket.of_parameters and one.value not in parameters]
+    why = ""
+    if bucket.conversions[0] is not first:
+        why = f"{first.origin} is needed before {bucket.conversions[0].origin}"
+    elif late:
+        why = f"{late[0]} is not there yet"
+    elif computed:
+        why = f"{computed[0]} is no parameter, and can not leave early"
+    elif len(kinds) > 1:
+        why = "they make different moves"
+    if why:
+        members = f"{bucket.conversions[0].origin} and {len(bucket.conversions) - 1} more"
+        raise LayoutError(f"{members} can not share messages: {why}")
+
+
+def backward_order(steps: Sequence[Step | Conversion | Bucket]) -> list[Step | Conversion | Bucket]:
+    """The steps as backward takes them: from the last to the first, but of the conversions ahead of an operator those
+    of values go before buckets of parameters, so that a message of the former travels while gradients of the latter are
+    computed."""
+    ordered: list[Step | Conversion | Bucket] = []
+    run: list[Step | Conversion | Bucket] = []
+    for step in reversed(steps):
+        if isinstance(step, Step):
+            ordered += sorted(run, key=_of_parameters)
+            run = []
+            ordered.append(step)
+        else:
+            run.append(step)
+    return [*ordered, *sorted(run, key=_of_parameters)]
+
+
+def _of_parameters(step: Step | Conversion | Bucket) -> bool:
+    return isinstance(step, Bucket) and step.of_parameters
+
+
+def conversions_of(step: Step | Conversion | Bucket) -> tuple[Conversion, ...]:
+    """The conversions of a step: none, one, or those of a bucket."""
+    if isinstance(step, Bucket):
+        return step.conversions
+    return (step,) if isinstance(step, Conversion) else ()
+
+
+def _check(op: Op, rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
+    try:
+        check_strategy(rule, strategy, mesh)
+    except LayoutError as error:
+        raise LayoutError(problem(str(error), op=op.name, source=op.source)) from error
+
+
+class Builder:
+    """The steps so far, the layout of every name, and the conversions already made.
+
+    ``route``: the moves between two layouts of a value; ``shared``: values whose consumers convert from a layout that
+    they share.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        layouts: dict[str, Layout],
+        route: Route | None = None,
+        shared: Mapping[str, Layout] | None = None,
+    ) -> None:
+        self.graph, self.mesh, self.layouts = graph, mesh, layouts
+        self.route, self.shared = route or fewest_bytes, shared or {}
+        self.steps: list[Step | Conversion] = []
+        self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
+        self._made: dict[tuple[str, Layout], str] = {}
+        self._count: dict[str, int] = {}
+
+    def add(self, placed: PlacedOp) -> None:
+        applied = apply_strategy(placed.rule, placed.strategy, self.mesh)
+        names = tuple(
+            self.convert(value, layout, placed.op.name)
+            for value, layout in zip(placed.op.operands, applied.operands, strict=True)
+        )
+        layouts = tuple(self.layouts[name] for name in names)
+        self.steps.append(Step(placed, names, layouts, applied.results))
+        self.layouts.update(zip(placed.op.results, applied.results, strict=True))
+
+    def whole(self, value: str) -> str:
+        """The name of the value, invariant on every axis."""
+        return self.convert(value, Layout.whole(self.mesh, self.graph.by_name[value].shape), "")
+
+    def convert(self, value: str, target: Layout, op: str) -> str:
+        """The name under which ``value`` is available in ``target``; without gradient, replicated and invariant are the
+        same."""
+        if value in self.shared and value not in self._shared_as:
+            self._shared_as[value] = self._converted(value, value, self.shared[value], op)
+        return self._converted(self._shared_as.get(value, value), value, target, op)
+
+    def _converted(self, name: str, origin: str, target: Layout, op: str) -> str:
+        """The name under which ``origin``, available as ``name``, is available in ``target``."""
+        info, source = self.graph.by_name[origin], self.layouts[name]
+        if not info.requires_grad:
+            source, target = gradient_free(source), gradient_free(target)
+        target = target.canonical()
+        if source.canonical() == target:
+            return name
+        key = (origin, target)
+        if key not in self._made:
+            moves = self.route(info, source, target)
+            self._count[origin] = self._count.get(origin, 0) + 1
+            result = f"{origin}:{self._count[origin]}"
+            self._made[key] = result
+            self.layouts[result] = target
+            self.steps.append(
+                Conversion(name, origin, result, source, target, moves, info.requires_grad, info.dtype.itemsize, op)
+            )
+        return self._made[key]
+
+
+def fewest_bytes(value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
+    """The moves that send the fewest bytes."""
+    return redistribute(source, target, differentiable=value.requires_grad)
+
+
+def gradient_free(layout: Layout) -> Layout:
+    """The layout of a value that has no cotangent: replicated and invariant are the same."""
+    replicated = [axis for axis, state in layout.states if state == "R"]
+    return layout.moved(dict.fromkeys(replicated, "I")) if replicated else layout

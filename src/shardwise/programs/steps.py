@@ -1,0 +1,46 @@
+"""The steps of a partitioned program: operators in their layouts, and conversions of values between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.layouts.conversions import Collective, Move, collective_of
+from shardwise.layouts.layout import Layout
+from shardwise.programs.lower import PlacedOp
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``.
+
+    ``origin``: the value of the graph that it is (``value`` itself, unless that was converted before); ``op``: the
+    consumer it was first made for.
+    """
+
+    value: str
+    origin: str
+    result: str
+    source: Layout
+    target: Layout
+    moves: tuple[Move, ...]
+    differentiable: bool
+    itemsize: int
+    op: str
+
+    def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
+        """What it communicates, in the order of execution."""
+        if backward and not self.differentiable:
+            return ()
+        moves = self.moves[::-1] if backward else self.moves
+        found = (collective_of(move, self.itemsize, backward=backward) for move in moves)
+        return tuple(collective for collective in found if collective is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operator over converted operands. ``operands`` follow ``placed.op.operands``."""
+
+    placed: PlacedOp
+    operands: tuple[str, ...]
+    operand_layouts: tuple[Layout, ...]
+    result_layouts: tuple[Layout, ...]

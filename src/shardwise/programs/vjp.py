@@ -1,0 +1,446 @@
+"""Vector-Jacobian products: what an operator call does in forward and in backward, kernel by kernel.
+
+A *kind* of call is its target, its constants and the forms of its operands. Each kind is traced once: PyTorch runs the
+call and its gradient on fake tensors (sizes without memory), and a dispatch mode below autograd writes down every
+kernel that this calls. What was called before the gradient was asked for is the forward pass, the rest the backward
+pass, so that backward gets exactly what autograd would have saved, on the kernels that PyTorch would have chosen.
+
+Names inside a kind: operands ``0``, ``1``, ...; what forward makes ``f0``, ``f1``, ...; what backward makes ``b0``,
+...; given cotangents ``c0``, ``c1``, ... by the position of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from shardwise.graph.ir import Arg, Ref, map_refs, refs
+from shardwise.programs.forms import Form
+
+aten = torch.ops.aten
+
+Call = tuple[Any, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # target, args, kwargs; operands are Ref("0"), ...
+
+# Calls that hand on the tensor that they get.
+_SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+# Traced where strides were known; where they are not, a copy must be possible.
+_ALLOWING_COPIES = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One traced call. ``results``: name, form and, by ``places``, where in what it returns each tensor is (``()``: it
+    is what is returned). ``shares``: per result the name of an operand whose memory it is, or None. ``writes``:
+    operands that it overwrites."""
+
+    target: Any
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    results: tuple[str, ...]
+    forms: tuple[Form, ...]
+    places: tuple[tuple[int, ...], ...]
+    shares: tuple[str | None, ...]
+    writes: tuple[str, ...] = ()
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names that it reads."""
+        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only looks at an operand's memory."""
+        return bool(self.results) and not self.writes and all(name is not None for name in self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKind:
+    """A call in forward. ``results``: names of what it returns; ``forms``, ``shares``: of these; ``places``: as in
+    ``Kernel``; ``kernels``: all that it calls; ``workspace``: bytes beyond its results that it needs in between."""
+
+    results: tuple[str, ...]
+    forms: tuple[Form, ...]
+    shares: tuple[str | None, ...]
+    places: tuple[tuple[int, ...], ...]
+    kernels: tuple[Kernel, ...]
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardKind:
+    """A call in backward. ``kernels``: in order; ``cotangents``: per operand the name of its cotangent, or None.
+    ``needs``: names of forward, operands and results among them, that it reads. ``replayed``: kernels at its start that
+    are views of forward made again. ``whole``: whether the forward call can stay the one call that it was, since
+    backward needs nothing but operands and results. ``opaque``: autograd itself does it (``programs.opaque``)."""
+
+    kernels: tuple[Kernel, ...]
+    cotangents: tuple[str | None, ...]
+    forms: tuple[Form | None, ...]
+    needs: tuple[str, ...]
+    whole: bool
+    opaque: bool = False
+
+
+class Untraceable(Exception):
+    """What a call does cannot be written down: ``str`` says why."""
+
+
+@dataclass
+class Kinds:
+    """The kinds of calls, each traced once. ``device``: type of device whose kernels are meant."""
+
+    device: str = "cpu"
+    _forward: dict[object, ForwardKind] = field(default_factory=dict)
+    _backward: dict[object, BackwardKind] = field(default_factory=dict)
+    untraceable: dict[str, str] = field(default_factory=dict)  # target -> why autograd keeps its backward
+
+    def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardKind:
+        key = _typed(call), operands
+        kind = self._forward.get(key)
+        if kind is None:
+            kind = self._forward[key] = _traced_forward(call, operands, self.device)
+        return kind
+
+    def backward(self, call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardKind:
+        """``cotangents``: forms of those of the results, None where there is none."""
+        key = _typed(call), operands, cotangents
+        kind = self._backward.get(key)
+        if kind is None:
+            try:
+                kind = _traced_backward(call, operands, cotangents, self.device)
+            except Exception as error:  # autograd can do what cannot be traced: see ``programs.opaque``
+                self.untraceable[str(call[0])] = str(error).split("\n", 1)[0]
+                kind = _opaque_backward(operands, self.forward(call, operands), cotangents)
+            self._backward[key] = kind
+        return kind
+
+
+def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[Call, tuple[str, ...]]:
+    """A call with its operands numbered, and their names, each once."""
+    place: dict[str, int] = {}
+
+    def number(name: str) -> Arg:
+        return Ref(str(place.setdefault(name, len(place))))
+
+    numbered_args = tuple(map_refs(arg, number) for arg in args)
+    named = tuple((key, map_refs(arg, number)) for key, arg in kwargs)
+    return (target, numbered_args, named), tuple(place)
+
+
+def _typed(call: Call) -> object:
+    """A key that tells 1, 1.0 and True apart."""
+
+    def typed(arg: Arg) -> object:
+        if isinstance(arg, tuple):
+            return tuple(map(typed, arg))
+        return arg if isinstance(arg, Ref) else (type(arg), repr(arg) if isinstance(arg, float) else arg)
+
+    target, args, kwargs = call
+    return target, tuple(map(typed, args)), tuple((key, typed(arg)) for key, arg in kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------------- tracing
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down the kernels that are called. ``prefix``: of the names of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[int, str] = {}
+        self.alive: list[torch.Tensor] = []  # so that no number in ``names`` is given twice
+        self.kernels: list[Kernel] = []
+        self.storages: dict[int, str] = {}  # storage -> the first name that had it
+        self.prefix, self.count = "f", 0
+
+    def know(self, tensor: torch.Tensor, name: str) -> None:
+        self.names[id(tensor)] = name
+        self.alive.append(tensor)
+        self.storages.setdefault(_storage(tensor), name)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        if id(tensor) not in self.names:
+            raise Untraceable("a tensor comes from outside of the call")
+        return self.names[id(tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        returned = func(*args, **kwargs)
+        tensors = list(_tensors(returned))
+        if func in _SAME and isinstance(same := self._arg(args[0]), Ref):
+            self.know(tensors[0][1], same.name)
+            return returned
+        if func in _SAME:  # of a number
+            func, args, kwargs = aten.scalar_tensor.default, (same,), {"dtype": tensors[0][1].dtype, "device": None}
+        shared = {_storage(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        call_args = tuple(map(self._arg, args))
+        call_kwargs = tuple((key, self._arg(value)) for key, value in kwargs.items())
+        names, forms, places, shares, writes = [], [], [], [], []
+        for place, tensor in tensors:
+            if id(tensor) in self.names:  # in place
+                writes.append(self.names[id(tensor)])
+                continue
+            name = f"{self.prefix}{self.count}"
+            self.count += 1
+            before = shared.get(_storage(tensor))
+            shares.append(None if before is None else self.names.get(id(before)))
+            self.know(tensor, name)
+            names.append(name)
+            forms.append(Form.of(tensor))
+            places.append(place)
+        self.kernels.append(
+            Kernel(
+                _ALLOWING_COPIES.get(func, func),
+                call_args,
+                call_kwargs,
+                tuple(names),
+                tuple(forms),
+                tuple(places),
+                tuple(shares),
+                tuple(writes),
+            )
+        )
+        return returned
+
+    def _arg(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.names and value.dim() == 0 and not isinstance(value, FakeTensor):
+                with _disable_current_modes():
+                    return value.item()  # a number that PyTorch wrapped
+            return Ref(self.name_of(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._arg, value))
+        return value
+
+
+def _tensors(returned: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """The tensors in what a call returned, each with its place."""
+    if isinstance(returned, torch.Tensor):
+        yield place, returned
+    elif isinstance(returned, (list, tuple)):
+        for i, item in enumerate(returned):
+            yield from _tensors(item, (*place, i))
+
+
+def _traced_forward(call: Call, operands: tuple[Form, ...], device: str) -> ForwardKind:
+    with _fake_mode(), torch.enable_grad():
+        recorder = _Recorder()
+        outputs, _ = _run_forward(recorder, call, operands, device)
+        names = tuple(recorder.name_of(tensor) for _, tensor in outputs)
+        first: dict[int, str] = {}
+        shares: list[str | None] = []
+        for (_, tensor), name in zip(outputs, names, strict=True):
+            root = recorder.storages[_storage(tensor)]
+            shares.append(root if root.isdigit() else first.get(_storage(tensor)))
+            first.setdefault(_storage(tensor), name)
+        forms = tuple(Form.of(tensor) for _, tensor in outputs)
+    places = tuple(place for place, _ in outputs)
+    kernels = tuple(recorder.kernels)
+    return ForwardKind(names, forms, tuple(shares), places, kernels, _workspace(kernels, names))
+
+
+def _traced_backward(
+    call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...], device: str
+) -> BackwardKind:
+    with _fake_mode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        recorder = _Recorder()
+        outputs, inputs = _run_forward(recorder, call, operands, device)
+        forward, recorder.kernels = recorder.kernels, []
+        recorder.prefix, recorder.count = "b", 0
+        of_results = []
+        for i, ((_, tensor), form) in enumerate(zip(outputs, cotangents, strict=True)):
+            if form is not None and tensor.requires_grad:
+                cotangent = _empty(form.with_gradient(False), device)
+                recorder.know(cotangent, f"c{i}")
+                of_results.append((tensor, cotangent))
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        none = (None,) * len(operands)
+        if not of_results or not wanted:
+            return BackwardKind((), none, none, (), True)
+        with recorder:
+            found = iter(
+                torch.autograd.grad(
+                    [tensor for tensor, _ in of_results],
+                    wanted,
+                    [cotangent for _, cotangent in of_results],
+                    allow_unused=True,
+                )
+            )
+        gradients = [next(found) if tensor.requires_grad else None for tensor in inputs]
+        names = tuple(None if gradient is None else recorder.name_of(gradient) for gradient in gradients)
+        forms = tuple(None if gradient is None else Form.of(gradient) for gradient in gradients)
+        results = frozenset(recorder.name_of(tensor) for _, tensor in outputs)
+    return _backward_kind(forward, recorder.kernels, results, names, forms)
+
+
+def _run_forward(
+    recorder: _Recorder, call: Call, operands: tuple[Form, ...], device: str
+) -> tuple[list[tuple[tuple[int, ...], torch.Tensor]], list[torch.Tensor]]:
+    """What a call returns on fake operands (each tensor with its place), and these."""
+    inputs = [_empty(form, device) for form in operands]
+    for i, tensor in enumerate(inputs):
+        recorder.know(tensor, str(i))
+
+    def fill(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return inputs[int(arg.name)]
+        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    target, args, kwargs = call
+    with recorder, torch.device(device):
+        returned = target(*map(fill, args), **{key: fill(arg) for key, arg in kwargs})
+    return list(_tensors(returned)), inputs
+
+
+def _backward_kind(
+    forward: Sequence[Kernel],
+    backward: Sequence[Kernel],
+    results: frozenset[str],
+    cotangents: tuple[str | None, ...],
+    forms: tuple[Form | None, ...],
+) -> BackwardKind:
+    kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
+    by_result = {name: kernel for kernel in forward for name in kernel.results}
+    replayed: dict[str, Kernel] = {}
+    whole = True
+
+    def need(name: str) -> None:
+        """A name of forward that backward reads: kept, or looked at again through what it is a view of."""
+        nonlocal whole
+        kernel = by_result.get(name)
+        if kernel is None or name in results:
+            needs[name] = None
+        elif kernel.is_view:
+            if name not in replayed:
+                for operand in kernel.operands:
+                    need(operand)
+                replayed[name] = kernel
+        else:
+            whole = False
+            needs[name] = None
+
+    needs: dict[str, None] = {}
+    for kernel in kernels:
+        for name in kernel.operands:
+            if name[0] in "f" or name.isdigit():
+                need(name)
+    for cotangent in cotangents:
+        if cotangent is not None and (cotangent[0] == "f" or cotangent.isdigit()):
+            need(cotangent)
+    every = _without_twins([*dict.fromkeys(replayed.values()), *kernels], cotangents)
+    return BackwardKind(every[0], every[1], forms, tuple(needs), whole)
+
+
+def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:
+    """Those that make what is wanted, or write to its memory."""
+    root = _memories(kernels)
+    memory = {root.get(name, name) for name in wanted}
+    kept = []
+    for kernel in reversed(kernels):
+        made = {root.get(name, name) for name in (*kernel.results, *kernel.writes)}
+        views_only = kernel.is_view and not wanted.intersection(kernel.results)
+        if memory.intersection(made) and not views_only:
+            wanted.update(kernel.operands)
+            memory.update(root.get(name, name) for name in kernel.operands)
+            kept.append(kernel)
+    return kept[::-1]
+
+
+def _memories(kernels: Sequence[Kernel]) -> dict[str, str]:
+    """Name -> the name that first had its memory."""
+    root: dict[str, str] = {}
+    for kernel in kernels:
+        for name, shared in zip(kernel.results, kernel.shares, strict=True):
+            root[name] = name if shared is None else root.get(shared, shared)
+    return root
+
+
+def _without_twins(
+    kernels: Sequence[Kernel], cotangents: tuple[str | None, ...]
+) -> tuple[tuple[Kernel, ...], tuple[str | None, ...]]:
+    """The kernels with equal views made once, and transposes of transposes left out."""
+    same: dict[str, str] = {}
+    views: dict[object, str] = {}
+    transposed: dict[str, str] = {}
+    kept: list[Kernel] = []
+
+    def renamed(name: str) -> Arg:
+        return Ref(same.get(name, name))
+
+    for kernel in kernels:
+        args = tuple(map_refs(arg, renamed) for arg in kernel.args)
+        kwargs = tuple((key, map_refs(arg, renamed)) for key, arg in kernel.kwargs)
+        kernel = replace(kernel, args=args, kwargs=kwargs)
+        if kernel.is_view and len(kernel.results) == 1:
+            (name,) = kernel.results
+            if kernel.target is aten.t.default and isinstance(args[0], Ref):
+                if args[0].name in transposed:
+                    same[name] = transposed[args[0].name]
+                    continue
+                transposed[name] = args[0].name
+            twin = views.setdefault((kernel.target, args, kwargs), name)
+            if twin != name:
+                same[name] = twin
+                continue
+        kept.append(kernel)
+    found = tuple(None if name is None else same.get(name, name) for name in cotangents)
+    return tuple(needed_kernels(kept, {name for name in found if name is not None})), found
+
+
+def _workspace(kernels: Sequence[Kernel], results: Sequence[str]) -> int:
+    """The most bytes that are live at once beyond the results and the operands."""
+    root = _memories(kernels)
+    last: dict[str, int] = {}
+    for i, kernel in enumerate(kernels):
+        for name in (*kernel.operands, *kernel.results):
+            last[root.get(name, name)] = i
+    kept = {root.get(name, name) for name in results}
+    live: dict[str, int] = {}
+    most = 0
+    for i, kernel in enumerate(kernels):
+        for name, form in zip(kernel.results, kernel.forms, strict=True):
+            if root[name] == name and name not in kept:
+                live[name] = form.num_bytes
+        most = max(most, sum(live.values()))
+        live = {name: size for name, size in live.items() if last[name] > i}
+    return most
+
+
+def _opaque_backward(
+    operands: tuple[Form, ...], forward: ForwardKind, cotangents: tuple[Form | None, ...]
+) -> BackwardKind:
+    """Autograd differentiates the call inside of one instruction (``programs.opaque``)."""
+    flows = any(
+        cotangent is not None and form.requires_grad for cotangent, form in zip(cotangents, forward.forms, strict=True)
+    )
+    wanted = [flows and form.requires_grad for form in operands]
+    names = tuple(f"b{i}" if needed else None for i, needed in enumerate(wanted))
+    forms = tuple(
+        Form.contiguous(form.shape, form.dtype) if needed else None
+        for form, needed in zip(operands, wanted, strict=True)
+    )
+    return BackwardKind((), names, forms, (), False, opaque=True)
+
+
+@lru_cache(maxsize=1)
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def _empty(form: Form, device: str) -> torch.Tensor:
+    """A fake tensor. One that needs a gradient is a view of a leaf, which operators in place may be called on."""
+    tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+    if form.requires_grad:
+        tensor = tensor.requires_grad_().as_strided(tensor.shape, tensor.stride())
+    return tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,28 @@
+"""Transfers between stages on virtual ranks: blocks are cut, handed over and joined in one process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.placement import Placement
+from shardwise.layouts.transfer import Block
+from shardwise.runtime.shards import cut_block, join_blocks
+
+
+def deliver(
+    blocks: Sequence[Block], held: Mapping[int, Tensor], target: Layout, target_place: Placement
+) -> dict[int, Tensor]:
+    """What every rank of the target's placement holds after a transfer. ``held``: what the global ranks of the source
+    hold."""
+    messages: dict[int, list[tuple[Block, Tensor]]] = defaultdict(list)
+    for block in blocks:
+        messages[block.receiver].append((block, cut_block(held[block.sender], block)))
+    like = next(iter(held.values()))
+    return {
+        rank: join_blocks(target.local_shape(target_place.coordinates(rank)), messages[rank], like)
+        for rank in target_place.ranks
+    }

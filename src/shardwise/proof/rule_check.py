@@ -1,0 +1,442 @@
+"""``shardwise.check_rule``: a rule against its operator.
+
+*Wrong* splits are found by running them: each sample call is split in every factor that the rule opens, by 2 and 3
+devices and by 2 x 2 (so that sizes do not divide), in several factors at once, and with partial sums in every group of
+operands that the rule calls linear, on the virtual cluster; results and gradients are compared with the whole operator.
+
+*Missing* splits are found by trying: whatever dims of the operands have the same size are sliced together, the operator
+is called on the slices with its other arguments as they are, and if its results put together (end to end, added, or
+combined by the larger or smaller) are those of the whole call, with its gradients, the rule should have a factor for
+it. Splits that need other arguments on each rank (``localize``) or another program (a lowering) are not found so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.ir import Graph, Op, Ref, Source, Value
+from shardwise.graph.schema import tensor_results
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy, apply_strategy
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import delivered_values
+from shardwise.programs.spmd import build_spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
+from shardwise.rules.atoms import factor_graph
+from shardwise.rules.custom import overload_of
+from shardwise.rules.rule import Dims, OpRule
+from shardwise.rules.tables import rule_of, whole_rule
+from shardwise.runtime.shards import shard
+
+MESHES = (Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2))
+TOLERANCE = 1e-9  # float64, one operator
+MOST_TRIALS = 512  # combinations of dims of one sample that are tried as missing splits
+
+
+@dataclass(frozen=True, slots=True)
+class WrongSplit:
+    """A split that the rule allows and that changes the numbers (or fails). ``error``: relative to the largest element
+    of the tensor; infinite for a failure, which ``where`` tells."""
+
+    sample: int
+    strategy: str
+    error: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"WRONG    sample {self.sample}  {self.strategy:<14} error {self.error:.2g} at {self.where}"
+
+
+@dataclass(frozen=True, slots=True)
+class MissingSplit:
+    """A split that the rule does not have. ``operands``: (argument, dim); ``becomes``: what the results are."""
+
+    sample: int
+    operands: tuple[tuple[str, int], ...]
+    becomes: str
+
+    def __str__(self) -> str:
+        sliced = ", ".join(f"dim {dim} of {name}" for name, dim in self.operands)
+        return f"MISSING  sample {self.sample}  {sliced}: slices give {self.becomes}"
+
+
+@dataclass(frozen=True)
+class RuleReport:
+    """What ``check_rule`` found. ``rules``: the rule of every sample call (None: the operator has none for it).
+
+    ``num_splits``: how many were run; ``max_error``: the worst of those that are right.
+    """
+
+    operator: str
+    rules: tuple[OpRule | None, ...]
+    wrong: tuple[WrongSplit, ...]
+    missing: tuple[MissingSplit, ...]
+    num_splits: int
+    max_error: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every split is right. (A missing split costs time, not exactness.)"""
+        return not self.wrong
+
+    def __str__(self) -> str:
+        verdict = f"{len(self.wrong)} wrong, {len(self.missing)} missing"
+        lines = [
+            f"{self.operator}: {self.num_splits} splits, {verdict}, worst error of the others {self.max_error:.2g}"
+        ]
+        lines += [f"  sample {i}  {'no rule' if own is None else own}" for i, own in enumerate(self.rules)]
+        return "\n".join([*lines, *(f"  {found}" for found in (*self.wrong, *self.missing))])
+
+
+def check_rule(
+    operator: Any,
+    sample_inputs: Sequence[Any],
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float = TOLERANCE,
+    find_missing: bool = True,
+) -> RuleReport:
+    """Test the rule of an operator against the operator itself.
+
+    ``sample_inputs``: one call, as a tuple of arguments or a dict of named ones, or a list of calls. Floating tensors
+    are taken as differentiable where they require grad, and cast to ``dtype`` (None: left as they
+    are; errors count in their resolution). Use small distinct sizes from 3 on, some odd: equal sizes
+    hide which dim is meant, and slices of size 1 broadcast.
+
+    ``find_missing=False`` leaves the search for missing splits out: it calls the operator on operands that may not fit
+    together, which kernels without checks (PyTorch's LSTM) answer by ending the process.
+
+    Raises ShardwiseError when the operator can not be called on a sample.
+    """
+    target = overload_of(operator)
+    samples = list(sample_inputs) if isinstance(sample_inputs, list) else [sample_inputs]
+    rules: list[OpRule | None] = []
+    wrong: list[WrongSplit] = []
+    missing: list[MissingSplit] = []
+    errors: list[float] = []
+    for number, sample in enumerate(samples):
+        call = _Call.of(target, sample, dtype)
+        found = rule_of(call.op, call.graph)
+        rules.append(found)
+        own = found or whole_rule(call.op, call.graph)
+        for strategy, mesh in _strategies(own, call):
+            error, where = _run(call, own, strategy, mesh)
+            if error <= tolerance:
+                errors.append(error)
+            else:
+                sizes = " x ".join(str(size) for _, size in mesh.axes)
+                wrong.append(WrongSplit(number, f"{strategy.format(mesh)} ({sizes})", error, where))
+        missing += [MissingSplit(number, *split) for split in (_missing(call, own, tolerance) if find_missing else ())]
+    count = len(errors) + len(wrong)
+    return RuleReport(str(target), tuple(rules), tuple(wrong), tuple(missing), count, max(errors, default=0.0))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A sample as an op of a graph, with the tensors it is called on and what the whole operator returns."""
+
+    op: Op
+    graph: Graph
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    seeds: tuple[Tensor, ...]  # random cotangents of the results
+    gradients: tuple[Tensor | None, ...]  # of the operands; None where nothing is differentiated
+    labels: tuple[str, ...]  # of the operands: "weight", "tensors[1]"
+
+    @staticmethod
+    def of(target: OpOverload, sample: Any, dtype: torch.dtype | None) -> _Call:
+        tensors: list[Tensor] = []
+        labels: list[str] = []
+
+        def argument(value: Any, label: str) -> Any:
+            if isinstance(value, Tensor):
+                own = value.detach()
+                if dtype is not None and own.is_floating_point():
+                    own = own.to(dtype)
+                tensors.append(own.clone().requires_grad_(value.requires_grad))
+                labels.append(label)
+                return Ref(f"x{len(tensors) - 1}")
+            if isinstance(value, (list, tuple)):
+                return tuple(argument(item, f"{label}[{i}]") for i, item in enumerate(value))
+            return value
+
+        names = [item.name for item in target._schema.arguments]
+        args, kwargs = _positional(target, sample) if isinstance(sample, Mapping) else (tuple(sample), {})
+        if len(args) > len(names):
+            raise ShardwiseError(
+                problem(f"{len(args)} arguments for {target._schema}", fix="a list holds several calls")
+            )
+        own_args = tuple(argument(value, name) for name, value in zip(names, args, strict=False))
+        own_kwargs = tuple((name, argument(value, name)) for name, value in kwargs.items())
+        op = Op(f"/{target._schema.name.rpartition('::')[2]}", target, own_args, own_kwargs, ())
+        try:
+            results = tuple(tensor_results(_call(op, tensors)))
+        except Exception as error:  # whatever the operator raises
+            text = f"{target} fails on the sample {[list(t.shape) for t in tensors]}: {type(error).__name__}: {error}"
+            raise ShardwiseError(problem(text, fix="give arguments in the order of its schema")) from error
+        op = Op(op.name, target, own_args, own_kwargs, tuple(f"y{i}" for i in range(len(results))))
+        values = [Value(f"x{i}", tuple(t.shape), t.dtype, t.requires_grad) for i, t in enumerate(tensors)]
+        sources = tuple(Source(value.name, "input", (value.name,)) for value in values)
+        values += [Value(f"y{i}", tuple(t.shape), t.dtype, t.requires_grad) for i, t in enumerate(results)]
+        outputs = tuple(Ref(name) for name in op.results)
+        generator = torch.Generator().manual_seed(5)
+        seeds = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in results)
+        gradients = _gradients(results, seeds, tensors)
+        graph = Graph(tuple(values), sources, (op,), outputs)
+        return _Call(op, graph, tuple(tensors), results, seeds, gradients, tuple(labels))
+
+
+def _positional(target: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Named arguments as a capture writes them: by position as far as possible."""
+    left, args = dict(named), []
+    for item in target._schema.arguments:
+        if item.kwarg_only or item.name not in left:
+            break
+        args.append(left.pop(item.name))
+    return tuple(args), left
+
+
+def _call(op: Op, tensors: Sequence[Tensor]) -> Any:
+    def fill(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return tensors[int(arg.name[1:])]
+        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    return op.target(*map(fill, op.args), **{name: fill(value) for name, value in op.kwargs})
+
+
+def _gradients(
+    results: Sequence[Tensor], seeds: Sequence[Tensor], operands: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the operands that require one (zeros where none arrives)."""
+    flowing = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
+    wanted = [t for t in operands if t.requires_grad]
+    if not flowing or not wanted:
+        return tuple(torch.zeros_like(t) if t.requires_grad else None for t in operands)
+    ends, starts = zip(*flowing, strict=True)
+    found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True, materialize_grads=True))
+    return tuple(next(found) if t.requires_grad else None for t in operands)
+
+
+# ---------------------------------------------------------------------------------------------------- wrong splits
+
+
+def _strategies(rule: OpRule, call: _Call) -> Iterator[tuple[Strategy, Mesh]]:
+    """Every factor over every mesh, up to three factors at once, and a partial sum in every linear group."""
+    opened = [factor.name for factor in rule.factors if factor.kind != "whole" and factor.size > 1]
+    for name in opened:
+        for mesh in MESHES:
+            yield Strategy.of(dict.fromkeys(mesh.sub_axes, name)), mesh
+    if len(opened) > 1:
+        mesh = Mesh([(axis, 2) for axis in "abc"[: len(opened)]])
+        yield Strategy.of(dict(zip(mesh.sub_axes, opened, strict=False))), mesh
+    floating = [tensor.is_floating_point() or tensor.is_complex() for tensor in call.operands]
+    for group, positions in enumerate(rule.linear):
+        if all(floating[i] for i in positions):
+            yield Strategy.of({"a": f"P{group}"}), MESHES[0]
+
+
+def _run(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
+    """The worst error of the split call on the virtual cluster, and where it is."""
+    try:
+        return _compare(call, rule, strategy, mesh)
+    except Exception as error:  # whatever a local call raises is a fault of the rule
+        return float("inf"), f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
+    rules = factor_graph(call.graph, {call.op.name: rule}).rules
+    rule = rules[call.op.name]
+    stored: dict[str, Layout] = {}
+    for name, layout in zip(call.op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True):
+        whole = {axis: "I" for axis, state in layout.states if state != "P"}
+        stored.setdefault(name, layout.without_windows.moved(whole))
+    spmd = build_spmd(call.graph, rules, {call.op.name: strategy}, stored, mesh)
+    cluster = VirtualCluster(mesh)
+    held = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
+    kinds = Kinds()
+    programs = [differentiate(localize(spmd, rank), kinds, loss_only=False) for rank in range(mesh.num_devices)]
+    bindings = [{f"x{i}": pieces[rank].clone() for i, pieces in enumerate(held)} for rank in range(mesh.num_devices)]
+    values = run_forward(cluster, programs, bindings)
+    outputs = [out.name for out in spmd.outputs]
+    found = [
+        (_error(own[program.resolve(name)], call.results[i]), f"result {i} on rank {rank}")
+        for rank, (program, own) in enumerate(zip(programs, values, strict=True))
+        for i, name in enumerate(outputs)
+    ]
+    delivered = delivered_values(spmd, loss_only=False)
+    seeds = [
+        torch.stack([s for s, out in zip(call.seeds, outputs, strict=True) if out == name]).sum(0) for name in delivered
+    ]
+    cotangents = [
+        {name: seed.clone() for name, seed in zip(program.cotangents, seeds, strict=True) if name is not None}
+        for program in programs
+    ]
+    gradients = run_backward(cluster, programs, values, cotangents)
+    largest = max((float(g.abs().max()) for g in call.gradients if g is not None and g.numel()), default=0.0)
+    for i, gradient in enumerate(call.gradients):
+        if gradient is None:
+            continue
+        bare = stored[f"x{i}"].dual
+        for rank in range(mesh.num_devices):
+            want = shard(gradient, bare, cluster.coordinates[rank])
+            have = gradients[rank].get(f"x{i}", torch.zeros_like(want))
+            error = _error(have, want, max(_largest(gradient), 1e-6 * largest))
+            found.append((error, f"gradient of {call.labels[i]} on rank {rank}"))
+    return max(found, key=lambda item: item[0] if item[0] == item[0] else float("inf"))
+
+
+def _scatter(full: Tensor, layout: Layout, cluster: VirtualCluster) -> list[Tensor]:
+    """What the ranks hold of an operand; of a partial value random summands."""
+    whole = full.detach()
+    parts = [whole] * len(cluster.coordinates)
+    if layout.partial_axes:
+        generator = torch.Generator().manual_seed(7)
+        first = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
+        parts = [first, whole - first]
+    bare = layout.moved(dict.fromkeys(layout.partial_axes, "I"))
+    pieces = [shard(part, bare, own).clone() for part, own in zip(parts, cluster.coordinates, strict=True)]
+    return pieces
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor.detach().abs() if tensor.is_floating_point() or tensor.is_complex() else tensor.double().abs()
+    finite = finite[torch.isfinite(finite)]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _error(have: Tensor, want: Tensor, scale: float | None = None) -> float:
+    """The largest difference relative to the largest element; infinite for another shape or type. In lower precision
+    than float64 it counts in that type's resolution: a partial sum that is cast is rounded per summand."""
+    if have.shape != want.shape or have.dtype != want.dtype:
+        return float("inf")
+    have, want = have.detach(), want.detach()
+    same = (have == want) | ((have != have) & (want != want))
+    if bool(same.all()):
+        return 0.0
+    worst = float(torch.where(same, 0.0, (have.to(torch.complex128) - want.to(torch.complex128)).abs()).max())
+    scale = _largest(want) if scale is None else scale
+    inexact = want.is_floating_point() or want.is_complex()
+    resolution = torch.finfo(want.dtype).eps / torch.finfo(torch.float64).eps if inexact else 1.0
+    return worst / scale / resolution if scale else float("inf")
+
+
+# -------------------------------------------------------------------------------------------------- missing splits
+
+# How the results of two or three slices may be put together: the dim they are slices along, or what combines them.
+_COMBINED: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "sum": lambda parts: torch.stack(list(parts)).sum(0).to(parts[0].dtype),
+    "max": lambda parts: torch.stack(list(parts)).amax(0),
+    "min": lambda parts: torch.stack(list(parts)).amin(0),
+}
+
+
+def _missing(call: _Call, rule: OpRule, tolerance: float) -> Iterator[tuple[tuple[tuple[str, int], ...], str]]:
+    # Not size 2: its slices have size 1, which may broadcast where it means nothing.
+    sizes = sorted({size for tensor in call.operands for size in tensor.shape if size > 2})
+    for size in sizes:
+        places = [[None, *(d for d, own in enumerate(t.shape) if own == size)] for t in call.operands]
+        count = 1
+        for own in places:
+            count *= len(own)
+        if count > MOST_TRIALS:
+            continue
+        for dims in product(*places):
+            if all(dim is None for dim in dims) or _has(rule, dims):
+                continue
+            becomes = _becomes(call, dims, size, tolerance)
+            if becomes:
+                sliced = tuple((call.labels[i], dim) for i, dim in enumerate(dims) if dim is not None)
+                yield sliced, becomes
+
+
+def _slices(operands: Sequence[Tensor], dims: Sequence[int | None], start: int, stop: int) -> list[Tensor]:
+    return [
+        tensor if dim is None else tensor.narrow(dim, start, stop - start).clone()
+        for tensor, dim in zip(operands, dims, strict=True)
+    ]
+
+
+def _has(rule: OpRule, dims: Sequence[int | None]) -> bool:
+    """Whether the rule opens a factor that slices just these dims of the operands."""
+
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    through = {name: window.factor for name, window in rule.windows}
+
+    def slices(factor: str, own: Dims, dim: int | None) -> bool:
+        leading = [next((through.get(name, name) for name in names if sizes[name] > 1), "") for names in own]
+        return [d for d, name in enumerate(leading) if name == factor] == ([] if dim is None else [dim])
+
+    return any(
+        all(slices(factor.name, own, dim) for own, dim in zip(rule.operands, dims, strict=True))
+        for factor in rule.factors
+        if factor.kind != "whole"
+    )
+
+
+def _becomes(call: _Call, dims: Sequence[int | None], size: int, tolerance: float) -> str:
+    """What the results of the slices are, if they are the same in two and in three slices; else ""."""
+    answers = {_put_together(call, dims, size, parts, tolerance) for parts in (2, 3) if parts <= size}
+    return answers.pop() if len(answers) == 1 else ""
+
+
+def _put_together(call: _Call, dims: Sequence[int | None], size: int, parts: int, tolerance: float) -> str:
+    bounds = [-(-i * size // parts) for i in range(parts + 1)]
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in call.operands]
+    slices = []
+    try:
+        for start, stop in pairwise(bounds):
+            slices.append(tensor_results(_call(call.op, _slices(leaves, dims, start, stop))))
+    except Exception:  # slices that the operator does not take are no split
+        return ""
+    if any(len(own) != len(call.results) for own in slices):
+        return ""
+    whole: list[Tensor] = []
+    words: list[str] = []
+    for i, result in enumerate(call.results):
+        together, word = _combined([own[i] for own in slices], result, tolerance)
+        if together is None:
+            return ""
+        whole.append(together)
+        words.append(word)
+    if len({word.partition(" ")[0] for word in words}) > 1:
+        return ""  # some results are slices and others summands: no kind of factor
+    found = _gradients(whole, call.seeds, leaves)
+    pairs = [(a, b) for a, b in zip(found, call.gradients, strict=True) if a is not None and b is not None]
+    largest = max((_largest(want) for _, want in pairs), default=0.0)
+    right = all(_error(have, want, max(_largest(want), 1e-6 * largest)) <= tolerance for have, want in pairs)
+    return ", ".join(words) if right else ""
+
+
+def _combined(parts: Sequence[Tensor], want: Tensor, tolerance: float) -> tuple[Tensor | None, str]:
+    """The parts put together as ``want`` is, and the word for it."""
+    shapes = [part.shape for part in parts]
+    if any(len(shape) != want.dim() for shape in shapes):
+        return None, ""
+    for d in range(want.dim()):
+        rest = {(*shape[:d], *shape[d + 1 :]) for shape in shapes}
+        if rest == {(*want.shape[:d], *want.shape[d + 1 :])} and sum(shape[d] for shape in shapes) == want.shape[d]:
+            together = torch.cat(list(parts), d)
+            if _error(together, want) <= tolerance:
+                return together, f"slices of dim {d}"
+    if any(shape != want.shape for shape in shapes) or not _largest(want) or want.dtype == torch.bool:
+        return None, ""
+    differ = any(not torch.equal(part, parts[0]) for part in parts[1:])
+    for word, combine in _COMBINED.items():
+        if word != "sum" and (want.requires_grad or not differ or want.is_complex()):
+            continue
+        together = combine(parts)
+        if _error(together, want) <= tolerance:
+            return together, f"{word} of the parts"
+    return None, ""

@@ -1,0 +1,285 @@
+"""The virtual cluster: all ranks' programs in lockstep in one process, every collective done as arithmetic.
+
+It is the oracle of the tests and what ``shardwise.verify`` shows. It executes the very lists that ranks execute, and
+differs from them in transport only: every rank goes on to its next exchange, all must have come to the same one, and
+what it delivers is computed from what they brought. It keeps a record of the collectives it performs, which must be
+exactly those the plan lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.ir import Ref
+from shardwise.layouts.conversions import Collective, Move
+from shardwise.layouts.mesh import Mesh
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, sent_by
+from shardwise.programs.moves import LocalMove, local_move
+from shardwise.programs.rank_program import Program
+from shardwise.programs.steps import Conversion
+
+Values = dict[str, Any]  # name -> what a rank holds: tensors, and the tapes of calls that were not traced
+
+
+class VirtualCluster:
+    """Executes programs and moves for all ranks of a mesh at once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+        self.record: list[Collective] = []  # what was performed, in order; bytes on the busiest rank
+        self._local_moves: dict[tuple[Move, bool], list[LocalMove]] = {}
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def execute(self, lists: Sequence[Sequence[Instruction]], values: Sequence[Values]) -> None:
+        """Run one list per rank, in lockstep from exchange to exchange; results are added to each rank's ``values``.
+        Raises ShardwiseError where ranks come to different exchanges."""
+        positions = [0] * len(lists)
+        flights: list[dict[str, list[Tensor]]] = [{} for _ in lists]
+        while True:
+            at: list[Convert | Depart | None] = []
+            for rank, instructions in enumerate(lists):
+                at.append(None)
+                while positions[rank] < len(instructions):
+                    instruction = instructions[positions[rank]]
+                    positions[rank] += 1
+                    if isinstance(instruction, (Convert, Depart)) and sent_by(instruction):
+                        at[rank] = instruction
+                        break
+                    self._alone(instruction, rank, values[rank], flights[rank])
+            exchanges = [instruction for instruction in at if instruction is not None]
+            if not exchanges:
+                return
+            _check_same(at)
+            self._exchange(exchanges, values, flights)
+
+    def _alone(self, instruction: Instruction, rank: int, values: Values, flight: dict[str, list[Tensor]]) -> None:
+        """What a rank does without the others."""
+        if isinstance(instruction, Compute):
+            compute(instruction, values)
+        elif isinstance(instruction, Arrive):
+            values.update(zip(instruction.results, flight.pop(instruction.flight), strict=True))
+        elif isinstance(instruction, Copy):
+            values[instruction.result] = values[instruction.value]
+        elif isinstance(instruction, Convert):
+            for conversion, operand, result in zip(
+                instruction.conversions, instruction.operands, instruction.results, strict=True
+            ):
+                tensor = values[operand]
+                for move in _in_order(conversion, instruction.backward):
+                    tensor = self.local_moves(move, instruction.backward)[rank].unpack([tensor])
+                values[result] = tensor
+        else:
+            raise AssertionError("a departure without a message")
+
+    def _exchange(
+        self,
+        exchanges: Sequence[Convert | Depart],
+        values: Sequence[Values],
+        flights: Sequence[dict[str, list[Tensor]]],
+    ) -> None:
+        first = exchanges[0]
+        held = [
+            values[rank][exchange.operands[position]]
+            for position in range(len(first.conversions))
+            for rank, exchange in enumerate(exchanges)
+        ]
+        for together in zip(*(_in_order(c, first.backward) for c in first.conversions), strict=True):
+            held = self.perform_together(together, held, first.backward)
+        ranks = self.mesh.num_devices
+        for rank, instruction in enumerate(exchanges):
+            arrived = held[rank::ranks]
+            if isinstance(instruction, Depart):
+                flights[rank][instruction.flight] = arrived
+            else:
+                values[rank].update(zip(instruction.results, arrived, strict=True))
+            if instruction.overwrites:  # a rank may find anything here now
+                _spoil(values[rank][instruction.operands[0]])
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
+    def local_moves(self, move: Move, backward: bool) -> list[LocalMove]:
+        """Every rank's part of one direction of a move."""
+        known = self._local_moves.get((move, backward))
+        if known is None:
+            known = [local_move(move, coordinates, backward=backward) for coordinates in self.coordinates]
+            self._local_moves[move, backward] = known
+        return known
+
+    def convert(self, tensors: Sequence[Tensor], moves: Sequence[Move]) -> list[Tensor]:
+        """Convert every rank's tensor through the moves, differentiably."""
+        held = list(tensors)
+        for move in moves:
+            if not (move.entry.forward == "none" and move.entry.backward == "none"):
+                held = list(_VirtualMove.apply(self, (move,), *held))
+        return held
+
+    def perform(self, move: Move, tensors: Sequence[Tensor], backward: bool) -> list[Tensor]:
+        """One direction of a move on all ranks, in lockstep."""
+        parts = self.local_moves(move, backward)
+        if parts[0].kind is None:
+            return [part.unpack([tensor]) for part, tensor in zip(parts, tensors, strict=True)]
+        packed = [part.pack(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        self._log(parts, packed)
+        answers = exchange_all(self.mesh, parts, packed)
+        return [
+            part.unpack([*answer, tensor] if part.with_own else answer)
+            for part, answer, tensor in zip(parts, answers, tensors, strict=True)
+        ]
+
+    def perform_together(self, moves: Sequence[Move], tensors: Sequence[Tensor], backward: bool) -> list[Tensor]:
+        """``perform`` for several moves; ``tensors``: all ranks' of the first, then of the second. Recorded as one."""
+        before, ranks = len(self.record), self.mesh.num_devices
+        results: list[Tensor] = []
+        for i, move in enumerate(moves):
+            results += self.perform(move, tensors[i * ranks : (i + 1) * ranks], backward)
+        performed = self.record[before:]
+        if performed:
+            total = sum(collective.num_bytes for collective in performed)
+            self.record[before:] = [Collective(performed[0].kind, performed[0].axes, total)]
+        return results
+
+    def _log(self, parts: Sequence[LocalMove], packed: Sequence[Sequence[Tensor]]) -> None:
+        kind = parts[0].kind
+        assert kind is not None, "only collectives are recorded"
+        largest = max(num_bytes(part, tensors) for part, tensors in zip(parts, packed, strict=True))
+        self.record.append(Collective(kind, parts[0].axes, largest))
+
+
+def run_forward(cluster: VirtualCluster, programs: Sequence[Program], sources: Sequence[Values]) -> list[Values]:
+    """Every rank's values after forward, by name. ``sources``: per rank."""
+    values = [dict(own) for own in sources]
+    with torch.no_grad():
+        cluster.execute([program.forward for program in programs], values)
+    return values
+
+
+def run_backward(
+    cluster: VirtualCluster, programs: Sequence[Program], values: Sequence[Values], cotangents: Sequence[Values]
+) -> list[dict[str, Tensor]]:
+    """Every rank's gradients by source. ``values``: after forward, of which backward sees what is saved;
+    ``cotangents``: per rank by the names in ``program.cotangents``."""
+    left = [
+        {**{name: own[name] for name in program.saved}, **given}
+        for program, own, given in zip(programs, values, cotangents, strict=True)
+    ]
+    with torch.no_grad():
+        cluster.execute([program.backward for program in programs], left)
+    return [
+        {source: own[name] for source, name in program.gradients.items()}
+        for program, own in zip(programs, left, strict=True)
+    ]
+
+
+def compute(instruction: Compute, values: Values) -> None:
+    """Run a kernel on what a rank holds."""
+
+    def fill(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return values[arg.name]
+        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    returned = instruction.target(
+        *map(fill, instruction.args), **{key: fill(value) for key, value in instruction.kwargs}
+    )
+    for name, place in zip(instruction.results, instruction.places, strict=True):
+        result = returned
+        for index in place:
+            result = result[index]
+        values[name] = result
+
+
+def _in_order(conversion: Conversion, backward: bool) -> Sequence[Move]:
+    return conversion.moves[::-1] if backward else conversion.moves
+
+
+def _check_same(at: Sequence[Convert | Depart | None]) -> None:
+    described = [
+        "the end" if i is None else f"{'backward of ' * i.backward}{', '.join(c.result for c in i.conversions)}"
+        for i in at
+    ]
+    if len(set(described)) > 1:
+        other = next(rank for rank, text in enumerate(described) if text != described[0])
+        raise ShardwiseError(
+            problem(
+                f"ranks come to different exchanges: rank 0 to {described[0]}, rank {other} to {described[other]}",
+                fix="the programs of the ranks differ in more than sizes: this is a fault of shardwise, please report",
+            )
+        )
+
+
+def _spoil(tensor: Tensor) -> None:
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else False)
+
+
+def num_bytes(part: LocalMove, packed: Sequence[Tensor]) -> int:
+    """Bytes of the whole message on a rank: the gathered tensor of an all_gather, the input of the others."""
+    if part.kind == "all_gather":
+        return sum(prod(shape) for shape in part.received) * packed[0].element_size()
+    return sum(tensor.numel() for tensor in packed) * packed[0].element_size()
+
+
+def exchange_all(mesh: Mesh, parts: Sequence[LocalMove], packed: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+    """What every rank receives. All ranks take part in the same collective over the same axes."""
+    kinds = {(part.kind, part.axes, part.reduction) for part in parts}
+    assert len(kinds) == 1, f"ranks ask for different collectives: {sorted(map(str, kinds))}"
+    answers: list[list[Tensor]] = []
+    for rank, part in enumerate(parts):
+        group = sorted(mesh.group(part.axes, rank))
+        index = group.index(rank)
+        if part.kind == "all_gather":
+            answer = [packed[member][0].clone(memory_format=torch.contiguous_format) for member in group]
+        elif part.kind in ("all_to_all", "collective_permute", "halo_exchange"):
+            answer = [packed[member][index].clone(memory_format=torch.contiguous_format) for member in group]
+        else:
+            position = index if part.kind == "reduce_scatter" else 0
+            answer = [_reduce([packed[member][position] for member in group], part.reduction)]
+        for tensor, shape in zip(answer, part.received, strict=True):
+            assert tuple(tensor.shape) == shape, f"{part.kind} over {part.axes}: {tuple(tensor.shape)}, not {shape}"
+        answers.append(answer)
+    return answers
+
+
+def _reduce(tensors: list[Tensor], reduction: str) -> Tensor:
+    total = tensors[0].clone(memory_format=torch.contiguous_format)
+    for tensor in tensors[1:]:
+        if reduction == "sum":
+            total += tensor
+        elif reduction == "max":
+            total = torch.maximum(total, tensor)
+        elif reduction == "min":
+            total = torch.minimum(total, tensor)
+        else:
+            total = torch.logical_or(total, tensor).to(total.dtype)
+    return total
+
+
+class _VirtualMove(torch.autograd.Function):
+    """A move of all ranks' tensors: its backward is the other column of the table."""
+
+    @staticmethod
+    def forward(ctx: Any, cluster: VirtualCluster, moves: Sequence[Move], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.cluster, ctx.moves = cluster, moves
+        results = cluster.perform_together(moves, tensors, backward=False)
+        return tuple(_fresh(result, tensors) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        results = ctx.cluster.perform_together(ctx.moves, cotangents, backward=True)
+        return (None, None, *(_fresh(result, cotangents) for result in results))
+
+
+def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """Never hand out a tensor (or a view of one) that came in: ranks must not share."""
+    return result.clone() if any(result is tensor or result._base is not None for tensor in given) else result

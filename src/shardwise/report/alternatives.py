@@ -1,0 +1,178 @@
+"""Other plans than the chosen one: what if one choice is another, and the next best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import StringIO
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.costs.prediction import Prediction
+from shardwise.errors import PlanError, problem
+from shardwise.plans.bounds import solved
+from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.report.choice_names import find, shown, text_of
+from shardwise.search.auto import Search
+from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
+from shardwise.search.dynamic_programming import EXACT, step_seconds
+from shardwise.search.elimination import TooWide, restricted
+from shardwise.search.k_best import eliminated
+
+# How many times ``k`` assignments of least bound are looked at until the k best steps are proven to be among them.
+WIDENING = (1, 8, 64)
+WIDTH = 120
+SHOWN = 3  # changes of one plan that a table names
+
+
+class Change(NamedTuple):
+    """One choice that differs. ``kind``: "operator", "storage" or "shared"."""
+
+    kind: str
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The best plan in which one choice is another. ``changed``: all that differs."""
+
+    prediction: Prediction
+    changed: tuple[Change, ...]
+
+
+class RankedPlan(NamedTuple):
+    """A plan as what is predicted for it, and the choices that differ from the chosen one's."""
+
+    prediction: Prediction
+    changed: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The chosen plan, then the others by their additive price. ``exact``: whether these are proven to be the best of
+    all plans; otherwise they are the best of those that were looked at."""
+
+    plans: tuple[RankedPlan, ...]
+    exact: bool
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for title in ("", "additive price", "beside the chosen", "compute", "exposed", "traffic", "held"):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("differs in", overflow="fold")
+        first = self.plans[0].prediction
+        for number, plan in enumerate(self.plans, 1):
+            own = plan.prediction
+            table.add_row(
+                str(number),
+                format_seconds(own.passes * own.additive_price),
+                f"{own.additive_price / first.additive_price - 1:+.2%}" if plan.changed else "",
+                *(format_seconds(own.passes * seconds) for seconds in (own.compute, own.exposed, own.traffic)),
+                format_bytes(own.num_bytes),
+                _told(plan.changed) if plan.changed else "the chosen plan",
+            )
+        console = Console(file=StringIO(), width=WIDTH, color_system=None)
+        console.print(table)
+        assert isinstance(console.file, StringIO)
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        what = "the best of all plans" if self.exact else "the best of those looked at, not of all plans"
+        return "\n".join([*(line for line in lines if line), f"by additive price after the chosen plan; {what}"])
+
+
+def _told(changed: tuple[Change, ...]) -> str:
+    """The first few changes in words."""
+    words = [f"{own.name}: {own.before or 'whole'} -> {own.after or 'whole'}" for own in changed[:SHOWN]]
+    more = len(changed) - SHOWN
+    return "; ".join([*words, *([f"and {more} more"] if more > 0 else [])])
+
+
+def what_if(search: Search, name: str, choice: str) -> WhatIf:
+    """The best plan in which ``name`` has the strategy (or layout) ``choice``, as ``explain`` prints it. Raises
+    PlanError for one that there is not."""
+    cost = search.cost
+    variable = find(cost, name)
+    texts = [text_of(cost, variable, value) for value in range(cost.variables[variable].size)]
+    wanted = " ".join(sorted(choice.split()))
+    values = [i for i, text in enumerate(texts) if wanted in (text, " ".join(sorted(text.split())))]
+    if not values:
+        raise PlanError(
+            problem(f"{choice!r} is no alternative of {name}", fix=f"one of {', '.join(map(repr, texts[:12]))}")
+        )
+    found = _completed(search, {variable: values[0]})
+    return WhatIf(search.prediction(found), tuple(_differences(cost, search.outcome.assignment, found)))
+
+
+def top(search: Search, k: int) -> Ranking:
+    """The ``k`` best plans, the chosen one first."""
+    cost, chosen = search.cost, tuple(search.outcome.assignment)
+    seen = [search.outcome.assignment, *search.outcome.candidates]
+    price_of = {tuple(assignment): step_seconds(cost.components(assignment)) for assignment in seen}
+    exact = False
+    for factor in WIDENING:
+        listed, bound = _listed(search, k, factor)
+        price_of |= {tuple(assignment): step_seconds(cost.components(assignment)) for assignment in listed}
+        exact = sorted(price_of.values())[:k][-1] <= bound * (1 + EXACT)
+        if exact or not bound:
+            break
+    others = sorted((own for own in price_of if own != chosen), key=lambda own: price_of[own])
+    return Ranking(
+        tuple(
+            RankedPlan(search.prediction(list(own)), tuple(_differences(cost, list(chosen), list(own))))
+            for own in [chosen, *others][:k]
+        ),
+        exact,
+    )
+
+
+def _listed(search: Search, k: int, factor: int) -> tuple[list[list[int]], float]:
+    """Some ``k * factor`` of the best assignments, and a bound of the steps of all others; 0: not known, where a graph
+    is too densely connected and these are the neighbours of the plan."""
+    try:
+        listed = eliminated(search.cost.weighted(search.bounding_weights), k * factor)
+    except TooWide:
+        return list(_neighbours(search, k)), 0.0
+    return [assignment for _, assignment in listed], listed[-1][0] if len(listed) == k * factor else inf
+
+
+def _differences(cost: CostGraph, before: list[int], after: list[int]) -> Iterator[Change]:
+    for i, variable in enumerate(cost.variables):
+        if before[i] != after[i]:
+            yield Change(variable.kind, shown(cost, variable), text_of(cost, i, before[i]), text_of(cost, i, after[i]))
+
+
+def _completed(search: Search, fixed: dict[int, int]) -> list[int]:
+    """The best assignment found that has some values."""
+    cost = search.cost
+    weights = (Weights(1.0, 1.0, 0.0), Weights(1.0, 0.0, 1.0), Weights(1.0, 0.5, 0.5))
+    found = [solved(restricted(cost.weighted(own), fixed)).assignment for own in weights]
+    return min(found, key=lambda own: step_seconds(cost.components(own)))
+
+
+def _neighbours(search: Search, k: int) -> Iterator[list[int]]:
+    """The k best assignments that differ from the plan in one choice."""
+    cost, assignment = search.cost, search.outcome.assignment
+    total = search.cost.components(assignment)
+    at: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for scope, kind in cost.factors:
+        for variable in scope:
+            at.setdefault(variable, []).append((scope, kind))
+    found: list[tuple[float, int, int]] = []
+    for variable, factors in at.items():
+        options = np.zeros((cost.variables[variable].size, len(COMPONENTS)))
+        for scope, kind in factors:
+            index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
+            for i, table in enumerate(cost.kinds[kind]):
+                if table is not None:
+                    options[:, i] += table[index]
+        there = total - options[assignment[variable]] + options
+        seconds = there[:, EXPOSED] + np.maximum(there[:, COMPUTE], there[:, TRAFFIC])
+        found += [(float(s), variable, i) for i, s in enumerate(seconds) if i != assignment[variable]]
+    for _, variable, value in sorted(found)[:k]:
+        yield [*assignment[:variable], value, *assignment[variable + 1 :]]

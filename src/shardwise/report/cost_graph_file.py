@@ -1,0 +1,93 @@
+"""The whole cost graph as a file: JSON with every choice and price, or DOT with what was chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwise.plans.printing import format_seconds
+from shardwise.report.choice_names import named, text_of
+from shardwise.search.auto import Search
+from shardwise.search.cost_graph import COMPONENTS
+
+
+def write_cost_graph(search: Search, path: str | Path) -> None:
+    """The cost graph as JSON, or as DOT if the path ends in ``.dot``."""
+    path = Path(path)
+    text = _dot(search) if path.suffix == ".dot" else json.dumps(_as_data(search), indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _as_data(search: Search) -> dict[str, Any]:
+    """Variables with their values and own prices, and edges with the numbers of their tables."""
+    cost, assignment = search.cost, search.outcome.assignment
+    own: dict[int, list[int]] = {}
+    edges = []
+    for scope, kind in cost.factors:
+        if len(scope) == 1:
+            own.setdefault(scope[0], []).append(kind)
+        else:
+            edges.append(
+                {
+                    "from": named(cost, scope[0]),
+                    "to": named(cost, scope[1]),
+                    "prices": kind,
+                    **_at(search, scope, kind),
+                }
+            )
+    variables = [
+        {
+            "name": named(cost, i),
+            "kind": variable.kind,
+            "alternatives": [text_of(cost, i, value) for value in range(variable.size)],
+            "prices": own.get(i, []),
+            "chosen": assignment[i],
+        }
+        for i, variable in enumerate(cost.variables)
+    ]
+    tables = [
+        {name: table.tolist() for name, table in zip(COMPONENTS, kind, strict=True) if table is not None}
+        for kind in cost.kinds
+    ]
+    return {
+        "mesh": dict(search.mesh.axes),
+        "units": {"exposed": "s", "compute": "s", "traffic": "s", "bytes": "B"},
+        "step_seconds": search.outcome.seconds,
+        "bound": search.outcome.bound,
+        "variables": variables,
+        "edges": edges,
+        "views": [{"operator": view.op, "follows": named(cost, view.home)} for view in cost.folded],
+        "tables": tables,
+    }
+
+
+def _at(search: Search, scope: tuple[int, ...], kind: int) -> dict[str, float]:
+    """The chosen entry of a table, component by component."""
+    at = tuple(search.outcome.assignment[v] for v in scope)
+    tables = zip(COMPONENTS, search.cost.kinds[kind], strict=True)
+    return {name: float(table[at]) for name, table in tables if table is not None and table[at]}
+
+
+def _dot(search: Search) -> str:
+    """Chosen strategies as nodes, chosen conversions as edges (bold where they take time)."""
+    cost, assignment = search.cost, search.outcome.assignment
+    shapes = {"operator": "box", "storage": "cylinder", "shared": "ellipse"}
+    lines = ["digraph cost {", "  node [fontname=monospace];"]
+    own: dict[int, float] = {}
+    for scope, kind in cost.factors:
+        if len(scope) == 1:
+            entry = _at(search, scope, kind)
+            own[scope[0]] = own.get(scope[0], 0.0) + sum(v for name, v in entry.items() if name != "bytes")
+    for i, variable in enumerate(cost.variables):
+        label = json.dumps(
+            f"{named(cost, i)}\n{text_of(cost, i, assignment[i])}\n"
+            f"1 of {variable.size}, {format_seconds(own.get(i, 0.0))}"
+        )
+        lines.append(f"  v{i} [shape={shapes[variable.kind]}, label={label}];")
+    for scope, kind in cost.factors:
+        if len(scope) == 2:
+            seconds = sum(v for name, v in _at(search, scope, kind).items() if name != "bytes")
+            style = f' [label="{format_seconds(seconds)}", style=bold]' if seconds else ""
+            lines.append(f"  v{scope[0]} -> v{scope[1]}{style};")
+    return "\n".join([*lines, "}"])

@@ -1,0 +1,230 @@
+"""Why a plan is what it is: the alternatives of one choice with their prices, term by term. All of it is read off the
+finished search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.layouts.conversions import collective_of
+from shardwise.layouts.routes import Floats
+from shardwise.plans.bounds import bounds
+from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.report.choice_names import find, named, text_of
+from shardwise.search.auto import Search
+from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective of a conversion, in ``direction`` "forward" or "backward"; ``levels``: the links it crosses."""
+
+    kind: str
+    axes: str
+    num_bytes: int
+    levels: str
+    direction: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.direction} {self.kind}({self.axes.strip('()')}, {format_bytes(self.num_bytes)}, {self.levels}) "
+            f"{format_seconds(self.seconds)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of the price of an alternative: its own (``neighbour`` empty) or that of the way from or to a neighbour as
+    that is chosen. Seconds as in ``Prediction``."""
+
+    neighbour: str
+    exposed: float
+    compute: float
+    traffic: float
+    num_bytes: float
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed + self.compute + self.traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A strategy (or layout) that could have been chosen. ``step_seconds``: no plan of the searched space that has it
+    is faster than this; ``terms``: its price beside its neighbours as they are chosen."""
+
+    choice: str
+    chosen: bool
+    step_seconds: float
+    terms: tuple[Term, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(term.seconds for term in self.terms)
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(term.num_bytes for term in self.terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of one choice. ``alternatives``: best first. ``alone``: what is cheapest without neighbours. ``decided_by``:
+    the neighbour that holds the choice where it is, and ``favour`` the seconds by which it favours it over ``alone``;
+    empty where the choice is as cheap alone."""
+
+    name: str
+    kind: str
+    alternatives: tuple[Alternative, ...]
+    alone: str
+    decided_by: str
+    favour: float
+
+    @property
+    def chosen(self) -> Alternative:
+        return next(own for own in self.alternatives if own.chosen)
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind} {self.name}: {self.chosen.choice}"]
+        if self.decided_by:
+            lines.append(
+                f"  {self.decided_by} made the choice: {format_seconds(self.favour)} in favour of it over "
+                f"{self.alone}, the cheapest alone"
+            )
+        else:
+            lines.append("  cheapest alone: no neighbour had to decide")
+        shown = [own for i, own in enumerate(self.alternatives) if i < 6 or own.chosen]
+        for own in shown:
+            mark = "*" if own.chosen else " "
+            lines.append(
+                f"  {mark} {own.choice}    step at least {format_seconds(own.step_seconds)}; here "
+                f"{format_seconds(own.seconds)}, {format_bytes(own.num_bytes)}"
+            )
+            for term in own.terms:
+                if term.seconds or term.num_bytes:
+                    lines.append(f"      {_described(term)}")
+                    lines.extend(f"        {message}" for message in term.messages)
+        hidden = len(self.alternatives) - len(shown)
+        return "\n".join(lines + ([f"    and {hidden} more"] if hidden else []))
+
+
+def _described(term: Term) -> str:
+    parts = [(name, getattr(term, name)) for name in ("compute", "exposed", "traffic")]
+    seconds = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value)
+    held = f"holds {format_bytes(term.num_bytes)}" if term.num_bytes else ""
+    where = f"with {term.neighbour}" if term.neighbour else "itself"
+    return f"{where}: " + "; ".join(filter(None, (seconds, held)))
+
+
+def explain(search: Search, name: str) -> Explanation:
+    """Why an operator (or the storage of a parameter) is as it is. Raises PlanError for an unknown name."""
+    cost, assignment = search.cost, search.outcome.assignment
+    variable = find(cost, name)
+    local = _local(cost, assignment, variable)
+    least_steps = bounds(search, variable)
+    alternatives = []
+    for value in range(cost.variables[variable].size):
+        terms = tuple(
+            _term(neighbour, components[value], _messages(search, variable, value, other))
+            for other, neighbour, components in local
+        )
+        alternatives.append(
+            Alternative(text_of(cost, variable, value), value == assignment[variable], float(least_steps[value]), terms)
+        )
+    totals = {i: components[:, :BYTES].sum(axis=1) for i, (_, _, components) in enumerate(local)}
+    chosen = assignment[variable]
+    least = np.flatnonzero(totals[0] <= totals[0].min())
+    together = np.sum(list(totals.values()), axis=0)
+    alone = chosen if chosen in least else int(least[together[least].argmin()])
+    decided_by, favour = "", 0.0
+    for i, (_, neighbour, _) in enumerate(local):
+        gain = float(totals[i][alone] - totals[i][chosen])
+        if i and alone != chosen and gain > favour:
+            decided_by, favour = neighbour, gain
+    ordered = sorted(alternatives, key=lambda own: (own.step_seconds, not own.chosen, own.seconds))
+    kind = cost.variables[variable].kind
+    return Explanation(name, kind, tuple(ordered), text_of(cost, variable, alone), decided_by, favour)
+
+
+def _term(neighbour: str, components: Floats, messages: tuple[Message, ...]) -> Term:
+    exposed, compute, traffic, num_bytes = map(float, components)
+    return Term(neighbour, exposed, compute, traffic, num_bytes, messages)
+
+
+def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[int | None, str, Floats]]:
+    """(neighbour, its name, [values, components]) of all tables of a variable, its own first."""
+    size = cost.variables[variable].size
+    own = np.zeros((size, len(COMPONENTS)))
+    found: dict[int, Floats] = {}
+    for scope, kind in cost.factors:
+        if variable not in scope:
+            continue
+        other = next((v for v in scope if v != variable), None)
+        total = own if other is None else found.setdefault(other, np.zeros_like(own))
+        index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
+        for i, table in enumerate(cost.kinds[kind]):
+            if table is not None:
+                total[:, i] += table[index]
+    return [(None, "", own), *((other, named(cost, other), table) for other, table in found.items())]
+
+
+def _messages(search: Search, variable: int, value: int, other: int | None) -> tuple[Message, ...]:
+    """What is communicated between a variable at a value and a neighbour as it is chosen."""
+    if other is None:
+        return ()
+    cost, assignment = search.cost, list(search.outcome.assignment)
+    assignment[variable] = value
+    maker, taker = min(variable, other), max(variable, other)
+    found: list[Message] = []
+    for name, source, target in _ways(cost, maker, taker, assignment):
+        found.extend(_collectives(cost, name, source, target))
+    return tuple(found)
+
+
+def _ways(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Iterator[tuple[str, int, int]]:
+    """(value, node it is in, node it is needed in) of the conversions between two variables, each once."""
+    own = cost.variables[taker]
+    if own.kind == "shared":
+        made_by, made = cost.made[own.name]
+        if made_by == maker:
+            yield own.name, int(made[assignment[maker]]), int(cost.nodes[taker][assignment[taker]])
+        return
+    if own.kind != "operator":
+        return
+    domain, op = cost.domain_of[taker], cost.domains.graph.op_by_name[own.name]
+    seen = set()
+    for position, name in enumerate(op.operands):
+        nodes = domain.operands[position]
+        if nodes is None or name not in cost.home or cost.home[name][0] != maker:
+            continue
+        way = name, int(cost.home[name][1][assignment[maker]]), int(nodes[assignment[taker]])
+        if way not in seen:
+            seen.add(way)
+            yield way
+
+
+def _collectives(cost: CostGraph, name: str, source: int, target: int) -> Iterator[Message]:
+    if source == target:
+        return
+    domains = cost.domains
+    routes, prices, mesh = domains.routes(name), domains.prices, domains.axes.mesh
+    moves = routes.moves(source, target)
+    for backward in (False, True) if routes.tensor.differentiable else (False,):
+        itemsize = routes.tensor.grad_itemsize if backward else routes.tensor.itemsize
+        for move in reversed(moves) if backward else moves:
+            collective = collective_of(move, itemsize, backward=backward)
+            if collective is not None:
+                seconds = routes.seconds(collective.kind, collective.axes, np.array([float(collective.num_bytes)]))
+                yield Message(
+                    collective.kind,
+                    mesh.format_axes(collective.axes),
+                    collective.num_bytes,
+                    "+".join(prices.links.level_names(collective.axes)),
+                    "backward" if backward else "forward",
+                    float(seconds[0]),
+                )

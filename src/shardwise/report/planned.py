@@ -1,0 +1,54 @@
+"""A plan together with the search that chose it: what ``sw.plan`` returns for a plan chosen by price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PlanError
+from shardwise.plans.plan import Plan
+from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
+from shardwise.report.cost_graph_file import write_cost_graph
+from shardwise.report.explain import Explanation, explain
+from shardwise.search.auto import Search
+
+
+@dataclass(frozen=True, eq=False)
+class Planned(Plan):
+    """A plan that can be explained. ``finished_search``: the search that chose it, which is no part of the plan: not of
+    its file, not of comparisons, and a copy for another process is the plan alone."""
+
+    finished_search: Search = field(kw_only=True, repr=False)
+
+    @staticmethod
+    def of(plan: Plan, finished_search: Search) -> Planned:
+        return Planned(**_entries(plan), finished_search=finished_search)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, tuple(_entries(self).values())
+
+    def explain(self, name: str) -> Explanation:
+        """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
+        term, and the neighbour that made the choice. Raises PlanError for an unknown name."""
+        return explain(self.finished_search, name)
+
+    def what_if(self, name: str, choice: str) -> WhatIf:
+        """What the best plan would be if an operator had the strategy (or a parameter the layout) ``choice``. Raises
+        PlanError for a name or a choice that there is not."""
+        return what_if(self.finished_search, name, choice)
+
+    def top(self, k: int = 5) -> Ranking:
+        """The best ``k`` plans of the search, by the same prices."""
+        if k < 1:
+            raise PlanError(f"top({k}): at least one plan")
+        return top(self.finished_search, k)
+
+    def cost_graph(self, path: str | Path) -> None:
+        """Write what the search minimised, with the chosen entries marked: JSON, or DOT if the path ends in
+        ``.dot``."""
+        write_cost_graph(self.finished_search, path)
+
+
+def _entries(plan: Plan) -> dict[str, Any]:
+    return {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}

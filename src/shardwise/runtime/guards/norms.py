@@ -1,0 +1,142 @@
+"""The norm of gradients that are spread over ranks.
+
+Each rank takes the norm of the shards that it counts (``registry.Held.counts``), so that every element of the model is
+in exactly one of these norms; one all-reduce shows every rank all of them, and every rank combines them in the same
+order. Gradients that are whole on every rank are added once, behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.guards.registry import Held, held_parameters
+from shardwise.runtime.hosted import device_of
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm, as one device would compute it, is at most ``max_norm``.
+
+    ``parameters``: the module that ``sw.parallelize`` returned, or some parameters; every rank passes the same ones.
+    ``norm_type``: any p > 0, or ``inf``. Returns the norm before clipping (0-dim, at least float32, the same bits on
+    every rank). One all-reduce of two numbers per rank where the plan splits any of the parameters, otherwise none.
+
+    Parameters that do not come from ``parallelize`` may be among them if all ranks hold the same gradients of them.
+    Raises ShardwiseError where these differ, and RuntimeError, as torch does, for a norm that is infinite or nan if
+    ``error_if_nonfinite``.
+    """
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    given = list({id(parameter): parameter for parameter in parameters}.values())
+    held_by_id = {id(parameter): held for parameter, held in held_parameters()}
+    places = [held_by_id.get(id(parameter)) for parameter in given]
+    gradients = [(p.grad, place) for p, place in zip(given, places, strict=True) if p.grad is not None]
+    total = total_norm(
+        gradients,
+        norm_type,
+        device=device_of(given),
+        across_ranks=any(place is not None and place.is_shard for place in places),
+        error_if_nonfinite=error_if_nonfinite,
+    )
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)
+    return total
+
+
+def total_norm(
+    tensors: Sequence[tuple[torch.Tensor, Held | None]],
+    norm_type: float,
+    *,
+    device: torch.device,
+    across_ranks: bool,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """The norm of tensors of which the held ones are placed as their layouts say, and the others (None) are whole and
+    equal on every rank; the latter is checked. ``across_ranks``: the same on every rank, true if any is a shard."""
+    order = float(norm_type)
+    if not order > 0:
+        raise ShardwiseError(
+            problem(
+                f"gradients that are spread over ranks have norms of positive order only, not {norm_type!r}",
+                fix="use norm_type=2.0, any other p > 0, or float('inf')",
+            )
+        )
+    counted = [tensor for tensor, held in tensors if held is not None and held.is_shard and held.counts]
+    whole = [tensor for tensor, held in tensors if held is None or not held.is_shard]
+    own, rest = _local_norm(counted, order, device), _local_norm(whole, order, device)
+    if across_ranks:
+        # Rows of the other ranks are zero: the sum is an all-gather that every backend has, and keeps every bit.
+        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
+        rows[dist.get_rank(), 0], rows[dist.get_rank(), 1] = own, rest
+        dist.all_reduce(rows)
+        strangers = sum(held is None for _, held in tensors)
+        if strangers:
+            _check_equal(rows[:, 1], strangers)
+        total = _combine(torch.cat([rows[:, 0], rows[:1, 1]]), order)
+    else:
+        total = rest
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {order} of the gradients is {total.item()}: they cannot be clipped "
+            "(error_if_nonfinite=False scales them by it anyway)"
+        )
+    return total.to(reduce(torch.promote_types, (_accumulator(t.dtype) for t, _ in tensors), torch.float32))
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The real dtype in which a norm is computed: float32 for anything narrower."""
+    return torch.promote_types(dtype.to_real() if dtype.is_complex else dtype, torch.float32)
+
+
+def _local_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+    """The norm of some tensors on this rank, as a float64 scalar on ``device``; 0 for none."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():  # an empty shard (uneven sizes) has no norm of order inf
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    norms = [torch.zeros(1, dtype=torch.float64, device=device)]
+    for (_, dtype), group in groups.items():
+        wider = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        norms.append(torch.stack(torch._foreach_norm(group, order, dtype=wider)).to(device, torch.float64))
+    return _combine(torch.cat(norms), order)
+
+
+def _combine(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of the concatenation of tensors with these norms. They are divided by the largest first: the powers of
+    high orders would overflow."""
+    largest = norms.max()
+    unit = torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
+    total: torch.Tensor = unit * torch.linalg.vector_norm(norms / unit, order)
+    return total
+
+
+def _check_equal(norms: torch.Tensor, count: int) -> None:
+    """Raise ShardwiseError unless all ranks found the same norm of the tensors that are whole everywhere."""
+    found = norms.tolist()
+    others = [
+        rank for rank, norm in enumerate(found) if norm != found[0] and not (norm != norm and found[0] != found[0])
+    ]
+    if others:
+        shown = ", ".join(f"{found[rank]:.6g} on rank {rank}" for rank in others[:3])
+        raise ShardwiseError(
+            problem(
+                f"{count} of the tensors are not of a parallelized module, and ranks disagree on the norm of those "
+                f"that should be whole on every rank: {found[0]:.6g} on rank 0, {shown}",
+                fix="average their gradients over the ranks before clipping, or clip them by a call of their own",
+            )
+        )
+
+
+__all__ = ["clip_grad_norm", "total_norm"]

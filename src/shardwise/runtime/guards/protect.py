@@ -1,0 +1,189 @@
+"""Torch's own functions, made right for shards: gradient norms, loss scaling, optimizer steps.
+
+Each of them is handed tensors that are shards and, left alone, would quietly compute something else than on one device.
+When the first module that holds shards is made, three places of torch are changed, once per process:
+
+* the body of ``torch.nn.utils.get_total_norm``, through which ``clip_grad_norm_`` goes as well: ``norms.total_norm``
+  where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
+* two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
+* a hook that sees every optimizer before its step (``elementwise.before_step``).
+
+For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
+gradients: ``p.grad.norm()`` is this rank's part.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.guards.elementwise import before_step
+from shardwise.runtime.guards.norms import total_norm
+from shardwise.runtime.guards.registry import Held, held_parameters, remember
+from shardwise.runtime.hosted import device_of
+
+if TYPE_CHECKING:
+    from shardwise.runtime.parallel import Parallel
+
+Norm = Callable[..., torch.Tensor]
+
+
+def protect(parallel: Parallel) -> None:
+    """From now on, torch's functions know the parameters of this module. Raises ShardwiseError if this version of torch
+    does not have what they are told through."""
+    if remember(parallel):
+        _install()
+
+
+@cache
+def _install() -> None:
+    """Change torch, all three places or none; once."""
+    body = _norm_body()
+    methods = ("unscale_", "_check_inf_per_device")
+    missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
+    if body is None:
+        missing.insert(0, "the body of torch.nn.utils.get_total_norm")
+    if missing:
+        raise ShardwiseError(
+            problem(
+                f"torch {torch.__version__} is not known to this version of shardwise: {', '.join(missing)} is not "
+                "where it was, so that gradient clipping or loss scaling on shards could be wrong unnoticed",
+                fix="use torch 2.11 to 2.13, or a newer shardwise",
+            )
+        )
+    assert body is not None
+    body.cell_contents = _norm_knowing_shards(body.cell_contents)
+    for name in methods:
+        setattr(GradScaler, name, _agreeing_on_infinities(getattr(GradScaler, name)))
+    register_optimizer_step_pre_hook(before_step)
+
+
+# ---------------------------------------------------------------------------------------------------------------- norms
+
+
+def _norm_body() -> CellType | None:
+    """The cell in which torch keeps the body of ``get_total_norm``: the public function is a closure that calls it
+    without gradients."""
+    function = getattr(torch.nn.utils, "get_total_norm", None)
+    clips_by_it = getattr(torch.nn.utils.clip_grad, "_get_total_norm", None) is function
+    inner = getattr(torch.nn.utils.clip_grad_norm_, "__wrapped__", torch.nn.utils.clip_grad_norm_)
+    names = getattr(getattr(inner, "__code__", None), "co_names", ())
+    if function is None or not clips_by_it or "_get_total_norm" not in names or function.__closure__ is None:
+        return None
+    cells: tuple[CellType, ...] = function.__closure__
+    return next((cell for cell in cells if cell.cell_contents is function.__wrapped__), None)
+
+
+def _norm_knowing_shards(local: Norm) -> Norm:
+    """Torch's ``get_total_norm``, exact where shards are among the tensors."""
+
+    @functools.wraps(local)
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        placed = _placed(given)
+        if not any(held is not None and held.is_shard for _, held in placed):
+            return local(given, norm_type, error_if_nonfinite, foreach)
+        return total_norm(
+            placed, norm_type, device=device_of(given), across_ranks=True, error_if_nonfinite=error_if_nonfinite
+        )
+
+    return get_total_norm
+
+
+def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Held | None]]:
+    """Every tensor with what it is: a held parameter, the gradient of one, or (None) something else.
+
+    Raises ShardwiseError for other tensors in the memory of shards, and for tensors of another kind beside shards.
+    """
+    held_by_id: dict[int, Held] = {}
+    shards: list[tuple[torch.Tensor, Held]] = []
+    for parameter, held in held_parameters():
+        for tensor in (parameter, parameter.grad):
+            if tensor is not None:
+                held_by_id[id(tensor)] = held
+                if held.is_shard:
+                    shards.append((tensor, held))
+    placed = [(tensor, held_by_id.get(id(tensor))) for tensor in tensors]
+    strangers = [tensor for tensor, held in placed if held is None]
+    if strangers and shards:
+        _check_strangers(strangers, shards, beside=len(strangers) < len(tensors))
+    return placed
+
+
+def _check_strangers(strangers: list[torch.Tensor], shards: list[tuple[torch.Tensor, Held]], *, beside: bool) -> None:
+    """Raise ShardwiseError for a ``detach()``, ``.data`` or view of a shard, which this rank would take for a whole
+    tensor, and for tensor subclasses, which bring a norm of their own, ``beside`` tensors of ours."""
+    memory = sorted(((*_memory(tensor), held) for tensor, held in shards if tensor.numel()), key=lambda own: own[0])
+    starts = [start for start, _, _ in memory]
+    for tensor in strangers:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            if beside:
+                raise ShardwiseError(f"a norm over shards and {type(tensor).__name__} together is not supported")
+            continue
+        if not tensor.numel():
+            continue
+        start, end = _memory(tensor)
+        before = bisect_left(starts, end) - 1  # the last shard that begins before the tensor ends
+        if before >= 0 and memory[before][1] > start:
+            raise ShardwiseError(
+                problem(
+                    f"this tensor is part of, or is detached from, a shard of {memory[before][2].name}: its norm "
+                    "would be that of this rank",
+                    fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
+                )
+            )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends, in bytes. Gradients that travelled in one bucket lie in one storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+# --------------------------------------------------------------------------------------------------------- loss scaling
+
+
+def _agreeing_on_infinities(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of GradScaler that looks for infinities in an optimizer's gradients, finding what any rank finds."""
+
+    @functools.wraps(method)
+    def look(self: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
+        result = method(self, optimizer)
+        if self.is_enabled():
+            _agree(optimizer, list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
+        return result
+
+    return look
+
+
+@torch.no_grad()
+def _agree(optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> None:
+    """Make the flags (one per device of this rank) those of all ranks, if the optimizer updates shards. What counts is
+    what it is given, not what has a gradient: every rank takes part."""
+    own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(held.is_shard and id(p) in own for p, held in held_parameters()):
+        return
+    flag = torch.zeros((), dtype=torch.float32, device=device_of(own.values()))
+    for one in found:
+        flag = torch.maximum(flag, one.to(flag.device))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    for one in found:
+        one.copy_(flag)
+
+
+__all__ = ["protect"]

@@ -1,0 +1,467 @@
+"""``deferred()``: build a module without its parameters, and remember how to fill them.
+
+Inside the context a tensor is created on the meta device: it has a shape, a dtype and a storage without memory. A
+dispatch mode sees every operator below autograd and puts those that create or change such tensors on a tape
+(``runtime.initial.replay``). The link from a meta tensor to the tape hangs on its *storage*, which ``nn.Parameter(t)``,
+``t.data``, views and tied weights share.
+
+Three things make the constructor believe that it runs on the CPU:
+
+* ``device`` and ``is_meta`` of a recorded tensor answer as a CPU tensor would (torch's own initialisers skip meta
+  tensors);
+* an operator that gives Python a value (``.item()``, ``if tensor:``, ``tolist``) or a size that depends on values
+  (``nonzero``) is computed, from the part of the tape that it needs;
+* changes of the generator that are not draws (``torch.manual_seed``, ``fork_rng``) are noticed: after each recorded
+  draw, the generator is seeded with a number that names the draw, and the next draw finds either that number, an
+  earlier draw's, or a state the model set itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.initial.replay import (
+    DEFAULT_GENERATOR,
+    SEEDED,
+    Constant,
+    Draw,
+    Entry,
+    GeneratorRef,
+    Ref,
+    Tape,
+    flat,
+    leaves,
+    map_leaves,
+)
+
+aten = torch.ops.aten
+
+_LINK = "_shardwise_link"  # on a meta storage: (tape, storage index)
+_SLOTS = "_shardwise_slots"  # on a module: what its parameters and buffers were when the context ended
+_MARK = 0x5348_4152_4400_0000  # seed that stands for "draw 0"; draw i is _MARK + 1 + i
+_CONSTANT_COPY_BYTES = 1 << 20  # real tensors up to this size are copied onto the tape, larger ones are referred to
+
+# Their first tensor is filled whole; what it held before does not matter.
+_FILLS = frozenset(
+    {
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "bernoulli_",
+        "zero_",
+        "fill_",
+        "copy_",
+    }
+)
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The recorded tensors of one module, by attribute name."""
+
+    tape: Tape
+    refs: Mapping[str, Ref]
+
+
+@contextmanager
+def deferred(seed: int = 0) -> Iterator[Tape]:
+    """Modules built inside have meta tensors for parameters, and a tape that knows their values.
+
+    ``full_tensors(module)`` then yields, bit for bit, what ``torch.manual_seed(seed)`` and the same code would have
+    built on the CPU, one tensor at a time; memory left uninitialised (``torch.empty``) is zero. The global generator is
+    as before when the context ends, and so are generators passed explicitly. ``device="meta"`` inside changes nothing.
+
+    Raises ShardwiseError, with the line, where something cannot be recorded: devices other than the CPU, random writes
+    into tensors from outside.
+
+    >>> with deferred(seed=3) as tape:
+    ...     layer = nn.Linear(4, 2)
+    >>> layer.weight.device.type, len(tape.entries) > 0
+    ('meta', True)
+    """
+    tape = Tape(seed)
+    recorder = Recorder(tape)
+    modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def note(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        modules.add(module)
+
+    with ExitStack() as stack:
+        stack.callback(register_module_parameter_registration_hook(note).remove)
+        stack.callback(register_module_buffer_registration_hook(note).remove)
+        stack.enter_context(recorder.recording())
+        yield tape
+    for module in modules:
+        owned = {**module._parameters, **module._buffers}
+        refs = {name: found[1] for name, tensor in owned.items() if tensor is not None and (found := recorded(tensor))}
+        module.__dict__[_SLOTS] = Slots(tape, refs)
+
+
+def recorded(tensor: torch.Tensor) -> tuple[Tape, Ref] | None:
+    """The tape that knows the tensor's value and the tensor's place on it; None if nothing was recorded for it."""
+    link = _link(tensor)
+    return None if link is None else (link[0], _ref(tensor, link[1]))
+
+
+def recorded_slot(module: nn.Module, name: str) -> tuple[Tape, Ref] | None:
+    """What the module's attribute was when its ``deferred()`` context ended.
+
+    Finds tensors that ``module.to(dtype)`` or ``copy.deepcopy(module)`` have replaced since.
+    """
+    slots = module.__dict__.get(_SLOTS)
+    return (slots.tape, slots.refs[name]) if isinstance(slots, Slots) and name in slots.refs else None
+
+
+class Recorder(TorchDispatchMode):
+    """Puts operators on a tape. ``adopt`` makes tensors from outside part of it, for as long as the recording lasts."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self._paused = False
+        self._adopted: list[tuple[torch.UntypedStorage, tuple[Tape, int] | None]] = []  # with their links before
+        self._generators: list[torch.Generator] = [torch.default_generator]
+        self._states: list[torch.Tensor] = []  # of the generators, as they were found
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._states = [torch.default_generator.get_state()]
+        torch.default_generator.manual_seed(_MARK + 1 + SEEDED)
+        try:
+            with self, _AsOnCpu(self):
+                yield
+        finally:
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
+            for storage, link in self._adopted:
+                setattr(storage, _LINK, link)
+
+    def adopt(self, tensor: torch.Tensor) -> Ref:
+        """Treats a tensor from outside as if it were made here by ``torch.empty``. Nothing is ever written to it."""
+        link = _link(tensor)
+        if link is None or link[0] is not self.tape:
+            storage = tensor.untyped_storage()
+            self._adopted.append((storage, link))
+            link = (self.tape, self.tape.new_storage())
+            setattr(storage, _LINK, link)
+            size = (storage.nbytes() // tensor.dtype.itemsize,)
+            whole = Ref(link[1], tensor.dtype, 0, size, (1,), True)
+            self._append(
+                aten.empty_strided.default,
+                (size, (1,)),
+                {"dtype": tensor.dtype, "device": torch.device("cpu")},
+                (whole,),
+            )
+        return _ref(tensor, link[1])
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A recorded tensor's value now; any other tensor itself."""
+        link = _link(tensor)
+        if link is None:
+            return tensor
+        paused, self._paused = self._paused, True
+        try:
+            return self._own(link)[0].value(_ref(tensor, link[1]))
+        finally:
+            self._paused = paused
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            if self._paused:
+                return func(*args, **(kwargs or {}))
+            return self._dispatch(func, args, dict(kwargs or {}))
+
+    def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        links = [link for tensor in tensors if (link := _link(tensor)) is not None]
+        _require_cpu(func, kwargs.get("device"))
+        if not links and tensors:
+            return self._from_outside(func, args, kwargs, tensors)
+        for link in links:
+            self._own(link)
+        if func.is_view or (torch.Tag.inplace_view in func.tags and func is not aten.resize_.default):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if any(not tensor.is_meta and _link(tensor) is None for tensor in written) or not _returns_tensors(func):
+            return func(
+                *map_leaves(args, self._value_leaf),
+                **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()},
+            )
+        return self._record(func, args, kwargs, written)
+
+    def _from_outside(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """An operator over tensors that are not recorded: it runs, unless it draws numbers or brings data in."""
+        if any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default:  # torch.tensor([1, 2]) and the like
+            return self._record(aten.clone.default, args, {}, [])
+        if not _is_random(func):
+            return func(*args, **kwargs)
+        if _written(func, args, kwargs):
+            raise _problem(
+                func, "draws random numbers into a tensor from outside", "create the tensor inside, or fill it before"
+            )
+        return self._record(func, args, kwargs, [])
+
+    def _record(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
+    ) -> Any:
+        originals: dict[int, torch.Tensor] = {}
+
+        def on_meta(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Generator):
+                return None
+            if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
+                return leaf
+            stand_in = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            originals[id(stand_in)] = leaf
+            return stand_in
+
+        meta_args = map_leaves(args, on_meta)
+        meta_kwargs = {key: map_leaves(arg, on_meta) for key, arg in kwargs.items()}
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            factory = not any(isinstance(leaf, torch.Tensor) for leaf in leaves((args, kwargs)))
+            if factory or kwargs.get("device") is not None:
+                meta_kwargs["device"], kwargs["device"] = torch.device("meta"), torch.device("cpu")
+        before = (
+            tuple(map_leaves(arg, self._leaf) for arg in args),
+            {key: map_leaves(arg, self._leaf) for key, arg in kwargs.items()},
+        )
+        try:
+            out = func(*meta_args, **meta_kwargs)
+        except NotImplementedError as error:
+            if written:
+                raise _problem(
+                    func, "changes a tensor and has no meta kernel", "make this change to the values, through init="
+                ) from error
+            real = func(
+                *map_leaves(args, self._value_leaf),
+                **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()},
+            )
+            return map_leaves(
+                real,
+                lambda leaf: (
+                    self._record(aten.clone.default, (leaf,), {}, []) if isinstance(leaf, torch.Tensor) else leaf
+                ),
+            )
+        results = tuple(
+            self._new(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in originals else None
+            for leaf in flat(out)
+        )
+        if _name(func) in _EMPTY and not written:
+            for ref, tensor in zip(results, flat(out), strict=True):
+                assert ref is not None
+                layout = {"dtype": tensor.dtype, "device": torch.device("cpu")}
+                self._append(aten.empty_strided.default, (tuple(tensor.shape), tensor.stride()), layout, (ref,))
+        else:
+            self._append(func, *before, results, frozenset(ref.storage for ref in map(self._leaf, written)))
+        return map_leaves(out, lambda leaf: originals.get(id(leaf), leaf))
+
+    def _append(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        results: tuple[Ref | None, ...],
+        writes: frozenset[int] = frozenset(),
+    ) -> None:
+        refs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
+        fills = _name(func) in _FILLS and args and isinstance(args[0], Ref) and args[0].covers
+        overwrites = frozenset({args[0].storage}) if fills else frozenset()
+        reads = frozenset(ref.storage for position, ref in enumerate(refs) if not (fills and position == 0))
+        draw = self._draw(kwargs) if _is_random(func) else None
+        dtype = torch.get_default_dtype()
+        self.tape.entries.append(
+            Entry(func, args, dict(kwargs), results, reads, writes, overwrites - reads, dtype, draw)
+        )
+
+    def _draw(self, kwargs: Mapping[str, Any]) -> Draw:
+        """Where the draw about to be recorded continues; leaves the mark of this draw on the generator."""
+        found = kwargs.get("generator")
+        index = found.index if isinstance(found, GeneratorRef) else DEFAULT_GENERATOR
+        generator, here = self._generators[index], len(self.tape.entries)
+        after = generator.initial_seed() - _MARK - 1
+        is_mark = (SEEDED if index == DEFAULT_GENERATOR else 0) <= after < here
+        draw = Draw(index, after if is_mark else generator.get_state())
+        generator.manual_seed(_MARK + 1 + here)
+        return draw
+
+    def _leaf(self, leaf: Any) -> Any:
+        """An argument as the tape holds it."""
+        if isinstance(leaf, torch.Generator):
+            if not any(leaf is generator for generator in self._generators):
+                self._generators.append(leaf)
+                self._states.append(leaf.get_state())
+            return GeneratorRef(next(i for i, generator in enumerate(self._generators) if generator is leaf))
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        link = _link(leaf)
+        if link is not None:
+            return _ref(leaf, link[1])
+        if leaf.is_meta:
+            raise ShardwiseError(
+                problem(
+                    f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, and it has no values",
+                    source=_user_line(),
+                    fix="create it inside sw.deferred()",
+                )
+            )
+        kept = leaf.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else leaf
+        return Constant(kept, kept._version)
+
+    def _new(self, tensor: torch.Tensor) -> Ref | None:
+        """The place of a new meta tensor; None when it lies in a storage that is on the tape already."""
+        if _link(tensor) is not None:
+            return None
+        index = self.tape.new_storage()
+        setattr(tensor.untyped_storage(), _LINK, (self.tape, index))
+        return _ref(tensor, index)
+
+    def _value_leaf(self, leaf: Any) -> Any:
+        return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _own(self, link: tuple[Tape, int]) -> tuple[Tape, int]:
+        if link[0] is not self.tape:
+            what = "a tensor recorded in one deferred() context is used in another"
+            raise ShardwiseError(
+                problem(what, source=_user_line(), fix="build the whole model in one sw.deferred() context")
+            )
+        return link
+
+
+class _AsOnCpu(TorchFunctionMode):
+    """Recorded tensors answer questions about themselves as CPU tensors would."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        tensor: Any = torch.Tensor
+        self._answers = {
+            tensor.device.__get__: torch.device("cpu"),
+            tensor.is_meta.__get__: False,
+            tensor.is_cpu.__get__: True,
+        }
+        self._values = frozenset({tensor.tolist, tensor.numpy, tensor.__array__, tensor.__repr__})
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        _require_cpu(func, "cuda" if func is torch.Tensor.cuda else kwargs.get("device"))
+        if args and isinstance(args[0], torch.Tensor) and _link(args[0]) is not None:
+            if func in self._answers:
+                return self._answers[func]
+            if func in self._values:
+                return func(self._recorder.value(args[0]), *args[1:], **kwargs)
+            if func is torch.Tensor.cpu:
+                return args[0]
+            if func is torch.Tensor.to:
+                return _to(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _to(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
+    """``tensor.to(...)`` where going to the CPU is going nowhere."""
+    if args and isinstance(args[0], torch.Tensor):
+        return tensor.to(args[0].dtype, copy=copy)
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    chosen = tensor.dtype if dtype is None else dtype
+    _require_cpu(torch.Tensor.to, device)
+    return tensor.to(chosen, copy=copy, memory_format=memory_format or torch.preserve_format)
+
+
+def _require_cpu(func: Callable[..., Any], device: torch.device | str | int | None) -> None:
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        fix = "build the model on the CPU: each rank moves its own shards to its device"
+        raise _problem(func, f"makes a tensor on {torch.device(device)}", fix)
+
+
+def _problem(func: Callable[..., Any], what: str, fix: str) -> ShardwiseError:
+    name = str(func) if isinstance(func, OpOverload) else getattr(func, "__name__", str(func))
+    return ShardwiseError(problem(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix))
+
+
+def _link(tensor: torch.Tensor) -> tuple[Tape, int] | None:
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return None
+    return getattr(tensor.untyped_storage(), _LINK, None)
+
+
+def _ref(tensor: torch.Tensor, storage: int) -> Ref:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    covers = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes() and _is_dense(shape, stride)
+    return Ref(
+        storage, tensor.dtype, int(tensor.storage_offset()), shape, stride, covers, tensor.is_conj(), tensor.is_neg()
+    )
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether no element is reached twice and none in between is left out."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _name(func: OpOverload) -> str:
+    return func._schema.name.removeprefix("aten::")
+
+
+def _is_random(func: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags or any(
+        argument.name == "generator" for argument in func._schema.arguments
+    )
+
+
+def _returns_tensors(func: OpOverload) -> bool:
+    return not func._schema.returns or any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that the operator changes."""
+    if not func._schema.is_mutable:
+        return []
+    values = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    changed = [
+        values.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
+
+
+def _user_line() -> str:
+    """``model.py:41``: the innermost line that is neither torch's nor this package's."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

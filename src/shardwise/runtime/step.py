@@ -1,0 +1,201 @@
+"""A step on this rank: autograd sees one function, whose halves are the lists of a program.
+
+What backward needs is kept here and not by autograd, so that it can be let go piece by piece while backward runs. Only
+where somebody has set hooks for saved tensors (``torch.utils.checkpoint``, saving on the CPU) autograd keeps it, and
+the hooks see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.programs.passes import memories
+from shardwise.runtime.emit import Emitted
+from shardwise.runtime.faults import refuse_create_graph
+
+# tensors of the sources -> (delivered, mutations, saved)
+Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
+# Which delivered values get a cotangent -> the program whose backward takes these.
+EmitFor = Callable[[tuple[bool, ...]], Emitted]
+
+
+@dataclass
+class Step:
+    """A program that can be called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some
+    of the delivered values; ``forward_only``: emits it without a backward; ``compiled``: by ``torch.compile``."""
+
+    emitted: Emitted
+    emit_for: EmitFor
+    forward_only: Callable[[], Emitted]
+    compiled: bool = False
+    _backward: dict[tuple[bool, ...], Emitted] = field(default_factory=dict)
+    _plain: Any = None
+    _joint: Any = None
+
+    def __post_init__(self) -> None:
+        program = self.emitted.program
+        position = {source.value: i for i, source in enumerate(program.spmd.graph.sources)}
+        self.positions = {value: position[value] for value in program.gradients}
+        self.num_delivered = len(program.delivered)
+        self.differentiable = tuple(name is not None for name in program.cotangents)
+        self.watched = tuple((program.saved.index(v), v) for v in program.saved if v in position)
+        self._backward[self.differentiable] = self.emitted
+
+    def __call__(
+        self, tensors: Sequence[Tensor], observed: Forward | None = None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(delivered, mutations). ``observed``: runs forward instead of the program's own."""
+        needs = torch.is_grad_enabled() and any(tensors[i].requires_grad for i in self.positions.values())
+        if not needs:
+            delivered, written, _ = (observed or self._forward_alone())(*tensors)
+        elif self.compiled and observed is None:
+            return self._compiled_step(tensors)
+        else:
+            run = observed or self.emitted.forward.forward
+            results = _Step.apply(self, run, *tensors)  # type: ignore[no-untyped-call]
+            delivered, written = results[: self.num_delivered], results[self.num_delivered :]
+        return tuple(delivered), tuple(written)
+
+    def _forward_alone(self) -> Forward:
+        if self._plain is None:
+            module = self.forward_only().forward
+            self._plain = torch.compile(module, dynamic=False) if self.compiled else module.forward
+        return self._plain  # type: ignore[no-any-return]
+
+    def _compiled_step(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Both halves given to the compiler as one, so that its partitioner decides what is kept between them."""
+        if self._joint is None:
+            self._joint = torch.compile(_joint(self), dynamic=False)
+        results = self._joint(*tensors)
+        return results[: self.num_delivered], results[self.num_delivered :]
+
+    def backward_for(self, given: tuple[bool, ...]) -> Emitted:
+        """The program for cotangents of some delivered values."""
+        if given not in self._backward:
+            self._backward[given] = self.emit_for(given)
+        return self._backward[given]
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, run: Forward, *tensors: Tensor) -> tuple[Tensor, ...]:
+        delivered, written, saved = run(*tensors)
+        ctx.step, ctx.num_tensors = step, len(tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(value for value, flows in zip(delivered, step.differentiable, strict=True) if not flows), *written
+        )
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if ctx.hooked:
+            ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
+            ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
+        else:
+            ctx.kept = list(saved)
+            ctx.versions = [saved[i]._version for i, _ in step.watched]
+        return (*_apart(delivered), *written)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        refuse_create_graph()
+        step: Step = ctx.step
+        saved = _kept(ctx)
+        given = cotangents[: step.num_delivered]
+        emitted = step.backward_for(tuple(cotangent is not None for cotangent in given))
+        taken = _in_order(step.emitted, emitted, saved)
+        found = emitted.backward.forward(taken, *(cotangent for cotangent in given if cotangent is not None))
+        gradients: list[Tensor | None] = [None] * ctx.num_tensors
+        for value, gradient in zip(emitted.program.gradients, found, strict=True):
+            if ctx.needs_input_grad[2 + step.positions[value]]:
+                gradients[step.positions[value]] = gradient
+        return (None, None, *gradients)
+
+
+def _kept(ctx: Any) -> list[Any]:
+    """What forward kept; it is let go unless autograd retains the graph."""
+    if ctx.hooked:
+        tensors = iter(ctx.saved_tensors)
+        return [next(tensors) if other is None else other for other in ctx.others]
+    if ctx.kept is None:
+        raise ShardwiseError(
+            problem(
+                "this step was differentiated already, and what its backward needs was let go",
+                fix="call the module again before the second backward, or pass retain_graph=True to the first",
+            )
+        )
+    for (index, name), version in zip(ctx.step.watched, ctx.versions, strict=True):
+        if ctx.kept[index]._version != version:
+            source = ctx.step.emitted.program.spmd.graph.source_of[name].names[0]
+            raise ShardwiseError(
+                problem(
+                    f"{source} was changed in place between forward and backward, which needs its earlier values",
+                    fix="run backward before optimizer.step() or any other change of parameters and buffers",
+                )
+            )
+    kept: list[Any] = ctx.kept
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return list(kept)
+    ctx.kept = None
+    return kept
+
+
+def _in_order(made: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
+    """The saved values that a variant of the backward takes, in its order."""
+    if made is wanted:
+        return saved
+    by_name = dict(zip(made.program.saved, saved, strict=True))
+    saved.clear()
+    return [by_name[name] for name in wanted.program.saved]
+
+
+def _apart(delivered: Sequence[Tensor]) -> list[Tensor]:
+    """The delivered tensors, none twice: autograd tells them apart by identity."""
+    seen: set[int] = set()
+    apart = []
+    for tensor in delivered:
+        apart.append(tensor.detach() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return apart
+
+
+def _joint(step: Step) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of the sources' tensors that ``torch.compile`` can trace, with its backward."""
+    program, forward, backward = step.emitted.program, step.emitted.forward, step.emitted.backward
+    flows = step.differentiable
+    positions = tuple(step.positions.values())
+    count = len(program.spmd.graph.sources)
+    root = memories(program.forward, program.spmd.graph.source_of)
+    ends = {root[name] for name in program.delivered} | program.spmd.graph.source_of.keys()
+    # The compiler takes no view of an argument or a result from one half to the other.
+    shared = tuple(root[name] in ends and name not in program.spmd.graph.source_of for name in program.saved)
+
+    class Joint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+            delivered, written, saved = forward(*tensors)
+            kept = [value.clone() if looks else value for value, looks in zip(saved, shared, strict=True)]
+            ctx.save_for_backward(*kept)
+            ctx.mark_non_differentiable(
+                *[value for value, differs in zip(delivered, flows, strict=True) if not differs], *written
+            )
+            return (*delivered, *written)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+            given = [cotangent for cotangent, differs in zip(cotangents, flows, strict=False) if differs]
+            found = backward(list(ctx.saved_tensors), *given)
+            gradients: list[Any] = [None] * count
+            for position, gradient in zip(positions, found, strict=True):
+                gradients[position] = gradient
+            return tuple(gradients)
+
+    def joint(*tensors: Tensor) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = Joint.apply(*tensors)  # type: ignore[no-untyped-call]
+        return result
+
+    return joint

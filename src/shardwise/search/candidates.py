@@ -1,0 +1,128 @@
+"""Which assignments of a search are worth a simulation: those whose additive price is within a stated share of the
+least.
+
+An additive price knows no order. Plans that it prices alike can differ much on a timeline, where traffic is hidden only
+by the operators that happen to run beside it. So not only the cheapest assignment is looked at, but also what other
+searches find: the least sum where nothing hides, the greedy search, data parallelism, and the next best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from shardwise.layouts.routes import Floats
+from shardwise.rules.atoms import Factored
+from shardwise.search.auto import Search, assignment_of
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, Weights
+from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
+from shardwise.search.elimination import TooWide
+from shardwise.search.k_best import eliminated
+from shardwise.search.modes import choose
+from shardwise.search.recursive_programming import halve
+
+# The stated share: assignments of a higher additive price than this times the least are not looked at.
+NEAR = 1.05
+# Of one mesh, and of all meshes together.
+MAX_PER_MESH = 5
+MAX_CANDIDATES = 8
+# Operators in all the programs that are built for one plan: about ten seconds. A model of more than this many operators
+# gets no simulation, and its peak is not checked.
+MAX_OPERATORS = 12_000
+# Variables in all the assignments that ``k_best`` lists for one mesh: some tenths of a second.
+MAX_LISTED = 16_000
+NUM_LISTED = 8
+# Larger models are not searched greedily, nor compared with data parallelism: that takes longer than the exact search.
+MAX_OTHERS = 1_000
+# Searches that know how far the least price may be from what they found.
+BOUNDED = ("dynamic_programming", "ilp")
+NOTHING_HIDES = Weights(1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An assignment of a search, with its components."""
+
+    search: Search
+    assignment: list[int]
+    components: Floats
+
+    @property
+    def additive_price(self) -> float:
+        return step_seconds(self.components)
+
+    @property
+    def num_bytes(self) -> float:
+        return float(self.components[BYTES])
+
+    @property
+    def unhidden_seconds(self) -> float:
+        """Where nothing hides behind anything."""
+        return float(self.components[[EXPOSED, COMPUTE, TRAFFIC]].sum())
+
+
+def candidates(searches: Sequence[Search], name: str, limit: float) -> list[Candidate]:
+    """Of searches on several meshes, the cheapest candidate first. Their prices are within NEAR of its, their bytes
+    within ``limit``; ``name``: of the search."""
+    ordered = sorted(searches, key=lambda search: search.outcome.seconds)
+    most = NEAR * ordered[0].outcome.seconds
+    size = max(len(ordered[0].cost.domains.graph.ops), 1)
+    per_mesh = [list(_of_mesh(search, name, limit, most)) for search in ordered]
+    turns = [own[turn] for turn in range(MAX_PER_MESH) for own in per_mesh if turn < len(own)]
+    return turns[: min(MAX_CANDIDATES, max(1, MAX_OPERATORS // size))]
+
+
+def _of_mesh(search: Search, name: str, limit: float, most: float) -> Iterator[Candidate]:
+    """The search's own first, then those of other searches, then the next best by what they take unhidden. Of those
+    that have the same components only one: they are the same plan but for its mirror images."""
+    outcome = search.outcome
+    own = Candidate(search, outcome.assignment, outcome.components)
+    yield own
+    if name not in BOUNDED:
+        return
+    others = [_candidate(search, assignment) for assignment in _of_other_searches(search, limit)]
+    next_best = [_candidate(search, assignment) for assignment in chain(outcome.candidates, _listed(search))]
+    next_best.sort(key=lambda candidate: candidate.unhidden_seconds)
+    taken = [own]
+    for candidate in (*others, *next_best):
+        fits = candidate.additive_price <= most and candidate.num_bytes <= limit
+        if fits and not any(np.allclose(candidate.components, one.components, rtol=1e-9, atol=0) for one in taken):
+            taken.append(candidate)
+            yield candidate
+
+
+def _candidate(search: Search, assignment: list[int]) -> Candidate:
+    return Candidate(search, assignment, search.cost.components(assignment))
+
+
+def _of_other_searches(search: Search, limit: float) -> Iterator[list[int]]:
+    """The least sum where nothing hides, what the greedy search finds, and data parallelism where it is in the space
+    (what the user fixed may leave it out)."""
+    cost, domains = search.cost, search.cost.domains
+    yield from _least(search, NOTHING_HIDES, 1)
+    if len(domains.graph.ops) > MAX_OTHERS:
+        return
+    with suppress(DoesNotFit):
+        yield halve(cost, limit).assignment
+    factored = Factored(domains.rules, domains.atoms)
+    data_parallel = assignment_of(cost, choose(domains.graph, factored, search.mesh, "data_parallel", {}))
+    if data_parallel is not None:
+        yield data_parallel
+
+
+def _listed(search: Search) -> list[list[int]]:
+    """The next best assignments, by their bound and where nothing hides."""
+    count = min(NUM_LISTED, MAX_LISTED // max(len(search.cost.variables), 1))
+    return _least(search, search.bounding_weights, count) + _least(search, NOTHING_HIDES, count)
+
+
+def _least(search: Search, weights: Weights, count: int) -> list[list[int]]:
+    """The assignments of least weighted sum; none where an elimination is too wide."""
+    try:
+        return [assignment for _, assignment in eliminated(search.cost.weighted(weights), count)]
+    except TooWide:
+        return []

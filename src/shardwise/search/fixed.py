@@ -1,0 +1,186 @@
+"""What the user decided: annotations of submodules, calls and values, as choices of operators."""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Iterable, Mapping
+
+from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.graph.annotate import SUMMED, Annotation
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import is_rest, named_factors
+from shardwise.layouts.text import parse_layout
+from shardwise.programs.propagate import factor_places, where_of
+from shardwise.rules.atoms import Factored, factor_graph
+from shardwise.rules.rule import OpRule, base_name
+from shardwise.search.modes import Choices, follows
+from shardwise.search.rules import rules_of, variant
+from shardwise.search.wishes import SplitCounts, burdens, choices_for
+
+
+def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
+    """The rules, in the variants that annotations name, and divided."""
+    rules = rules_of(graph, stacklevel=5)
+    factored = factor_graph(graph, rules)
+    if not any(rule.variants for rule in rules.values()):
+        return rules, factored
+    plain = dict(rules)
+    for annotation in annotations:
+        if isinstance(annotation.strategy, str):
+            for op in subjects(graph, factored, annotation):
+                rules[op.name] = variant(rules[op.name], annotation.strategy)
+    return rules, factored if rules == plain else factor_graph(graph, rules)
+
+
+def fixed_choices(
+    graph: Graph, rules: Mapping[str, OpRule], factored: Factored, annotations: Iterable[Annotation], mesh: Mesh
+) -> Choices:
+    """The user's strategies and constraints, per operator."""
+    annotations = tuple(annotations)
+    weight = burdens(graph, factored.rules) if annotations else {}
+    fixed: Choices = {}
+    idle = {annotation.source: annotation for annotation in annotations}
+    for annotation in annotations:
+        for op in subjects(graph, factored, annotation):
+            idle.pop(annotation.source, None)
+            rule = factored.rules[op.name]
+            own = {f.name: weight[op.name, f.name] for f in rule.factors}
+            fixed[op.name] = choices_for(op, rules[op.name], rule, annotation.strategy, mesh, graph, own)
+    for annotation in idle.values():
+        raise LayoutError(
+            problem(
+                f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules",
+                op=annotation.scope,
+                source=annotation.source,
+                fix="annotate the submodule or the call that computes, or remove the strategy",
+            )
+        )
+    for value, text in graph.constraints:
+        if text == SUMMED:
+            continue
+        op = graph.producer[value]
+        shape = graph.by_name[value].shape
+        try:
+            if text.startswith("(("):  # the split counts of an out_strategy
+                own = {f.name: 0 for f in factored.rules[op.name].factors}
+                counts = literal_eval(text)
+                wish = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
+                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], wish, mesh, graph, own)
+                continue
+            layout = parse_layout(text, mesh)
+            if layout.shape != shape:
+                raise LayoutError(f"{text} is not a layout of shape {list(shape)}: it has shape {list(layout.shape)}")
+            fixed[op.name] = alias_choices(factored.rules[op.name], layout, factored.atoms[value])
+        except ShardwiseError as error:
+            raise type(error)(
+                problem(
+                    f"the layout asked for does not fit: {error}",
+                    op=op.name,
+                    source=op.source,
+                    fix=f"a layout of shape {list(shape)} over the axes of {mesh}",
+                )
+            ) from error
+    return fixed
+
+
+def _beside_producer(
+    alias: Op, counts: SplitCounts, rule: OpRule, factored: Factored, fixed: Choices, mesh: Mesh, graph: Graph
+) -> str:
+    """The split counts of an ``out_strategy`` over the axes that its operator uses: first those that split the same dim
+    of its result, then those it sums over (a reduce-scatter), then free ones; along the others the result is whole.
+    "" if the counts do not come out."""
+    producer = graph.producer.get(alias.operands[0])
+    while producer is not None and producer.name not in fixed:  # a bias, say
+        producer = graph.producer.get(producer.operands[0]) if producer.operands else None
+    (own,) = counts[:1] or ((),)
+    if producer is None or len(own) != len(rule.results[0]) or len(producer.results) != 1:
+        return ""
+    chosen, made = fixed[producer.name], factored.rules[producer.name]
+    in_result = {factor for dim in made.results[0] for factor in dim}
+    summed = [axis for axis in mesh.sub_axes if axis in chosen and chosen[axis] not in in_result]
+    summed.sort(key=lambda axis: is_rest(chosen[axis]))
+    words: list[str] = []
+    used: list[str] = []
+    for d, count in enumerate(own):
+        inside = made.results[0][d] if d < len(made.results[0]) else ()
+        candidates = [axis for axis in mesh.sub_axes if chosen.get(axis) in inside] + summed
+        taken: list[str] = []
+        for axis in candidates:
+            if count % (mesh.size_of(taken) * mesh.sizes[axis]) == 0:
+                taken.append(axis)
+        if mesh.size_of(taken) != count or (taken and not rule.results[0][d]):
+            return ""
+        summed = [axis for axis in summed if axis not in taken]
+        if taken:
+            words.append(f"{rule.results[0][d][0]}@({','.join(taken)})")
+            used += taken
+    repeated = [axis for axis in mesh.sub_axes if axis not in used]
+    return " ".join([*words, *([f"I@({','.join(repeated)})"] if repeated else [])])
+
+
+def alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, str]:
+    """The choices of an identity operator whose result is in ``layout``."""
+    (places,) = factor_places(rule)[1]
+    at = {place: factor for factor, place in places.items()}
+    choices: dict[str, str] = {}
+    for axis, where in where_of(layout.canonical().refine(atoms)).items():
+        if isinstance(where, tuple):
+            choices[axis] = at[where]
+        else:
+            choices[axis] = "P0" if where == "P" else where
+    return choices
+
+
+def subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[Op]:
+    """The operator that an annotation speaks of: the one in its scope that does the work; several if they are the same
+    operator on parameters of the same module. Of several that have the factors of a text, those that read parameters.
+
+    Views, casts and the sum with a bias that normalisation split off are not counted.
+    """
+    inside = [op for op in graph.ops if op.scope == annotation.scope]
+    if not inside:
+        return []
+    working = [op for op in inside if not follows(op, factored) and not _is_split_off(op, inside, graph)] or inside
+    if isinstance(annotation.strategy, str) and len(working) > 1:
+        names = named_factors(annotation.strategy)
+        working = [op for op in working if names <= _factor_names(factored.rules[op.name])] or working
+        working = [op for op in working if _owners(op, graph, factored)] or working
+    if len({(op.target, _owners(op, graph, factored) or op.name) for op in working}) > 1:
+        listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
+        raise LayoutError(
+            problem(
+                f"the strategy {annotation.strategy!r} covers {len(working)} operators: {listed}",
+                op=annotation.scope,
+                source=annotation.source,
+                fix="annotate the operator it is meant for: a smaller submodule, or the call inside forward",
+            )
+        )
+    return working
+
+
+def _factor_names(rule: OpRule) -> set[str]:
+    """The undivided factors, those of its variants included."""
+    rules = (rule, *(variant for _, variant in rule.variants))
+    return {base_name(factor.name) for own in rules for factor in own.factors}
+
+
+def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:
+    """The modules whose parameters the operator reads, through views: the same in two calls of a module, and for all
+    experts of a mixture."""
+    owners = []
+    for name in op.operands:
+        while name in graph.producer and follows(graph.producer[name], factored) and graph.producer[name].operands:
+            name = graph.producer[name].operands[0]
+        source = graph.source_of.get(name)
+        if source is not None and source.kind == "parameter":
+            owners.append(source.names[0].rpartition(".")[0])
+    return tuple(owners)
+
+
+def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
+    """Whether the operator adds a parameter to the result of another operator of the same scope (a bias)."""
+    names = {result for other in inside for result in other.results}
+    sources = [name for name in op.operands if name in graph.source_of and graph.source_of[name].kind == "parameter"]
+    return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)

@@ -1,0 +1,85 @@
+"""The meshes that respect the levels of a cluster: what a search over mesh shapes tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from math import prod
+
+from shardwise.costs.cluster import Cluster
+from shardwise.layouts.mesh import Mesh
+
+
+def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
+    """The meshes that a search tries where the user names none: axes are called after the level that they lie in."""
+    found = []
+    for shape in mesh_shapes(cluster, max_axes):
+        names = [level.name for level in cluster.levels]
+        left = [level.size for level in cluster.levels]
+        axes: list[tuple[str, int]] = []
+        for size in reversed(shape):
+            level = next((i for i, room in enumerate(left) if room > 1), len(left) - 1)
+            axes.append((names[level], size))
+            while size > 1 and level < len(left):
+                taken = min(size, left[level])
+                left[level] //= taken
+                size //= taken
+                level += 1
+        named: list[tuple[str, int]] = []
+        for name, size in reversed(axes):
+            same = sum(other == name for other, _ in axes)
+            number = sum(own.rstrip("0123456789") == name for own, _ in named) + 1
+            named.append((f"{name}{number}" if same > 1 else name, size))
+        found.append(Mesh(named))
+    return tuple(found) or (Mesh({cluster.levels[0].name: cluster.num_devices}),)
+
+
+def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
+    """Sizes of mesh axes, outermost first, for at most ``max_axes`` (from 1) axes.
+
+    Each axis lies inside one level. Only shapes that cannot be refined within ``max_axes`` are listed (a refined axis
+    can always be used whole), and one order of the axes inside a level, where all orders are the same links: the longer
+    axis outside. If there are more levels than axes, neighbouring levels share an axis, in every way.
+    """
+    if max_axes < 1:
+        raise ValueError(f"a mesh has at least one axis, not {max_axes}")
+    levels = tuple(level.size for level in reversed(cluster.levels) if level.size > 1)
+    found: dict[tuple[int, ...], None] = {}
+    for merged in _merged(levels, max_axes):
+        for counts in product(range(1, max_axes + 1), repeat=len(merged)):
+            if sum(counts) <= max_axes:
+                for parts in product(*(_products(size, count) for size, count in zip(merged, counts, strict=True))):
+                    found[tuple(size for part in parts for size in part)] = None
+    longest = max((len(shape) for shape in found), default=0)
+    return tuple(shape for shape in found if len(shape) == longest)
+
+
+def _merged(levels: tuple[int, ...], max_axes: int) -> Iterator[tuple[int, ...]]:
+    """The levels, or neighbours of them multiplied so that at most ``max_axes`` are left."""
+    if len(levels) <= max_axes:
+        yield levels
+        return
+    for cuts in product((False, True), repeat=len(levels) - 1):
+        if sum(cuts) == max_axes - 1:
+            groups = [[levels[0]]]
+            for size, cut in zip(levels[1:], cuts, strict=True):
+                if cut:
+                    groups.append([size])
+                else:
+                    groups[-1].append(size)
+            yield tuple(prod(group) for group in groups)
+
+
+@cache
+def _products(number: int, count: int, most: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """``number`` as a product of ``count`` numbers from 2, in descending order."""
+    most = number if most is None else most
+    if count == 1:
+        return ((number,),) if 1 < number <= most else ()
+    return tuple(
+        (first, *others)
+        for first in range(min(most, number), 1, -1)
+        if number % first == 0
+        for others in _products(number // first, count - 1, first)
+    )

@@ -1,0 +1,255 @@
+"""The planner: one model on one cluster, from the meshes that are tried to the program that is taken.
+
+Every mesh has a cost graph and a search. The candidates of all meshes that are nearly as cheap as the cheapest
+(``search.candidates``) become programs; a step of each is simulated, and the fastest that fits is taken
+(``search.ranking``). Bytes of the search leave out temporaries. Where these break the limit, a search goes on under a
+limit that is lower by as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, log10
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.prediction import Prediction
+from shardwise.costs.prices import Precision, Prices
+from shardwise.costs.pricing import price_program
+from shardwise.costs.timeline import simulate
+from shardwise.errors import LayoutError, problem
+from shardwise.graph.annotate import Annotation
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.routes import Axes
+from shardwise.layouts.strategy import parse_cuts
+from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.rules.atoms import Factored
+from shardwise.rules.rule import OpRule
+from shardwise.search.auto import Search, cost_graph, searched, separate_axes
+from shardwise.search.candidates import MAX_OPERATORS, NEAR, Candidate, candidates
+from shardwise.search.cost_graph import CostGraph
+from shardwise.search.dynamic_programming import DoesNotFit
+from shardwise.search.fixed import annotated_rules, fixed_choices
+from shardwise.search.kept import Kept, keep
+from shardwise.search.modes import Choice
+from shardwise.search.program import build_program
+from shardwise.search.ranking import Ranked, Simulated, ranked
+
+RETRIES = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a plan is searched for. ``search``: one of ``search.auto``; ``passes``: batches whose gradients a step adds
+    up; ``memory_bytes``: what a device may hold (None: what the cluster's devices have); ``bucket_bytes``: the largest
+    message that several parameters share; ``layouts``: those in which the user keeps tensors."""
+
+    search: str = "dynamic_programming"
+    optimizer: str = "adamw"
+    precision: Precision = field(default_factory=Precision)
+    passes: int = 1
+    memory_bytes: float | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    layouts: Mapping[str, Kept] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a planner decided: the choice, its program, what is predicted for it, and the search that it comes from.
+    ``ranking``: among which it was chosen; if that has an ``excess``, nothing fits and this needs least."""
+
+    factored: Factored
+    choice: Choice
+    spmd: Spmd
+    prediction: Prediction
+    search: Search
+    ranking: Ranked
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
+    ``factored``: the same, divided."""
+
+    graph: Graph
+    annotations: tuple[Annotation, ...]
+    rules: Mapping[str, OpRule]
+    factored: Factored
+    cluster: Cluster
+    meshes: tuple[Mesh, ...]
+    settings: Settings
+    kinds: Kinds = field(default_factory=Kinds)
+
+    @staticmethod
+    def of(
+        graph: Graph, annotations: Iterable[Annotation], cluster: Cluster, meshes: Iterable[Mesh], settings: Settings
+    ) -> Planner:
+        """The planner for a captured model. Raises LayoutError for splits by hand, which have no price."""
+        annotations = tuple(annotations)
+        rules, factored = annotated_rules(graph, annotations)
+        _refuse_cuts(annotations, settings.search)
+        return Planner(graph, annotations, rules, factored, cluster, tuple(meshes), settings)
+
+    @property
+    def limit(self) -> float:
+        """The bytes that a device may hold."""
+        memory_bytes = self.settings.memory_bytes
+        return self.cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+
+    def plan(self) -> Planned:
+        """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
+        the one that needs least."""
+        searches: list[Search] = []
+        refused: list[tuple[float, CostGraph]] = []
+        for mesh in self.meshes:
+            cost = self.cost_graph(mesh)
+            cutoff = NEAR * min((search.outcome.seconds for search in searches), default=inf)
+            try:
+                searches.append(searched(cost, self.settings.search, self.limit, cutoff))
+            except DoesNotFit as error:
+                refused.append((error.num_bytes, cost))
+        if searches:
+            return self._planned(self.fastest(searches), searches)
+        num_bytes, cost = min(refused, key=lambda pair: pair[0])
+        return self._planned(self.rank([searched(cost, self.settings.search, num_bytes)]), [])
+
+    # -- prices --------------------------------------------------------------------------------------------------------
+
+    def cost_graph(self, mesh: Mesh) -> CostGraph:
+        """The choices on a mesh and their prices."""
+        fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
+        axes = Axes.of(mesh, separate_axes(fixed, mesh))
+        return cost_graph(self.graph, self.factored, fixed, axes, self.prices(mesh))
+
+    def prices(self, mesh: Mesh) -> Prices:
+        """The prices on a mesh of the cluster."""
+        own = self.settings
+        prices = Prices(Links(self.cluster, mesh), own.optimizer, own.precision, own.passes)
+        return prices.with_buckets(self.graph, own.bucket_bytes)
+
+    # -- ranking -------------------------------------------------------------------------------------------------------
+
+    def fastest(self, searches: Sequence[Search]) -> Ranked:
+        """The fastest candidate of the meshes that are nearly as cheap as the cheapest. Where none of them fits, the
+        meshes in the order of their price, each under lower limits. A search that stopped goes on where its turn
+        comes."""
+        left = sorted(searches, key=_least_seconds)
+        most = NEAR * left[0].outcome.seconds
+        near = [search for search in left if not search.outcome.stopped and search.outcome.seconds <= most]
+        pooled = self.rank(near)
+        lowest, cheapest = pooled, pooled.cheapest
+        while left and lowest.excess:
+            search = left.pop(0)
+            if search.outcome.stopped:
+                left = sorted([searched(search.cost, self.settings.search, self.limit), *left], key=_least_seconds)
+                continue
+            start = pooled if near == [search] else self.rank([search])
+            lowest = min(lowest, self.fitted(search, start), key=lambda ranking: ranking.excess)
+        return replace(lowest, cheapest=cheapest)
+
+    def fitted(self, search: Search, start: Ranked) -> Ranked:
+        """The ranking of a search; while its peak does not fit, what the search finds under lower limits, and in the
+        end what needs the least. If all of them are too large, the one of the lowest peak."""
+        lowest, allowed = start, self.limit
+        for attempt in range(RETRIES + 1):
+            if not lowest.excess:
+                break
+            held = lowest.best.candidate.num_bytes
+            allowed = min(allowed, held) - lowest.excess if attempt < RETRIES else 0.0
+            below, is_least = self._searched_below(search, allowed)
+            lowest = min(lowest, self.rank([below]), key=lambda ranking: ranking.excess)
+            if is_least:
+                break
+        return lowest
+
+    def _searched_below(self, search: Search, allowed: float) -> tuple[Search, bool]:
+        """The search under a limit, and whether that was too low and it is the one of least memory instead."""
+        try:
+            return searched(search.cost, self.settings.search, allowed), False
+        except DoesNotFit as error:
+            return searched(search.cost, self.settings.search, error.num_bytes), True
+
+    def rank(self, searches: Sequence[Search]) -> Ranked:
+        """The best candidate of searches."""
+        if len(self.graph.ops) > MAX_OPERATORS:
+            cheapest = min(searches, key=lambda search: search.outcome.seconds)
+            alone = Candidate(cheapest, cheapest.outcome.assignment, cheapest.outcome.components)
+            return ranked([self._built(alone, simulated=False)], self.limit)
+        near = candidates(searches, self.settings.search, self.limit)
+        return ranked([self._built(candidate) for candidate in near], self.limit)
+
+    def _built(self, candidate: Candidate, *, simulated: bool = True) -> Simulated:
+        """A candidate with its program and a simulated step."""
+        search = candidate.search
+        choice = search.choice(candidate.assignment)
+        choice = keep(choice, self.settings.layouts, self.graph, self.factored, search.mesh)
+        spmd = build_program(self.graph, self.factored, choice, search.mesh, self.settings.bucket_bytes)
+        step = simulate(spmd, search.cost.domains.prices, self.kinds) if simulated else None
+        return Simulated(candidate, choice, spmd, step)
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    def _planned(self, ranking: Ranked, searches: Sequence[Search]) -> Planned:
+        best, search = ranking.best, ranking.search
+        prediction = over_all_meshes(ranking.prediction, search.mesh, searches)
+        prediction = _as_emitted(prediction, best.spmd, search)
+        if self.settings.layouts:
+            prediction = _as_kept(prediction, best, search)
+        return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking)
+
+
+def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
+    """The prediction for ``mesh`` with a bound that holds for the plans on the meshes of all searches, under the limit
+    that these had (it may come from one under a lower limit)."""
+    others = [search for search in searches if search.mesh != mesh]
+    counts = [prediction.log10_plans, *(search.log10_plans for search in others)]
+    most = max(counts)
+    return replace(
+        prediction,
+        bound=min([prediction.bound, *(float(search.outcome.bound) for search in searches)]),
+        log10_plans=most + log10(sum(10.0 ** (count - most) for count in counts)),
+    )
+
+
+def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Prediction:
+    """The prediction with the seconds of the program that the plan is."""
+    domains = search.cost.domains
+    free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
+    price = price_program(spmd, domains.prices, free)
+    return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
+
+
+def _as_kept(prediction: Prediction, best: Simulated, search: Search) -> Prediction:
+    """The prediction with what parameters hold in the layouts in which the user keeps them. The searched plans have no
+    conversions from those, so that the bound is compared with the step that has."""
+    graph, prices = search.cost.domains.graph, search.cost.domains.prices
+    sources, more = search.choice().sources, 0.0
+    for source in graph.sources:
+        if source.kind == "parameter":
+            numel = best.choice.sources[source.value].max_local_numel - sources[source.value].max_local_numel
+            more += numel * prices.state_bytes(graph.by_name[source.value], source.value in graph.updated)
+    price = max(prediction.additive_price, prediction.pass_seconds)
+    return replace(prediction, num_bytes=prediction.num_bytes + more, additive_price=price)
+
+
+def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
+    for annotation in annotations:
+        if isinstance(annotation.strategy, str) and parse_cuts(annotation.strategy):
+            raise LayoutError(
+                problem(
+                    f"search={search!r} prices even splits only, and {annotation.strategy!r} says how many indices "
+                    "each device has",
+                    op=annotation.scope,
+                    source=annotation.source,
+                    fix='plan with search="sharding_propagation", or leave out the braces',
+                )
+            )
+
+
+def _least_seconds(search: Search) -> float:
+    """The seconds that a search comes to, or a bound of them where it stopped."""
+    return search.outcome.bound if search.outcome.stopped else search.outcome.seconds

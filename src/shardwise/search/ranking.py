@@ -1,0 +1,102 @@
+"""The last word on a searched plan: its program is built and a step of it simulated, with overlap, buckets and peak
+memory, which do not add up over choices. Of the candidates that fit the fastest is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.costs.prediction import PassedOver, Prediction
+from shardwise.costs.timeline import SimulatedStep
+from shardwise.programs.spmd import Spmd
+from shardwise.search.auto import Search
+from shardwise.search.candidates import Candidate
+from shardwise.search.modes import Choice
+
+# A simulated step must be faster than that of a cheaper candidate by this factor to be preferred.
+CLEARLY = 0.999
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """A candidate with its program. ``step``: None where the model is too large to be simulated."""
+
+    candidate: Candidate
+    choice: Choice
+    spmd: Spmd
+    step: SimulatedStep | None
+
+    @property
+    def num_bytes(self) -> float:
+        """The most that a device holds, or without a simulation what adds up."""
+        return float(self.candidate.num_bytes if self.step is None else self.step.peak_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """``best``: the candidate to take; ``cheapest``: that of the least additive price; ``limit``: the bytes of a
+    device that they were ranked for."""
+
+    best: Simulated
+    cheapest: Simulated
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        """Bytes beyond the limit."""
+        return max(0.0, self.best.num_bytes - self.limit)
+
+    @property
+    def peak_parts(self) -> Mapping[str, int]:
+        """What the peak is made of; empty where nothing was simulated."""
+        return {} if self.best.step is None else self.best.step.peak_parts
+
+    @property
+    def search(self) -> Search:
+        """The search, with the best candidate for its outcome."""
+        search, assignment = self.best.candidate.search, self.best.candidate.assignment
+        seen = [search.outcome.assignment, *search.outcome.candidates]
+        outcome = replace(
+            search.outcome,
+            assignment=assignment,
+            components=self.best.candidate.components,
+            candidates=[other for other in seen if other != assignment],
+        )
+        return replace(search, outcome=outcome)
+
+    @property
+    def prediction(self) -> Prediction:
+        """What is predicted for the best."""
+        prediction, step = self.search.prediction(), self.best.step
+        if step is None:
+            return prediction
+        return replace(
+            prediction,
+            simulated_seconds=step.seconds,
+            peak_bytes=float(step.peak_bytes),
+            peak_at=step.peak_at,
+            passed_over=self._passed_over(),
+        )
+
+    def _passed_over(self) -> PassedOver | None:
+        cheapest, best = self.cheapest.candidate, self.best.candidate
+        same = cheapest.search.mesh == best.search.mesh and cheapest.assignment == best.assignment
+        if same or self.cheapest.step is None:
+            return None
+        step = self.cheapest.step
+        return PassedOver(cheapest.additive_price, step.seconds, float(step.peak_bytes), step.peak_bytes <= self.limit)
+
+
+def ranked(simulated: Sequence[Simulated], limit: float) -> Ranked:
+    """The fastest of the simulated candidates (the cheapest first) that fits, or, if none does, that of the lowest
+    peak."""
+    fitting = [one for one in simulated if one.num_bytes <= limit]
+    if not fitting:
+        return Ranked(min(simulated, key=lambda one: one.num_bytes), simulated[0], limit)
+    best = fitting[0]
+    for one in fitting[1:]:
+        assert one.step is not None, "several candidates are simulated"
+        assert best.step is not None, "several candidates are simulated"
+        if one.step.seconds < CLEARLY * best.step.seconds:
+            best = one
+    return Ranked(best, simulated[0], limit)

@@ -1,0 +1,86 @@
+"""The timeline of a simulated step, on programs whose seconds can be added up by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import price_program
+from shardwise.costs.timeline import simulate
+from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
+from shardwise.programs.spmd import Spmd
+
+CLUSTER = Cluster.local(4)
+
+
+class Mlp(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x.square().mean()
+
+
+def program(bucket_bytes: int = 25 * 2**20, **options: Any) -> tuple[Spmd, Prices]:
+    """The program of a plan, and prices."""
+    with torch.device("meta"):
+        model, inputs = Mlp(), (torch.empty(64, 256),)
+    plan = sw.plan(model, inputs, 4, bucket_bytes=bucket_bytes, **options)
+    graph = capture(model, inputs, {}).graph
+    return program_of(plan, graph, training=True), Prices(Links(CLUSTER, plan.mesh))
+
+
+def test_on_one_device_the_step_is_its_operators() -> None:
+    spmd, prices = program(mode="stand_alone")
+    step, added = simulate(spmd, prices), price_program(spmd, prices)
+    assert step.communication == 0
+    assert step.seconds == pytest.approx(added.compute + added.update)
+
+
+def test_gradients_are_hidden_behind_the_operators_that_are_left() -> None:
+    spmd, prices = program(mode="data_parallel", bucket_bytes=200_000)  # a bucket for each layer
+    step = simulate(spmd, prices)
+    assert len(spmd.backward_collectives()) >= 3
+    assert 0 < step.exposed < step.communication
+    assert step.seconds == pytest.approx(step.compute + step.exposed)
+
+
+def test_one_bucket_of_everything_hides_nothing() -> None:
+    spmd, prices = program(mode="data_parallel", bucket_bytes=200_000)
+    small = simulate(spmd, prices)
+    # Without buckets every gradient is waited for on the spot.
+    alone, prices = program(mode="data_parallel", bucket_bytes=0)
+    waited = simulate(alone, prices)
+    assert waited.exposed == pytest.approx(waited.communication)
+    assert small.exposed < waited.exposed
+
+
+def test_a_step_is_no_faster_than_its_operators_or_the_busiest_link() -> None:
+    for options in (
+        {"mode": "data_parallel"},
+        {"mesh": sw.Mesh(tp=4), "strategies": {"layers.*": "k@tp"}, "search": "sharding_propagation"},
+    ):
+        spmd, prices = program(**options)
+        step = simulate(spmd, prices)
+        assert step.seconds >= step.compute
+        assert step.seconds >= step.communication
+        assert step.seconds <= step.compute + step.communication + 1e-12
+
+
+def test_messages_are_those_of_the_program() -> None:
+    spmd, prices = program(mode="data_parallel")
+    sent = [*spmd.forward_collectives(), *spmd.backward_collectives()]
+    expected = sum(prices.links.seconds(c.kind, c.axes, c.num_bytes) for c in sent)
+    assert simulate(spmd, prices).communication == pytest.approx(expected)

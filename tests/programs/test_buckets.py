@@ -1,0 +1,178 @@
+"""Buckets: what shares a message, where it stands, and that a plan lists them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.graph.capture import capture
+from shardwise.programs.buckets import FIRST_BUCKET_BYTES, Bucket, fill_buckets
+from shardwise.programs.spmd import build_spmd
+from shardwise.programs.steps import Conversion
+from shardwise.search.decide import decide
+
+
+class Deep(nn.Module):
+    """Eight layers of 64 KiB of weights each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+X = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+LAYER_BYTES = 4 * (128 * 128 + 128)
+
+
+def gradient_messages(plan: sw.Plan) -> list[int]:
+    return [entry.num_bytes for entry in plan.collectives(backward=True) if entry.num_bytes > 8]
+
+
+def test_gradients_over_the_same_axes_are_one_message():
+    plan = sw.plan(Deep(), X, 4, search="sharding_propagation")
+    assert gradient_messages(plan) == [8 * LAYER_BYTES]
+    assert {entry.bucket for entry in plan.conversions if entry.value.startswith("layers.")} == {1}
+
+
+def test_without_buckets_every_gradient_is_a_message():
+    plan = sw.plan(Deep(), X, 4, bucket_bytes=0, search="sharding_propagation")
+    assert len(gradient_messages(plan)) == 16
+    assert not any(entry.bucket for entry in plan.conversions)
+
+
+def test_buckets_are_filled_from_the_end_and_hold_no_more_than_they_may():
+    plan = sw.plan(Deep(), X, 4, bucket_bytes=3 * LAYER_BYTES, search="sharding_propagation")
+    assert gradient_messages(plan) == [3 * LAYER_BYTES, 3 * LAYER_BYTES, 2 * LAYER_BYTES]  # in the order of sending
+    first = [entry.value for entry in plan.conversions if entry.bucket == 3]
+    assert sorted(first) == sorted(f"layers.{i}.{name}" for i in (5, 6, 7) for name in ("weight", "bias"))
+
+
+def test_the_first_message_to_leave_is_a_small_one():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))  # 1 MiB each
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.square().mean()
+
+    plan = sw.plan(Wide(), torch.randn(8, 512), 4, search="sharding_propagation")
+    assert gradient_messages(plan) == [FIRST_BUCKET_BYTES, 3 * 2**20]
+
+
+def test_other_dtypes_and_other_axes_travel_in_other_messages():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+            self.scale = nn.Parameter(torch.ones(16, dtype=torch.float64))
+            self.shift = nn.Parameter(torch.zeros(16, dtype=torch.float64))
+
+        def forward(self, x):
+            return (self.down(torch.tanh(self.up(x))) * self.scale + self.shift).square().mean()
+
+    plan = sw.plan(Mixed(), torch.randn(8, 16), 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"up": "n@tp"})
+    buckets = {}
+    for entry in plan.conversions:
+        if entry.bucket:
+            buckets.setdefault(entry.bucket, set()).add(entry.value)
+    assert list(map(sorted, buckets.values())) == [["down.weight", "up.weight"]]  # scale over dp and tp, shift over dp
+    report = sw.verify(Mixed(), torch.randn(8, 16), plan)
+    assert report.ok, str(report)
+
+
+def test_keys_and_values_of_split_queries_travel_together():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x):
+            heads = [layer(x).unflatten(-1, (4, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+            mixed = sw.shard(F.scaled_dot_product_attention, "t@cp")(*heads, is_causal=True)
+            return mixed.square().mean()
+
+    x = torch.randn(2, 8, 16)
+    plan = sw.plan(Attention(), x, 2, mesh=sw.Mesh(cp=2), search="sharding_propagation")
+    shared = {entry.bucket for entry in plan.conversions if entry.value in ("/transpose_1", "/transpose_2")}
+    assert len(shared) == 1
+    assert shared != {0}
+    reduced = [entry.num_bytes for entry in plan.collectives(backward=True)]
+    assert 2 * (2 * 8 * 16 * 4) in reduced  # the gradients of keys and values, in one message
+    report = sw.verify(Attention(), x, plan)
+    assert report.ok, str(report)
+
+
+def test_a_plan_with_buckets_is_that_of_one_device_and_its_record_is_its_list():
+    for bucket_bytes in (0, 2 * LAYER_BYTES, 2**30):
+        plan = sw.plan(
+            Deep(), X, 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"layers.0": "n@tp"}, bucket_bytes=bucket_bytes
+        )
+        report = sw.verify(Deep(), X, plan)
+        assert report.ok, str(report)
+        assert report.matches_plan
+        loaded = sw.Plan.from_json(plan.to_json())
+        assert loaded.bucket_bytes == bucket_bytes
+        assert loaded == plan
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "25MB"])
+def test_a_wrong_bucket_size_is_refused(wrong):
+    with pytest.raises(sw.ShardwiseError, match="bucket_bytes is"):
+        sw.plan(Deep(), X, 4, bucket_bytes=wrong, search="sharding_propagation")
+
+
+def test_a_conversion_by_itself_is_no_bucket():
+    filled = fill_buckets([], frozenset(), lambda _: torch.float32, lambda _: True)
+    assert filled == ()
+    plan = sw.plan(
+        nn.Sequential(nn.Linear(4, 4, bias=False)),
+        torch.randn(8, 4),
+        2,
+        loss=lambda y: y.sum(),
+        search="sharding_propagation",
+    )
+    assert not any(entry.bucket for entry in plan.conversions)
+
+
+def test_a_gradient_larger_than_a_bucket_leaves_early_too():
+    """It shares its message with nobody, and is sent while backward goes on all the same."""
+    captured = capture(Deep(), (X,))
+    factored, choice = decide(captured.graph, (), sw.Mesh(dp=4), "data_parallel")
+    spmd = build_spmd(
+        captured.graph, factored.rules, choice.strategies, choice.sources, sw.Mesh(dp=4), bucket_bytes=1000
+    )
+    alone = [step for step in spmd.steps if isinstance(step, Bucket) and len(step.conversions) == 1]
+    assert [step.of_parameters for step in alone] == [True] * 16  # two biases are more than 1,000 bytes
+    parameters = {source.value for source in captured.graph.sources if source.kind == "parameter"}
+    assert not any(step.value in parameters for step in spmd.steps if isinstance(step, Conversion))
+
+
+def test_without_a_loss_what_is_frozen_does_not_share_a_message_with_what_is_not():
+    """One message is one function of autograd, all of whose results would carry a gradient: PyTorch refuses a target
+    that does."""
+
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.target = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.ones(6, 8), False)
+
+        def forward(self):
+            weight = sw.constrain(self.weight.exp(), "[6@tp, 8]")
+            target = sw.constrain(self.target.neg(), "[6@tp, 8]")
+            weight, target = sw.constrain(weight, "[6, 8]"), sw.constrain(target, "[6, 8]")
+            return F.soft_margin_loss(weight, target, reduction="none")
+
+    plan = sw.plan(Moved(), (), 2, mesh=sw.Mesh(tp=2), search="sharding_propagation")
+    assert [entry.kind for entry in plan.collectives()] == ["all_gather", "all_gather"]
+    assert sw.verify(Moved(), (), plan).ok

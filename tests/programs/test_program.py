@@ -1,0 +1,204 @@
+"""A rank's step as one list: what the checker refuses, what passes may claim, and what the lists of ranks have in
+common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import busiest_program, memory_of
+from shardwise.costs.prices import Prices
+from shardwise.costs.timeline import simulate
+from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
+from shardwise.programs.check import BrokenProgram, check_program
+from shardwise.programs.differentiate import Program, differentiate
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, sent_by
+from shardwise.programs.passes import memories
+from shardwise.programs.program import localize
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
+
+KINDS = Kinds()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(x + self.down(F.gelu(self.up(self.norm(x)))), torch.zeros_like(x))
+
+
+X = torch.randn(8, 16)
+
+
+def spmd_of(mesh: sw.Mesh, strategies: dict[str, str] | None = None, **settings: Any) -> Spmd:
+    plan = sw.plan(
+        Block(), X, mesh.num_devices, mesh=mesh, strategies=strategies, search="sharding_propagation", **settings
+    )
+    return program_of(plan, capture(Block(), (X,), {}).graph, training=True)
+
+
+MEGATRON = {"up": "n@tp", "down": "k@tp"}
+
+
+def program(rank: int = 0, **settings: Any) -> Program:
+    return differentiate(localize(spmd_of(sw.Mesh(dp=2, tp=2), MEGATRON), rank), KINDS, **settings)
+
+
+def test_backward_names_no_autograd_and_keeps_fused_kernels() -> None:
+    step = program()
+    targets = {str(i.target) for i in step.backward if isinstance(i, Compute)}
+    assert "aten.native_layer_norm_backward.default" in targets
+    assert "aten.gelu_backward.default" in targets
+    assert set(step.gradients) == {s.value for s in step.spmd.graph.sources if s.kind == "parameter"}
+    assert not step.untraceable
+
+
+def test_all_ranks_make_the_same_exchanges_in_the_same_order() -> None:
+    for loss_only in (True, False):
+        steps = [program(rank, loss_only=loss_only) for rank in range(4)]
+        for half in ("forward", "backward"):
+            orders = {tuple((c.kind, c.axes) for i in getattr(step, half) for c in sent_by(i)) for step in steps}
+            assert len(orders) == 1
+    spmd = steps[0].spmd
+    assert tuple(c for i in steps[0].forward for c in sent_by(i)) == spmd.forward_collectives()
+    assert tuple(c for i in steps[0].backward for c in sent_by(i)) == spmd.backward_collectives()
+
+
+def test_the_cotangent_of_an_input_travels_while_gradients_of_parameters_are_computed() -> None:
+    step = program()
+    leaves = [k for k, i in enumerate(step.backward) if isinstance(i, Depart) and not i.of_parameters]
+    assert leaves
+    for position in leaves:
+        flight = step.backward[position].flight  # type: ignore[union-attr]
+        arrival = next(k for k, i in enumerate(step.backward) if isinstance(i, Arrive) and i.flight == flight)
+        between = step.backward[position + 1 : arrival]
+        assert between
+        assert {i.origin.part for i in between} == {"weight"}
+    without = program(overlap=False)
+    assert not any(isinstance(i, (Depart, Arrive)) for i in (*without.forward, *without.backward))
+
+
+def test_gradients_of_buckets_arrive_at_the_end() -> None:
+    step = program()
+    last = step.backward[-1]
+    assert isinstance(last, Arrive)
+    assert last.of_parameters
+
+
+def test_backward_reads_only_what_is_saved_and_its_cotangents() -> None:
+    step = program()
+    made = {name for i in step.backward for name in i.results}
+    given = {name for name in step.cotangents if name}
+    assert {name for i in step.backward for name in i.operands} - made - given <= set(step.saved)
+
+
+def broken(how: str) -> Program:
+    step = program()
+    backward = list(step.backward)
+    if how == "use before it is made":
+        backward.reverse()
+    elif how == "lost arrival":
+        backward = [i for i in backward if not isinstance(i, Arrive)]
+    elif how == "lost departure":
+        backward = [i for i in backward if not isinstance(i, Depart)]
+    elif how == "made twice":
+        backward.append(next(i for i in backward if isinstance(i, Compute)))
+    elif how == "lost kernel":
+        backward.remove(next(i for i in backward if isinstance(i, Compute)))
+    elif how == "overwritten too early":
+        exchange = next(k for k, i in enumerate(backward) if isinstance(i, (Convert, Depart)) and len(i.operands) == 1)
+        operand = backward[exchange].operands[0]
+        reader = Compute(
+            torch.ops.aten.neg.default, (operand,), (), ("late",), ((),), (step.forms[operand],), (None,),
+            backward[exchange].origin,
+        )  # fmt: skip
+        from shardwise.graph.ir import Ref
+
+        backward[exchange] = replace(backward[exchange], overwrites=True)  # type: ignore[call-arg]
+        backward.append(replace(reader, args=(Ref(operand),)))
+    elif how == "a saved value overwritten":
+        kernel = next(k for k, i in enumerate(backward) if isinstance(i, Compute) and set(i.operands) & set(step.saved))
+        saved = next(name for name in backward[kernel].operands if name in step.saved)
+        backward[kernel] = replace(backward[kernel], writes=(saved,))  # type: ignore[call-arg]
+    return replace(step, backward=tuple(backward))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("use before it is made", "before it is made|has not left"),
+        ("lost arrival", "nothing waits for|before it is made"),
+        ("lost departure", "has not left"),
+        ("made twice", "a second time"),
+        ("lost kernel", "before it is made|never made"),
+        ("overwritten too early", "has used"),
+        ("a saved value overwritten", "does not own"),
+    ],
+)
+def test_a_broken_program_is_refused(how: str, message: str) -> None:
+    check_program(program())
+    with pytest.raises(BrokenProgram, match=message):
+        check_program(broken(how))
+
+
+def test_an_exchange_uses_memory_only_if_nothing_else_has_it() -> None:
+    for step in (program(), program(loss_only=False)):
+        for half in (step.forward, step.backward):
+            root = memories(half, [*step.spmd.graph.source_of, *step.saved])
+            for position, exchange in enumerate(half):
+                if isinstance(exchange, (Convert, Depart)) and exchange.overwrites:
+                    memory = root[exchange.operands[0]]
+                    assert memory not in step.spmd.graph.source_of
+                    later = {root.get(n, n) for i in half[position + 1 :] for n in i.operands}
+                    assert memory not in later
+
+
+# ------------------------------------------------------------------------------------------------ one busiest rank
+
+
+def test_time_and_memory_are_those_of_the_same_busiest_rank() -> None:
+    """Rows split by hand: the first rank holds most, not the last."""
+    table = nn.Sequential(nn.Embedding(6400, 64))
+    ids = torch.randint(6400, (8, 4))
+    mesh = sw.Mesh(tp=4)
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids).square().mean()
+
+    plan = sw.plan(Looked(), ids, 4, mesh=mesh, strategies={"table.0": "v@tp{3000,3000,390,10}"})
+    spmd = program_of(plan, capture(Looked(), (ids,), {}).graph, training=True)
+    prices = Prices(Links(Cluster.local(4), mesh))
+    rank = busiest_program(spmd, prices, KINDS).rank
+    assert spmd.layouts[spmd.graph.sources[0].value].local_shape(mesh.coordinates(rank))[0] == 3000
+    peak = simulate(spmd, prices, KINDS).peak_bytes
+    assert peak == memory_of(spmd, prices, kinds=KINDS).peak.num_bytes
+    assert peak >= 4 * 3000 * 64 * 4  # weight, gradient and two states
+    row = sw.compare(
+        Looked(),
+        ids,
+        Cluster.local(4),
+        mesh=mesh,
+        searches=("sharding_propagation",),
+        strategies={"table.0": "v@tp{3000,3000,390,10}"},
+    ).rows[0]
+    from shardwise.api import step_memory
+
+    assert row.step is not None
+    assert row.step.peak_bytes == step_memory(Looked(), ids, plan).peak.num_bytes

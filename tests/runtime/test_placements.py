@@ -1,0 +1,61 @@
+"""Programs on some of a job's ranks: their collectives stay among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.errors import LayoutError
+from shardwise.graph.ir import Graph
+from shardwise.layouts.placement import Placement
+from shardwise.layouts.redistribute import redistribute
+from shardwise.layouts.text import parse_layout
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.faults import Purpose
+
+RunRanks = Callable[..., list[Any]]
+EMPTY = Graph((), (), (), ())
+PLACES = (
+    Placement(sw.Mesh(dp=2), (0, 2)),
+    Placement(sw.Mesh(tp=2), (1, 3)),
+    Placement(sw.Mesh(tp=2), (0, 2)),  # a later stage of a looped schedule, on the first one's ranks
+)
+
+
+def sums_among_ranks() -> list[Any]:
+    """On a rank: per placement the sum of its ranks' numbers, those of all of them, and what an outsider is told."""
+    found: list[Any] = []
+    communicators = [Communicator(place) for place in PLACES]
+    for place, communicator in zip(PLACES, communicators, strict=True):
+        communicator.create_groups([place.mesh.sub_axes])
+    for place, communicator in zip(PLACES, communicators, strict=True):
+        (axis,) = place.mesh.sub_axes
+        if not communicator.coordinates:
+            try:
+                communicator.group((axis,))
+            except LayoutError as error:
+                found.append(str(error))
+            continue
+        moves = redistribute(
+            parse_layout(f"[2] partial(sum@{axis})", place.mesh), parse_layout("[2]", place.mesh), differentiable=False
+        )
+        tensor = torch.full((2,), 10.0 ** dist.get_rank())
+        for step in communicator.steps(moves, Purpose((), EMPTY, communicator, backward=False)):
+            tensor = step(tensor)
+        found.append((tensor.tolist(), communicator.gather_from_all(torch.tensor([dist.get_rank()]), "ranks").tolist()))
+    return found
+
+
+def test_collectives_of_a_placement_are_among_its_ranks(run_ranks: RunRanks) -> None:
+    even, odd = ([101.0] * 2, [[0], [2]]), ([1010.0] * 2, [[1], [3]])
+    outside = "rank {} has no place in Mesh({}=2) on ranks {}\n  fix:    ask on one of these ranks"
+    for rank, found in enumerate(run_ranks(sums_among_ranks, 4)):
+        if rank % 2:
+            told = [outside.format(rank, axis, "0, 2") for axis in ("dp", "tp")]
+            assert found == [told[0], odd, told[1]]
+        else:
+            assert found == [even, outside.format(rank, "tp", "1, 3"), even]
