@@ -27,6 +27,7 @@ from models.zoo import DESCRIBED, ZOO
 from shardwise import api
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.widen import reference_mode, widen
+from shardwise.layouts.conversions import Collective
 from shardwise.proof.verify import OPTIMIZERS
 from shardwise.runtime import parallel
 from shardwise.runtime.shards import shard
@@ -127,8 +128,12 @@ def train_alone(name: str) -> list[Step]:
     return trained(name, model, call)
 
 
-def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes]]:
-    """On a rank: every case, and the collectives of its last step."""
+def messages(mesh: sw.Mesh, collectives: Iterable[Collective]) -> Messages:
+    return [(one.kind, mesh.format_axes(one.axes), one.num_bytes) for one in collectives]
+
+
+def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes, Passes]]:
+    """On a rank: every case, the collectives of its last step, and those of its program."""
     found = []
     for name, _, text in cases:
         plan = sw.Plan.from_json(text)
@@ -137,8 +142,7 @@ def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes]]:
             par = sw.parallelize(build(name), plan if dist.get_rank() == 0 else None)
 
             def noted(par: sw.Parallel = par, passes: Passes = passes) -> None:
-                record = par._ranks.record or []
-                passes.append([(c.kind, par.plan.mesh.format_axes(c.axes), c.num_bytes) for c in record])
+                passes.append(messages(par.plan.mesh, par._ranks.record or []))
                 par._ranks.record = []
 
             def call(
@@ -154,7 +158,10 @@ def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes]]:
                     noted()
                 return output
 
-            found.append((trained(name, par, call), passes))
+            steps = trained(name, par, call)
+            spmd = par.latest.spmd
+            sides = spmd.forward_collectives(), spmd.backward_collectives()
+            found.append((steps, passes, [messages(par.plan.mesh, side) for side in sides]))
     return found
 
 
@@ -179,31 +186,16 @@ def worst_errors(plan: sw.Plan, rank: int, found: list[Step], alone: list[Step])
     return worst
 
 
-def check_collectives(plan: sw.Plan, ranks: list[Passes]) -> None:
-    """Those of the plan, in its order, but that a parameter leaves early if it needs one message; of shards of several
-    sizes the plan lists the largest."""
-    held = {entry.name for entry in plan.parameters}
-    early = [entry.value in held and len(entry.forward) == 1 for entry in plan.conversions]
-    parts = [
-        plan.revised(conversions=tuple(c for c, own in zip(plan.conversions, early, strict=True) if own == which))
-        for which in (True, False)
-    ]
+def check_collectives(plan: sw.Plan, ranks: list[Passes], program: Passes) -> None:
+    """Those of the program in its order, which are those of the plan; of shards of several sizes the largest counts."""
     for number, backward in enumerate((False, True)):
         performed = []
         for together in zip(*(passes[number] for passes in ranks), strict=True):
             (same,) = {(kind, axes) for kind, axes, _ in together}
             performed.append((*same, max(num_bytes for _, _, num_bytes in together)))
-        planned = [[(c.kind, c.axes, c.num_bytes) for c in part.collectives(backward=backward)] for part in parts]
-        assert is_merge(performed, *planned), f"performed {performed}, planned {planned}"
-
-
-def is_merge(whole: Messages, first: Messages, second: Messages) -> bool:
-    """Whether ``whole`` has the items of both others, those of each in its order."""
-    taken = {0}  # of ``first``, by the ways to read what is passed
-    for count, item in enumerate(whole):
-        from_first = {n + 1 for n in taken if first[n : n + 1] == [item]}
-        taken = from_first | {n for n in taken if second[count - n : count - n + 1] == [item]}
-    return len(whole) == len(first) + len(second) and len(first) in taken
+        assert performed == program[number]
+        planned = [(c.kind, c.axes, c.num_bytes) for c in plan.collectives(backward=backward)]
+        assert sorted(performed) == sorted(planned)
 
 
 def test_models_train_on_four_ranks_as_plain_pytorch_trains_them(run_ranks: RunRanks) -> None:
@@ -215,4 +207,4 @@ def test_models_train_on_four_ranks_as_plain_pytorch_trains_them(run_ranks: RunR
         for rank in range(RANKS):
             errors = worst_errors(plan, rank, results[rank][i][0], alone[name])
             assert max(errors.values()) < TOLERANCE, f"{name}, {label}, rank {rank}: {errors}"
-        check_collectives(plan, [results[rank][i][1] for rank in range(RANKS)])
+        check_collectives(plan, [results[rank][i][1] for rank in range(RANKS)], results[0][i][2])

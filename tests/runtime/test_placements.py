@@ -16,6 +16,7 @@ from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import Purpose
+from shardwise.runtime.transit import stages
 
 RunRanks = Callable[..., list[Any]]
 EMPTY = Graph((), (), (), ())
@@ -44,9 +45,12 @@ def sums_among_ranks() -> list[Any]:
             parse_layout(f"[2] partial(sum@{axis})", place.mesh), parse_layout("[2]", place.mesh), differentiable=False
         )
         tensor = torch.full((2,), 10.0 ** dist.get_rank())
-        for step in communicator.steps(moves, Purpose((), EMPTY, communicator, backward=False)):
-            tensor = step(tensor)
-        found.append((tensor.tolist(), communicator.gather_from_all(torch.tensor([dist.get_rank()]), "ranks").tolist()))
+        tensors: Any = [tensor]
+        for stage in stages([moves], Purpose((), EMPTY, communicator, backward=False)):
+            tensors = stage(tensors)
+        found.append(
+            (tensors[0].tolist(), communicator.gather_from_all(torch.tensor([dist.get_rank()]), "ranks").tolist())
+        )
     return found
 
 

@@ -16,12 +16,19 @@ class BrokenProgram(AssertionError):
 def check_program(program: Program) -> None:
     """Raise BrokenProgram unless, forward and backward: every name is made once and before it is used; every message
     that leaves arrives once; what is saved, delivered, written back or a gradient is there; kernels overwrite only what
-    their own operator made; and nothing is read whose memory an exchange has used."""
+    their own operator made; nothing is read whose memory an exchange has used; and every gradient has memory that
+    backward made for it alone."""
     sources = set(program.spmd.graph.source_of)
     ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
     _check(program.forward, sources, ends, sources, "forward")
     given = {*program.saved, *(name for name in program.cotangents if name is not None)}
     _check(program.backward, given, program.gradients.values(), given, "backward")
+    root = memories(program.backward, given)
+    holder: dict[str, str] = dict.fromkeys({root[name] for name in given}, "what backward was given")
+    for source, name in program.gradients.items():
+        if root[name] in holder:
+            raise BrokenProgram(f"backward: the gradient of {source!r} is in the memory of {holder[root[name]]}")
+        holder[root[name]] = f"the gradient of {source!r}"
 
 
 def _check(

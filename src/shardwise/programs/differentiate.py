@@ -35,7 +35,7 @@ from shardwise.programs.instructions import (
 from shardwise.programs.linears import with_biases
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
-from shardwise.programs.passes import mark_overwrites
+from shardwise.programs.passes import mark_overwrites, memories
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import conversions_of
@@ -100,14 +100,9 @@ class _Writer:
                     self._add_cotangent(name, f"d:{name}", Origin("", "", "input"))
             self._write_backward(entries)
         forward = self._write_forward(entries)
-        gradients = {
-            source.value: self.cotangents[source.value]
-            for source in self.graph.sources
-            if source.value in self.cotangents
-        }
+        gradients = self._gradients()
         made = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
         used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
-        used.update(dict.fromkeys(name for name in gradients.values() if name in made))
         saved = tuple(name for name in used if name in made)
         mutations = tuple((buffer, self.resolve(value)) for buffer, value in self.spmd.mutations)
         program = Program(
@@ -215,8 +210,7 @@ class _Writer:
                 forward += self._forward_of(entry)
             elif entry in departing:  # the next one leaves before this one is waited for
                 self._depart_next(waiting, forward)
-                results = tuple(conversion.result for conversion in entry.conversions)
-                forward.append(self._arrive(entry, results, backward=False))
+                forward.append(self._arrive(entry, backward=False))
             else:
                 forward += self._exchanged(entry, backward=False)
         return forward
@@ -224,8 +218,7 @@ class _Writer:
     def _depart_next(self, waiting: Any, forward: list[Instruction]) -> None:
         entry = next(waiting, None)
         if entry is not None:
-            operands = tuple(self.resolve(conversion.value) for conversion in entry.conversions)
-            forward.append(self._depart(entry, operands, backward=False))
+            forward.append(self._depart(entry, backward=False))
 
     def _forward_of(self, entry: Called) -> list[Instruction]:
         local, kind = entry.local, entry.kind
@@ -302,10 +295,11 @@ class _Writer:
                 self.backward += late
                 late = self._backward_of(entry)
                 continue
-            if not any(conversion.result in self.cotangents for conversion in entry.conversions):
+            travelling = self._travelling(entry, backward=True)
+            if not travelling:
                 continue
             sends = self._sends(entry, True)
-            waits_for_late = any(conversion.value in self.parameter_values for conversion in entry.conversions)
+            waits_for_late = any(conversion.value in self.parameter_values for conversion in travelling)
             if waits_for_late or not sends or not self.overlap:
                 self.backward += late
                 late = []
@@ -315,7 +309,7 @@ class _Writer:
                 arrival = self._leave(entry)
                 self.backward += [*late, arrival]
                 late = []
-                self._arrived(entry, arrival.results)
+                self._arrived(arrival)
             else:
                 self.backward += late
                 late = []
@@ -401,6 +395,30 @@ class _Writer:
         shares = (None,) * len(results)
         self.backward.append(Compute(target, args, (), results, places, forms, shares, origin))
 
+    def _gradients(self) -> dict[str, str]:
+        """Source -> its gradient, in memory of its own: whoever gets gradients adds to them in place."""
+        root = memories(self.backward)
+        made = {name for instruction in self.backward for name in instruction.results}
+        gradients: dict[str, str] = {}
+        taken: set[str] = set()
+        for source in self.graph.sources:
+            name = self.cotangents.get(source.value)
+            if name is None:
+                continue
+            memory = root.get(name, name)
+            if memory in taken or memory not in made:
+                copied = f"{name}:{source.value}"
+                form = self.forms[copied] = Form.contiguous(self.forms[name].shape, self.forms[name].dtype)
+                kwargs = (("memory_format", torch.contiguous_format),)
+                origin = Origin("", source.names[0], "weight")
+                self.backward.append(
+                    Compute(aten.clone.default, (Ref(name),), kwargs, (copied,), ((),), (form,), (None,), origin)
+                )
+                name = copied
+            taken.add(memory)
+            gradients[source.value] = name
+        return gradients
+
     def _add_cotangent(self, name: str, cotangent: str, origin: Origin, into: list[Instruction] | None = None) -> None:
         """A cotangent of a value arrives: it is added to what came before."""
         if not self.forms[name].requires_grad:
@@ -420,26 +438,39 @@ class _Writer:
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
+    def _travelling(self, entry: Exchanged, *, backward: bool) -> tuple[Conversion, ...]:
+        """Those conversions of an exchange that have something to convert: on the way back, a cotangent."""
+        if not backward:
+            return entry.conversions
+        return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents)
+
     def _sends(self, entry: Exchanged, backward: bool) -> int:
         """How many messages an exchange is."""
-        return len(collectives_of(entry.conversions, backward=backward))
+        return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
+
+    def _operands(self, conversions: Sequence[Conversion], backward: bool) -> tuple[str, ...]:
+        if backward:
+            return tuple(self.cotangents[conversion.result] for conversion in conversions)
+        return tuple(self.resolve(conversion.value) for conversion in conversions)
+
+    def _results(self, conversions: Sequence[Conversion], operands: Sequence[str], backward: bool) -> tuple[str, ...]:
+        if backward:
+            return tuple(f"{name}>{one.value}" for name, one in zip(operands, conversions, strict=True))
+        return tuple(conversion.result for conversion in conversions)
 
     def _exchanged(self, entry: Exchanged, *, backward: bool) -> list[Instruction]:
         """An exchange that is waited for on the spot, or what it does without a message."""
         written: list[Instruction] = []
+        conversions = self._travelling(entry, backward=backward)
         if self._sends(entry, backward):
+            operands = self._operands(conversions, backward)
+            results = self._results(conversions, operands, backward)
+            written.append(self._convert(conversions, operands, results, backward, entry.of_parameters))
             if backward:
-                operands = self._cotangents_of(entry, written)
-                results = tuple(f"{name}>{c.value}" for name, c in zip(operands, entry.conversions, strict=True))
-            else:
-                operands = tuple(self.resolve(conversion.value) for conversion in entry.conversions)
-                results = tuple(conversion.result for conversion in entry.conversions)
-            written.append(self._convert(entry.conversions, operands, results, backward, entry.of_parameters))
-            if backward:
-                for conversion, result in zip(entry.conversions, results, strict=True):
+                for conversion, result in zip(conversions, results, strict=True):
                     self._add_cotangent(conversion.value, result, self._origin(conversion, backward), written)
             return written
-        for conversion in entry.conversions:
+        for conversion in conversions:
             if backward:
                 self._convert_back(conversion, written)
             elif conversion.result not in self.aliases:
@@ -449,9 +480,9 @@ class _Writer:
 
     def _convert_back(self, conversion: Conversion, written: list[Instruction]) -> None:
         """The cotangent of one conversion, without a message."""
-        cotangent = self.cotangents.get(conversion.result)
-        if cotangent is None or not conversion.differentiable:
+        if not conversion.differentiable:
             return
+        cotangent = self.cotangents[conversion.result]
         form = self.forms[cotangent]
         _, _, identity = converted_form(conversion.moves, self.coordinates, form, backward=True)
         result = cotangent if identity else f"{cotangent}>{conversion.value}"
@@ -484,40 +515,26 @@ class _Writer:
             shares.append(operand if shared else None)
         return tuple(forms), tuple(shares)
 
-    def _cotangents_of(self, entry: Exchanged, into: list[Instruction]) -> tuple[str, ...]:
-        """The cotangents that travel back; zeros for a value that got none."""
-        names = []
-        for conversion in entry.conversions:
-            name = self.cotangents.get(conversion.result)
-            if name is None:
-                like = self.forms[conversion.result]
-                name = self._zeros(f"0:{conversion.result}", like, self._origin(conversion, True), into)
-            names.append(name)
-        return tuple(names)
-
-    def _depart(self, entry: Exchanged, operands: tuple[str, ...], *, backward: bool) -> Depart:
+    def _depart(self, entry: Exchanged, *, backward: bool) -> Depart:
         flight = self.flights[id(entry), backward] = f"flight {len(self.flights)}"
-        origin = self._origin(entry.conversions[0], backward)
-        return Depart(flight, entry.conversions, backward, operands, origin, entry.of_parameters)
+        conversions = self._travelling(entry, backward=backward)
+        operands = self._operands(conversions, backward)
+        origin = self._origin(conversions[0], backward)
+        return Depart(flight, conversions, backward, operands, origin, entry.of_parameters)
 
-    def _arrive(self, entry: Exchanged, results: tuple[str, ...], *, backward: bool) -> Arrive:
-        if backward:
-            operands = tuple(self.cotangents[conversion.result] for conversion in entry.conversions)
-        else:
-            operands = tuple(self.resolve(conversion.value) for conversion in entry.conversions)
-        forms, shares = self._exchanged_forms(entry.conversions, operands, results, backward)
+    def _arrive(self, entry: Exchanged, *, backward: bool) -> Arrive:
+        conversions = self._travelling(entry, backward=backward)
+        operands = self._operands(conversions, backward)
+        results = self._results(conversions, operands, backward)
+        forms, shares = self._exchanged_forms(conversions, operands, results, backward)
         flight = self.flights[id(entry), backward]
-        origin = self._origin(entry.conversions[0], backward)
-        return Arrive(flight, entry.conversions, backward, results, forms, shares, origin, entry.of_parameters)
+        origin = self._origin(conversions[0], backward)
+        return Arrive(flight, conversions, backward, results, forms, shares, origin, entry.of_parameters)
 
     def _leave(self, entry: Exchanged) -> Arrive:
         """The message of cotangents leaves; what receives it is returned."""
-        operands = self._cotangents_of(entry, self.backward)
-        for conversion, name in zip(entry.conversions, operands, strict=True):
-            self.cotangents[conversion.result] = name
-        self.backward.append(self._depart(entry, operands, backward=True))
-        results = tuple(f"{name}>{c.value}" for name, c in zip(operands, entry.conversions, strict=True))
-        arrival = self._arrive(entry, results, backward=True)
+        self.backward.append(self._depart(entry, backward=True))
+        arrival = self._arrive(entry, backward=True)
         if entry.of_parameters:
             self.in_flight[id(entry)] = entry, arrival
         return arrival
@@ -527,10 +544,10 @@ class _Writer:
         if id(entry) in self.in_flight:
             _, arrival = self.in_flight.pop(id(entry))
             self.backward.append(arrival)
-            self._arrived(entry, arrival.results)
+            self._arrived(arrival)
 
-    def _arrived(self, entry: Exchanged, results: Sequence[str]) -> None:
-        for conversion, result in zip(entry.conversions, results, strict=True):
+    def _arrived(self, arrival: Arrive) -> None:
+        for conversion, result in zip(arrival.conversions, arrival.results, strict=True):
             self._add_cotangent(conversion.value, result, self._origin(conversion, True), self.backward)
 
     def _origin(self, conversion: Conversion, backward: bool) -> Origin:

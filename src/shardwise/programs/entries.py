@@ -13,7 +13,7 @@ from shardwise.programs.steps import Conversion, Step
 from shardwise.programs.vjp import BackwardKind, Call, ForwardKind
 
 
-@dataclass
+@dataclass(eq=False)
 class Called:
     """An operator's call. ``names``: its operands, ``results``: in the Spmd program."""
 
@@ -25,7 +25,7 @@ class Called:
     backward: BackwardKind | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Exchanged:
     """Conversions that travel together, or one by itself."""
 

@@ -8,7 +8,7 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.layouts.conversions import Collective, Move
+from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
-from shardwise.programs.moves import LocalMove, local_move
+from shardwise.programs.moves import LocalMove
 from shardwise.runtime.faults import Purpose, Waiting, collective_failed, conversion_failed, exchange_failed
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
@@ -26,8 +26,6 @@ gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
-
-Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Communicator:
@@ -102,31 +100,6 @@ class Communicator:
         if self.record is not None:
             self.record.append(Collective(kind, axes, num_bytes))
 
-    def steps(self, moves: Sequence[Move], purpose: Purpose, *, in_place: bool = False) -> list[Local]:
-        """The moves in the direction of ``purpose`` as functions of this rank's tensor, in the order of execution;
-        identities left out.
-
-        ``in_place``: the tensor given to the first function may be overwritten.
-        """
-        found: list[Local] = []
-        for move in reversed(moves) if purpose.backward else moves:
-            own = local_move(move, self.coordinates, backward=purpose.backward)
-            if not own.is_identity:
-                found.append(self._step(own, purpose, in_place and not found))
-        return found
-
-    def _step(self, own: LocalMove, purpose: Purpose, in_place: bool) -> Local:
-        if own.kind is None:
-            unpack = own.unpack
-            return lambda tensor: unpack((tensor,))
-        exchange = Message([own], self, purpose, in_place)
-
-        def run(tensor: torch.Tensor) -> torch.Tensor:
-            buffer, _ = exchange.launch([tensor], wait=True)
-            return exchange.land(buffer, [tensor] if own.with_own else ())[0]
-
-        return run
-
 
 class Message:
     """One collective that carries one tensor, or several that make the same way. All sizes are known beforehand.
@@ -147,7 +120,7 @@ class Message:
         self.totals = [sum(counts) for counts in zip(*self.counts, strict=True)]
         self.largest = max(self.totals)
         self.even = all(total == self.largest for total in self.totals)
-        self.single = len(own) == 1
+        self.single, self.with_own = len(own) == 1, first.with_own
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[torch.Tensor, Any]:
         """Start the collective: (the buffer it fills, the handle to ``finish``, None if that is done).

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.programs.passes import memories
+from shardwise.programs.rank_program import Program
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.faults import refuse_create_graph
 
@@ -44,7 +45,7 @@ class Step:
         self.positions = {value: position[value] for value in program.gradients}
         self.num_delivered = len(program.delivered)
         self.differentiable = tuple(name is not None for name in program.cotangents)
-        self.watched = tuple((program.saved.index(v), v) for v in program.saved if v in position)
+        self.watched = _watched(program)
         self._backward[self.differentiable] = self.emitted
 
     def __call__(
@@ -78,7 +79,17 @@ class Step:
     def backward_for(self, given: tuple[bool, ...]) -> Emitted:
         """The program for cotangents of some delivered values."""
         if given not in self._backward:
-            self._backward[given] = self.emit_for(given)
+            emitted = self.emit_for(given)
+            missing = set(emitted.program.saved).difference(self.emitted.program.saved)
+            if missing:
+                raise ShardwiseError(
+                    problem(
+                        f"backward from some of the outputs needs {', '.join(sorted(missing))}, which is not kept "
+                        "where all outputs get gradients",
+                        fix="give gradients to all outputs (zeros where there are none)",
+                    )
+                )
+            self._backward[given] = emitted
         return self._backward[given]
 
 
@@ -130,18 +141,40 @@ def _kept(ctx: Any) -> list[Any]:
         )
     for (index, name), version in zip(ctx.step.watched, ctx.versions, strict=True):
         if ctx.kept[index]._version != version:
-            source = ctx.step.emitted.program.spmd.graph.source_of[name].names[0]
-            raise ShardwiseError(
-                problem(
-                    f"{source} was changed in place between forward and backward, which needs its earlier values",
-                    fix="run backward before optimizer.step() or any other change of parameters and buffers",
-                )
-            )
+            raise _changed(ctx.step.emitted.program, name)
     kept: list[Any] = ctx.kept
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return list(kept)
     ctx.kept = None
     return kept
+
+
+def _watched(program: Program) -> tuple[tuple[int, str], ...]:
+    """What is saved in memory that others can change: its position, and the source or delivered value in question."""
+    sources = program.spmd.graph.source_of
+    root = memories(program.forward, sources)
+    reachable = {name: name for name in sources} | {root[name]: name for name in reversed(program.delivered)}
+    return tuple((i, reachable[root[name]]) for i, name in enumerate(program.saved) if root[name] in reachable)
+
+
+def _changed(program: Program, name: str) -> ShardwiseError:
+    """The error for a source or a delivered value that backward needs as it was."""
+    source = program.spmd.graph.source_of.get(name)
+    if source is not None:
+        return ShardwiseError(
+            problem(
+                f"{source.names[0]} was changed in place between forward and backward, which needs its earlier values",
+                fix="run backward before optimizer.step() or any other change of parameters and buffers",
+            )
+        )
+    maker = next(one.origin for one in program.forward if name in one.results)
+    return ShardwiseError(
+        problem(
+            f"the output of {maker.op} ({maker.source}) was changed in place after the call, and backward needs the "
+            "values that it had",
+            fix="write out.mul(2) instead of out.mul_(2), or change a copy: out.clone()",
+        )
+    )
 
 
 def _in_order(made: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
@@ -154,11 +187,12 @@ def _in_order(made: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
 
 
 def _apart(delivered: Sequence[Tensor]) -> list[Tensor]:
-    """The delivered tensors, none twice: autograd tells them apart by identity."""
+    """The delivered tensors, none twice: autograd tells them apart by identity. None is a view of another: what a step
+    returns may be changed in place (and ``_watched`` sees it, since the version is that of the memory)."""
     seen: set[int] = set()
     apart = []
     for tensor in delivered:
-        apart.append(tensor.detach() if id(tensor) in seen else tensor)
+        apart.append(tensor.detach() if id(tensor) in seen or tensor._is_view() else tensor)
         seen.add(id(tensor))
     return apart
 

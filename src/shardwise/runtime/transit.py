@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.ir import Graph
+from shardwise.layouts.conversions import Move
 from shardwise.programs.instructions import Arrive, Convert, Depart
 from shardwise.programs.moves import LocalMove, local_move
 from shardwise.programs.steps import Conversion
@@ -55,7 +56,8 @@ class Exchange:
     message: Message
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.message.land(self.message.launch(tensors, wait=True)[0])
+        buffer, _ = self.message.launch(tensors, wait=True)
+        return self.message.land(buffer, tensors if self.message.with_own else ())
 
 
 class Converting(torch.nn.Module):
@@ -66,15 +68,12 @@ class Converting(torch.nn.Module):
         self.instruction = instruction
         self.purpose = Purpose(instruction.conversions, graph, ranks, instruction.backward)
         self.single = len(instruction.conversions) == 1
-        if self.single:
-            moves = instruction.conversions[0].moves
-            steps: Sequence[Callable[[Any], Any]] = ranks.steps(moves, self.purpose, in_place=instruction.overwrites)
-        else:
-            steps = _stages(self.purpose)
-        self.direction = Direction(tuple(steps), self.purpose)
+        moves = [conversion.moves for conversion in instruction.conversions]
+        self.direction = Direction(tuple(stages(moves, self.purpose, instruction.overwrites)), self.purpose)
 
     def forward(self, *tensors: Tensor) -> Any:
-        return self.direction(tensors[0]) if self.single else tuple(self.direction(tensors))
+        converted = self.direction(tensors)
+        return converted[0] if self.single else tuple(converted)
 
     def extra_repr(self) -> str:
         return described(self.instruction)
@@ -90,12 +89,12 @@ class Way:
 
     @staticmethod
     def of(purpose: Purpose, in_place: bool) -> Way:
-        stages = _stages(purpose, in_place)
-        sends = next(i for i, stage in enumerate(stages) if isinstance(stage, Exchange))
-        exchange = stages[sends]
+        made = stages([conversion.moves for conversion in purpose.conversions], purpose, in_place)
+        sends = next(i for i, stage in enumerate(made) if isinstance(stage, Exchange))
+        exchange = made[sends]
         assert isinstance(exchange, Exchange), "the stage that sends"
-        after: list[Callable[[Any], Any]] = [exchange.message.land, *stages[sends + 1 :]]
-        return Way(Direction(tuple(stages[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
+        after: list[Callable[[Any], Any]] = [exchange.message.land, *made[sends + 1 :]]
+        return Way(Direction(tuple(made[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
 
 
 class Departing(torch.nn.Module):
@@ -130,19 +129,20 @@ class Arriving(torch.nn.Module):
         return described(self.instruction)
 
 
-def _stages(purpose: Purpose, in_place: bool = False) -> list[Together]:
-    """All moves of the purpose's conversions, in its direction; identities are left out. ``in_place``: the first
-    message may use the memory of the tensor that is given."""
+def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = False) -> list[Together]:
+    """Moves of tensors that travel together (``moves``: of each), in the direction of ``purpose``, in the order of
+    execution; identities are left out. ``in_place``: the first message may use the memory of the tensor that is
+    given."""
     ranks, backward = purpose.ranks, purpose.backward
-    stages: list[Together] = []
-    together = list(zip(*(conversion.moves for conversion in purpose.conversions), strict=True))
-    for moves in reversed(together) if backward else together:
-        parts = [local_move(move, ranks.coordinates, backward=backward) for move in moves]
+    made: list[Together] = []
+    together = list(zip(*moves, strict=True))
+    for step in reversed(together) if backward else together:
+        parts = [local_move(move, ranks.coordinates, backward=backward) for move in step]
         if parts[0].kind is not None:
-            stages.append(Exchange(Message(parts, ranks, purpose, in_place and not stages)))
+            made.append(Exchange(Message(parts, ranks, purpose, in_place and not made)))
         elif not all(part.is_identity for part in parts):
-            stages.append(_each(parts))
-    return stages
+            made.append(_each(parts))
+    return made
 
 
 def _each(parts: Sequence[LocalMove]) -> Together:
