@@ -377,7 +377,9 @@ def _without_twins(
     for kernel in kernels:
         args = tuple(map_refs(arg, renamed) for arg in kernel.args)
         kwargs = tuple((key, map_refs(arg, renamed)) for key, arg in kernel.kwargs)
-        kernel = replace(kernel, args=args, kwargs=kwargs)
+        shares = tuple(None if name is None else same.get(name, name) for name in kernel.shares)
+        writes = tuple(same.get(name, name) for name in kernel.writes)
+        kernel = replace(kernel, args=args, kwargs=kwargs, shares=shares, writes=writes)
         if kernel.is_view and len(kernel.results) == 1:
             (name,) = kernel.results
             if kernel.target is aten.t.default and isinstance(args[0], Ref):
