@@ -41,4 +41,5 @@ def test_collectives_of_a_mamba_model_are_those_of_its_plan() -> None:
     report = sw.verify(Mamba(), (ids,), plan, steps=1)
     assert report.collectives_match, str(report)
     assert report.ok, str(report)
+    assert not report.untraceable
     assert len(report.backward) > 20

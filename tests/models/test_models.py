@@ -26,6 +26,7 @@ def verified_share(tiny: TinyModel, mesh: sw.Mesh, *, batch: int = 8, **choices:
     plan = sw.plan(model, (), mesh.num_devices, kwargs=inputs, mesh=mesh, search="sharding_propagation", **choices)
     report = sw.verify(model, (), plan, kwargs=inputs)
     assert report.ok, str(report)
+    assert not report.untraceable
     kinds = {difference.kind for difference in report.differences}
     assert {"loss", "output", "gradient", "parameter"} <= kinds, kinds
     return share_of_plan(plan, capture(model, (), inputs).graph)
@@ -75,6 +76,7 @@ def test_batch_norm_takes_the_statistics_of_the_whole_batch():
     model, inputs = build(resnet(), 16)
     report = sw.verify(model, (), sw.plan(model, (), 8, kwargs=inputs, search="sharding_propagation"), kwargs=inputs)
     assert report.ok, str(report)
+    assert not report.untraceable
     compared = {difference.name for difference in report.differences if difference.kind == "buffer"}
     assert compared == {name for name, _ in model.named_buffers()}
     assert any(name.endswith("running_var") for name in compared)
@@ -87,6 +89,7 @@ def test_a_model_on_the_meta_device_keeps_its_tied_weights_in_a_verification():
     plan = sw.plan(model, (), 8, kwargs=inputs, search="sharding_propagation")
     report = sw.verify(model, (), plan, kwargs=inputs)
     assert report.ok, str(report)
+    assert not report.untraceable
 
 
 @pytest.mark.parametrize("name", CASES)

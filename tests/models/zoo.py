@@ -105,7 +105,7 @@ def attempt(
                     _note(outcome, label, error, debug)
                     continue
                 outcome.worst = max(outcome.worst, report.max_error)
-                if report.ok:
+                if report.ok and not report.untraceable:
                     outcome.passed += 1
                 else:
                     outcome.failures.append(f"{label}: {' '.join(str(report).split())}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ class Delivers(nn.Module):
 
     def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear, self.last = nn.Linear(6, 4, bias=False), last
+        self.linear, self.last = nn.Linear(6, 1, bias=False), last
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.linear(x))
@@ -50,11 +52,11 @@ class Several(nn.Module):
         return torch.tanh(h), self.down(h).exp(), best.values, best.indices, h.chunk(2, dim=-1)[1]
 
 
-def made(make: Callable[[], nn.Module], x: Tensor) -> tuple[nn.Module, sw.Parallel]:
-    """The model alone and split over two ranks by rows of the batch."""
+def made(make: Callable[[], nn.Module], x: Tensor, **choices: Any) -> tuple[nn.Module, sw.Parallel]:
+    """The model alone and split over two ranks, by rows of the batch if nothing else is chosen."""
     torch.manual_seed(0)
     model = make().double()
-    plan = sw.plan(model, (x,), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
+    plan = sw.plan(model, (x,), 2, **(choices or {"mesh": sw.Mesh(dp=2), "mode": "data_parallel"}))
     assert any(layout.positions for layout in plan.layouts.values()), "the plan splits nothing"
     return model, sw.parallelize(model, plan)
 
@@ -85,10 +87,11 @@ def on_ranks() -> dict[str, Any]:
         "a view's add_": lambda out: out[0].add_(1),
         "zero_": lambda out: out.zero_(),
     }
-    # Backward of these needs what is delivered, or what has the same memory.
-    for name, last in {"exp": torch.exp, "tanh, seen otherwise": lambda h: torch.tanh(h).view(2, -1)}.items():
+    summed = {"mesh": sw.Mesh(tp=2), "strategies": {"linear": "k@tp"}}
+    # Backward of these needs what is delivered, or what has the same memory: one number, whole on every rank.
+    for name, last in {"exp": torch.exp, "tanh, seen otherwise": lambda h: torch.tanh(h).view(-1)}.items():
         for change, apply in changes.items():
-            _, par = made(lambda last=last: Delivers(last), x)
+            _, par = made(lambda last=last: Delivers(last), x[:1], **summed)
             out = par(x)
             apply(out)
             try:
@@ -112,11 +115,24 @@ def on_ranks() -> dict[str, Any]:
             outputs = module(x)
             sum((outputs[i] * (i + 1)).sum() for i in chosen).backward()
         seen[f"equal: outputs {chosen}"] = worst(model, par)
+
+    with mock.patch("shardwise.programs.vjp._traced_backward", side_effect=RuntimeError("no such kernel")):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model, par = made(Several, x)
+            for _ in range(2):
+                for module in (model, par):
+                    outputs = module(x)
+                    (outputs[0].sum() + (outputs[1] * outputs[4].sum()).sum()).backward()
+        seen["equal: backward by autograd"] = worst(model, par)
+        seen["announced"] = [str(one.message) for one in caught if "stays with autograd" in str(one.message)]
     return seen
 
 
 def test_what_a_step_has_made_is_its_receivers(run_ranks: Callable[..., list[Any]]) -> None:
-    for seen in run_ranks(on_ranks, 2):
+    for rank, seen in enumerate(run_ranks(on_ranks, 2)):
+        assert len(seen["announced"]) == (rank == 0)  # once, though it is called twice
+        assert all("aten.tanh" in text and "no such kernel" in text for text in seen["announced"])
         assert max(seen["accumulated"]) < TOLERANCE
         assert seen["memories"] == 4, "gradients share memory"
         for name, value in seen.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class Report:
     """The outcome of a verification.
 
     ``differences``: worst first. ``forward``, ``backward``: the collectives that were performed in the first step;
-    ``planned_forward`` and ``planned_backward`` those that the program lists.
+    ``planned_forward`` and ``planned_backward`` those that the program lists; ``untraceable``: operators whose backward
+    autograd performs inside of one instruction -> why.
     """
 
     differences: tuple[Difference, ...]
@@ -74,6 +75,7 @@ class Report:
     planned_forward: tuple[Collective, ...]
     planned_backward: tuple[Collective, ...]
     matches_plan: bool  # whether the plan's own list names the same collectives
+    untraceable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def max_error(self) -> float:
@@ -96,6 +98,7 @@ class Report:
         lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
         lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
+        lines += [f"  backward of {name} is autograd's: {why}" for name, why in self.untraceable.items()]
         return "\n".join(lines)
 
 
@@ -144,6 +147,7 @@ def verify(
         planned_forward=spmd.forward_collectives(),
         planned_backward=spmd.backward_collectives(),
         matches_plan=_listed(plan, graph, records),
+        untraceable=ranks.programs[0].untraceable,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -209,6 +210,7 @@ class Parallel(torch.nn.Module):
         if host and device.type != "cpu":
             self._host_ranks = Communicator(Placement.whole(plan.mesh), type(module).__name__, backend="gloo")
         self._replicas = ReplicaCheck(check_replicas, self._ranks, device) if check_replicas else None
+        self._announced: set[str] = set()
         self._compiled: dict[Any, Compiled] = {}
         self._latest: Compiled | None = None
         self._model = (meta_copy(module),)  # in a tuple: not a submodule, its parameters are not ours
@@ -389,12 +391,26 @@ class Parallel(torch.nn.Module):
             program, on_host = with_copies(program, placed.values)
             return emit(program, self._ranks, device=self.device, on_host=on_host, host_ranks=self._host_ranks)
 
+        whole = emitted()
+        self._announce(whole.program.untraceable)
         return Step(
-            emitted(),
+            whole,
             lambda given: emitted(reached=given),
             lambda: emitted(with_gradients=False),
             self._compile_programs,
         )
+
+    def _announce(self, untraceable: Mapping[str, str]) -> None:
+        """Say once, on rank 0, which operators' backward autograd performs."""
+        new = {name: why for name, why in untraceable.items() if name not in self._announced}
+        self._announced.update(new)
+        if new and self._ranks.rank == 0:
+            said = "; ".join(f"{name} ({why})" for name, why in new.items())
+            warnings.warn(
+                f"the backward of these operators cannot be traced and stays with autograd, which keeps what it wants "
+                f"and computes all gradients at once: {said}",
+                stacklevel=2,
+            )
 
     def _example(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor of the global shape of an input."""
