@@ -13,23 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import islice, pairwise
 
 import torch
 
 from shardwise.graph.ir import Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.entries import Called, Exchanged, cuts_windows, in_backward_order, renamed
+from shardwise.programs.exchanges import ExchangeWriter, Travellers
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import (
     Arrive,
     Compute,
-    Convert,
-    Depart,
     Instruction,
     Origin,
-    Part,
     collectives_of,
 )
 from shardwise.programs.linears import with_biases
@@ -72,15 +69,13 @@ class _Writer:
     forms: dict[str, Form] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     cotangents: dict[str, str] = field(default_factory=dict)
-    flights: dict[tuple[int, bool], str] = field(
-        default_factory=dict
-    )  # (exchange, direction) -> the name of its flight
-    in_flight: dict[int, tuple[Exchanged, Arrive]] = field(default_factory=dict)  # gradients on their way
+    in_flight: dict[int, Arrive] = field(default_factory=dict)  # what receives gradients that are on their way
 
     def __post_init__(self) -> None:
         self.spmd = self.local.spmd
         self.graph = self.spmd.graph
         self.coordinates = self.spmd.mesh.coordinates(self.local.rank)
+        self.exchanges = ExchangeWriter(self.graph, self.coordinates, self.forms)
         self.backward: list[Instruction] = []
         self.parameter_values: set[str] = set()  # values that depend on parameters only
 
@@ -203,22 +198,17 @@ class _Writer:
             for entry in entries
             if self.overlap and isinstance(entry, Exchanged) and entry.of_parameters and self._sends(entry, False)
         ]
-        waiting = iter(departing)
-        self._depart_next(waiting, forward)
+        flights = {id(entry): self.exchanges.on_its_way(self._travellers(entry, backward=False)) for entry in departing}
+        leaving = iter([departure for departure, _ in flights.values()])
+        forward += islice(leaving, 1)
         for entry in entries:
             if isinstance(entry, Called):
                 forward += self._forward_of(entry)
-            elif entry in departing:  # the next one leaves before this one is waited for
-                self._depart_next(waiting, forward)
-                forward.append(self._arrive(entry, backward=False))
+            elif id(entry) in flights:  # the next one leaves before this one is waited for
+                forward += [*islice(leaving, 1), flights[id(entry)][1]]
             else:
                 forward += self._exchanged(entry, backward=False)
         return forward
-
-    def _depart_next(self, waiting: Any, forward: list[Instruction]) -> None:
-        entry = next(waiting, None)
-        if entry is not None:
-            forward.append(self._depart(entry, backward=False))
 
     def _forward_of(self, entry: Called) -> list[Instruction]:
         local, kind = entry.local, entry.kind
@@ -309,7 +299,7 @@ class _Writer:
                 arrival = self._leave(entry)
                 self.backward += [*late, arrival]
                 late = []
-                self._arrived(arrival)
+                self._arrived(arrival, self.backward)
             else:
                 self.backward += late
                 late = []
@@ -317,8 +307,9 @@ class _Writer:
             for landed in mirrored.get(id(entry), ()):
                 self._land(landed)
         self.backward += late
-        for exchange, _ in list(self.in_flight.values()):
-            self._land(exchange)
+        for arrival in self.in_flight.values():
+            self.backward.append(arrival)
+            self._arrived(arrival, self.backward)
 
     def _mirrored(self, entries: Sequence[Called | Exchanged]) -> dict[int, list[Exchanged]]:
         """Entry -> those whose gradients arrive after it: where the message of forward left, backward's arrives."""
@@ -448,34 +439,31 @@ class _Writer:
         """How many messages an exchange is."""
         return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
 
-    def _operands(self, conversions: Sequence[Conversion], backward: bool) -> tuple[str, ...]:
+    def _travellers(self, entry: Exchanged, *, backward: bool) -> Travellers:
+        conversions = self._travelling(entry, backward=backward)
         if backward:
-            return tuple(self.cotangents[conversion.result] for conversion in conversions)
-        return tuple(self.resolve(conversion.value) for conversion in conversions)
-
-    def _results(self, conversions: Sequence[Conversion], operands: Sequence[str], backward: bool) -> tuple[str, ...]:
-        if backward:
-            return tuple(f"{name}>{one.value}" for name, one in zip(operands, conversions, strict=True))
-        return tuple(conversion.result for conversion in conversions)
+            operands = tuple(self.cotangents[conversion.result] for conversion in conversions)
+            results = tuple(f"{name}>{one.value}" for name, one in zip(operands, conversions, strict=True))
+        else:
+            operands = tuple(self.resolve(conversion.value) for conversion in conversions)
+            results = tuple(conversion.result for conversion in conversions)
+        return Travellers(conversions, operands, results, backward, entry.of_parameters)
 
     def _exchanged(self, entry: Exchanged, *, backward: bool) -> list[Instruction]:
         """An exchange that is waited for on the spot, or what it does without a message."""
         written: list[Instruction] = []
-        conversions = self._travelling(entry, backward=backward)
         if self._sends(entry, backward):
-            operands = self._operands(conversions, backward)
-            results = self._results(conversions, operands, backward)
-            written.append(self._convert(conversions, operands, results, backward, entry.of_parameters))
+            together = self._travellers(entry, backward=backward)
+            written.append(self.exchanges.on_the_spot(together))
             if backward:
-                for conversion, result in zip(conversions, results, strict=True):
-                    self._add_cotangent(conversion.value, result, self._origin(conversion, backward), written)
+                self._arrived(together, written)
             return written
-        for conversion in conversions:
+        for conversion in self._travelling(entry, backward=backward):
             if backward:
                 self._convert_back(conversion, written)
             elif conversion.result not in self.aliases:
-                operand = self.resolve(conversion.value)
-                written.append(self._convert((conversion,), (operand,), (conversion.result,), False, False))
+                operands, results = (self.resolve(conversion.value),), (conversion.result,)
+                written.append(self.exchanges.on_the_spot(Travellers((conversion,), operands, results, False)))
         return written
 
     def _convert_back(self, conversion: Conversion, written: list[Instruction]) -> None:
@@ -483,74 +471,28 @@ class _Writer:
         if not conversion.differentiable:
             return
         cotangent = self.cotangents[conversion.result]
-        form = self.forms[cotangent]
-        _, _, identity = converted_form(conversion.moves, self.coordinates, form, backward=True)
+        _, _, identity = converted_form(conversion.moves, self.coordinates, self.forms[cotangent], backward=True)
         result = cotangent if identity else f"{cotangent}>{conversion.value}"
+        together = Travellers((conversion,), (cotangent,), (result,), True)
         if not identity:
-            written.append(self._convert((conversion,), (cotangent,), (result,), True, False))
-        self._add_cotangent(conversion.value, result, self._origin(conversion, True), written)
-
-    def _convert(
-        self,
-        conversions: tuple[Conversion, ...],
-        operands: tuple[str, ...],
-        results: tuple[str, ...],
-        backward: bool,
-        of_parameters: bool,
-    ) -> Convert:
-        forms, shares = self._exchanged_forms(conversions, operands, results, backward)
-        origin = self._origin(conversions[0], backward)
-        return Convert(conversions, backward, operands, results, forms, shares, origin, of_parameters)
-
-    def _exchanged_forms(
-        self, conversions: tuple[Conversion, ...], operands: tuple[str, ...], results: tuple[str, ...], backward: bool
-    ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
-        forms, shares = [], []
-        for conversion, operand, result in zip(conversions, operands, results, strict=True):
-            form, shared, _ = converted_form(conversion.moves, self.coordinates, self.forms[operand], backward=backward)
-            before = self.forms.get(result)
-            form = form.with_gradient(before is not None and before.requires_grad)
-            self.forms[result] = form
-            forms.append(form)
-            shares.append(operand if shared else None)
-        return tuple(forms), tuple(shares)
-
-    def _depart(self, entry: Exchanged, *, backward: bool) -> Depart:
-        flight = self.flights[id(entry), backward] = f"flight {len(self.flights)}"
-        conversions = self._travelling(entry, backward=backward)
-        operands = self._operands(conversions, backward)
-        origin = self._origin(conversions[0], backward)
-        return Depart(flight, conversions, backward, operands, origin, entry.of_parameters)
-
-    def _arrive(self, entry: Exchanged, *, backward: bool) -> Arrive:
-        conversions = self._travelling(entry, backward=backward)
-        operands = self._operands(conversions, backward)
-        results = self._results(conversions, operands, backward)
-        forms, shares = self._exchanged_forms(conversions, operands, results, backward)
-        flight = self.flights[id(entry), backward]
-        origin = self._origin(conversions[0], backward)
-        return Arrive(flight, conversions, backward, results, forms, shares, origin, entry.of_parameters)
+            written.append(self.exchanges.on_the_spot(together))
+        self._arrived(together, written)
 
     def _leave(self, entry: Exchanged) -> Arrive:
         """The message of cotangents leaves; what receives it is returned."""
-        self.backward.append(self._depart(entry, backward=True))
-        arrival = self._arrive(entry, backward=True)
+        departure, arrival = self.exchanges.on_its_way(self._travellers(entry, backward=True))
+        self.backward.append(departure)
         if entry.of_parameters:
-            self.in_flight[id(entry)] = entry, arrival
+            self.in_flight[id(entry)] = arrival
         return arrival
 
     def _land(self, entry: Exchanged) -> None:
         """The gradients of a bucket arrive, if they are on their way."""
-        if id(entry) in self.in_flight:
-            _, arrival = self.in_flight.pop(id(entry))
+        arrival = self.in_flight.pop(id(entry), None)
+        if arrival is not None:
             self.backward.append(arrival)
-            self._arrived(arrival)
+            self._arrived(arrival, self.backward)
 
-    def _arrived(self, arrival: Arrive) -> None:
-        for conversion, result in zip(arrival.conversions, arrival.results, strict=True):
-            self._add_cotangent(conversion.value, result, self._origin(conversion, True), self.backward)
-
-    def _origin(self, conversion: Conversion, backward: bool) -> Origin:
-        op = self.graph.op_by_name.get(conversion.op) or self.graph.producer.get(conversion.origin)
-        part: Part = "input" if backward else "forward"
-        return Origin(op.name if op else conversion.op, op.source if op else "", part)
+    def _arrived(self, exchange: Travellers | Arrive, into: list[Instruction]) -> None:
+        for conversion, result in zip(exchange.conversions, exchange.results, strict=True):
+            self._add_cotangent(conversion.value, result, self.exchanges.origin(conversion, True), into)

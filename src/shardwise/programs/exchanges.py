@@ -1,0 +1,78 @@
+"""Conversions of a step as instructions: on the spot, or as a message that leaves and one that arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.graph.ir import Graph
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Arrive, Convert, Depart, Origin, Part
+from shardwise.programs.moves import converted_form
+from shardwise.programs.steps import Conversion
+
+
+@dataclass(frozen=True)
+class Travellers:
+    """Conversions that travel together in one direction, with the names of what they take and make."""
+
+    conversions: tuple[Conversion, ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    backward: bool
+    of_parameters: bool = False
+
+
+@dataclass
+class ExchangeWriter:
+    """Writes the exchanges of the rank at ``coordinates``. ``forms``: of all names, to which those of results are
+    added."""
+
+    graph: Graph
+    coordinates: Mapping[str, int]
+    forms: dict[str, Form]
+    _flights: int = field(default=0)
+
+    def on_the_spot(self, travellers: Travellers) -> Convert:
+        forms, shares = self._made(travellers)
+        return Convert(
+            travellers.conversions,
+            travellers.backward,
+            travellers.operands,
+            travellers.results,
+            forms,
+            shares,
+            self.origin(travellers.conversions[0], travellers.backward),
+            travellers.of_parameters,
+        )
+
+    def on_its_way(self, travellers: Travellers) -> tuple[Depart, Arrive]:
+        """The message leaves; the message arrives."""
+        flight = f"flight {self._flights}"
+        self._flights += 1
+        forms, shares = self._made(travellers)
+        conversions, backward = travellers.conversions, travellers.backward
+        origin, of_parameters = self.origin(conversions[0], backward), travellers.of_parameters
+        departure = Depart(flight, conversions, backward, travellers.operands, origin, of_parameters)
+        arrival = Arrive(flight, conversions, backward, travellers.results, forms, shares, origin, of_parameters)
+        return departure, arrival
+
+    def origin(self, conversion: Conversion, backward: bool) -> Origin:
+        """The operator that needs the converted value, or for what the user gets the one that made it."""
+        op = self.graph.op_by_name.get(conversion.op) or self.graph.producer.get(conversion.origin)
+        part: Part = "input" if backward else "forward"
+        return Origin(op.name if op else conversion.op, op.source if op else "", part)
+
+    def _made(self, travellers: Travellers) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
+        """Per result its form, and the operand whose memory it has, if any."""
+        forms, shares = [], []
+        named = zip(travellers.conversions, travellers.operands, travellers.results, strict=True)
+        for conversion, operand, result in named:
+            form, shared, _ = converted_form(
+                conversion.moves, self.coordinates, self.forms[operand], backward=travellers.backward
+            )
+            before = self.forms.get(result)
+            form = self.forms[result] = form.with_gradient(before is not None and before.requires_grad)
+            forms.append(form)
+            shares.append(operand if shared else None)
+        return tuple(forms), tuple(shares)
