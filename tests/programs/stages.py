@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Spmd, build_spmd
+from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.proof.boundary import deliver
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import Factored, factor_graph
@@ -65,9 +65,10 @@ def build_stage(
     """A stage that sends values as it has them, or completed where a boundary asks for it."""
     activations = {s.value for s in part.sources if s.kind == "activation"}
     storage = {name: boundary_layout(own) if name in activations else own for name, own in sources.items()}
-    made = build_spmd(part, factored.rules, strategies, storage, place.mesh).layouts
+    choice = Choice(strategies, storage)
+    made = build_spmd(part, factored.rules, choice, place.mesh).layouts
     delivered = {name: boundary_layout(made[name]) for name in sends}
-    spmd = build_spmd(part, factored.rules, strategies, storage, place.mesh, delivered=delivered)
+    spmd = build_spmd(part, factored.rules, replace(choice, delivered=delivered), place.mesh)
     return Stage(part, place, spmd, storage)
 
 

@@ -11,7 +11,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
-from shardwise.layouts.strategy import parse_choices, parse_cuts
+from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import parse_layout, parse_move
 from shardwise.plans.quantities import format_bytes
 
@@ -158,8 +158,7 @@ class Stage:
                 yield problem(f"layout {shared.layout!r}: {error}", op=f"shared {shared.name}")
         for operator in self.operators:
             try:
-                parse_choices(operator.strategy, self.mesh)
-                parse_cuts(operator.strategy)
+                Strategy.parse(operator.strategy, self.mesh)
             except ShardwiseError as error:
                 yield problem(str(error), op=operator.name, source=operator.source, fix=f"the rule is {operator.rule}")
         for conversion in self.conversions or ():

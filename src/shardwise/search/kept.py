@@ -10,14 +10,14 @@ from difflib import get_close_matches
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.annotate import SUMMED
 from shardwise.graph.ir import Graph
+from shardwise.layouts.choice import layout_of, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.layouts.text import parse_layout
-from shardwise.programs.propagate import where_of
+from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.search.fixed import alias_choices
-from shardwise.search.modes import Choice, layout_of
 from shardwise.search.wishes import axes_of_counts
 
 Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is split
