@@ -35,7 +35,7 @@ from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.runtime.shards import shard
 from shardwise.search.modes import choose
-from shardwise.search.wishes import burdens, choices_for
+from shardwise.search.wishes import choices_for, num_blockers
 
 Everywhere = dict[int, Tensor]  # global rank -> what it holds
 
@@ -78,7 +78,7 @@ def chosen_stage(
     """What a mode makes of the strategies (end of a module's name -> text) of its matrix products."""
     rules = rules_of_part(part)
     factored = factor_graph(part, rules)
-    weights = burdens(part, factored.rules)
+    weights = num_blockers(part, factored.rules)
     fixed = {}
     for op in part.ops:
         text = next((text for module, text in strategies.items() if op.module.endswith(module)), None)

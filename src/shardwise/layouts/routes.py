@@ -78,7 +78,7 @@ class Tensor:
 
 
 class Routes:
-    """All layouts of one kind of tensor, and the cheapest ways between them.
+    """All layouts of one kind of tensor, and the cheapest routes between them.
 
     ``codes``: [nodes, axes] the state of every axis; ``numel``: elements on the device that holds most.
     """

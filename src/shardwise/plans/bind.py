@@ -34,10 +34,10 @@ def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, origin
     """The program of a plan for a graph of its model.
 
     For the inputs and the mode of the plan (``training``, if the caller knows it) it makes the conversions that the
-    plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values go
-    the ways that the plan lists as far as they go, others those that send the fewest bytes. ``original``: the graph in
-    the model's own dtypes, where ``graph`` computes in float64. Raises PlanError for what does not fit, and where the
-    program is not the one that the plan lists.
+    plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values
+    take the paths that the plan lists as far as they go, others those that send the fewest bytes. ``original``: the
+    graph in the model's own dtypes, where ``graph`` computes in float64. Raises PlanError for what does not fit, and
+    where the program is not the one that the plan lists.
     """
     factored, choice = bind(plan, graph, training=training, widened=original is not None)
     stage, is_planned = plan.only_stage, _is_planned(plan, graph, training)

@@ -52,7 +52,7 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class ConversionEntry:
-    """A value on its way from one layout to another, first needed by ``op`` (empty: delivered to the user).
+    """A value from one layout to another, first needed by ``op`` (empty: delivered to the user).
 
     ``value``: the parameter, buffer or input, or the operator that computes it. ``backward`` is in the order of
     execution. Conversions of the same ``bucket`` (other than 0) stand side by side and share their messages.

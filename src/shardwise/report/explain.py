@@ -38,8 +38,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A part of the price of an alternative: its own (``neighbour`` empty) or that of the way from or to a neighbour as
-    that is chosen. Seconds as in ``Prediction``."""
+    """A part of the price of an alternative: its own (``neighbour`` empty) or that of the conversions from or to
+    a neighbour as that is chosen. Seconds as in ``Prediction``."""
 
     neighbour: str
     exposed: float
@@ -181,16 +181,16 @@ def _messages(search: Search, variable: int, value: int, other: int | None) -> t
     assignment[variable] = value
     maker, taker = min(variable, other), max(variable, other)
     found: list[Message] = []
-    for name, source, target in _ways(cost, maker, taker, assignment):
+    for name, source, target in _conversions(cost, maker, taker, assignment):
         found.extend(_collectives(cost, name, source, target))
     return tuple(found)
 
 
-def _ways(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Iterator[tuple[str, int, int]]:
+def _conversions(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Iterator[tuple[str, int, int]]:
     """(value, node it is in, node it is needed in) of the conversions between two variables, each once."""
     variable, taken = cost.variables[taker], assignment[taker]
     if isinstance(variable, SharedVariable):
-        made_by, made = cost.made[variable.name]
+        made_by, made = cost.maker[variable.name]
         if made_by == maker:
             yield variable.name, int(made[assignment[maker]]), int(variable.nodes[taken])
         return
@@ -202,10 +202,10 @@ def _ways(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Ite
         nodes = domain.operands[position]
         if nodes is None or name not in cost.home or cost.home[name][0] != maker:
             continue
-        way = name, int(cost.home[name][1][assignment[maker]]), int(nodes[taken])
-        if way not in seen:
-            seen.add(way)
-            yield way
+        conversion = name, int(cost.home[name][1][assignment[maker]]), int(nodes[taken])
+        if conversion not in seen:
+            seen.add(conversion)
+            yield conversion
 
 
 def _collectives(cost: CostGraph, name: str, source: int, target: int) -> Iterator[Message]:

@@ -121,7 +121,7 @@ class CostGraph:
     number: dict[tuple[str, str], int] = field(default_factory=dict)
     folded: list[Folded] = field(default_factory=list)
     # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
-    made: dict[str, tuple[int, Ints]] = field(default_factory=dict)
+    maker: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     home: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
     def weighted(self, weights: Weights) -> Problem:
@@ -179,8 +179,8 @@ class CostGraph:
         return total
 
 
-def held_by(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
-    """(kind, name) of a variable -> the bytes that it and the way to it hold."""
+def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
+    """(kind, name) of a variable -> the bytes that it and the conversions to it hold."""
     found: dict[tuple[str, str], float] = {}
     for scope, kind in cost.factors:
         table = cost.kinds[kind][BYTES]
@@ -247,7 +247,7 @@ class _Builder:
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
         """A value is made, in a layout that ``variable`` decides."""
-        self.cost.made[name] = self.cost.home[name] = variable, nodes
+        self.cost.maker[name] = self.cost.home[name] = variable, nodes
         if len(self.consumers.get(name, ())) > 1:
             self._share(name, variable, nodes, traffic=traffic)
 

@@ -25,7 +25,7 @@ from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum,
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.rule import OpRule, base_name
-from shardwise.search.wishes import burdens
+from shardwise.search.wishes import num_blockers
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Domains:
         return tuple(op for op in self.graph.ops if any(name in self.active for name in op.operands))
 
     def routes(self, name: str) -> Routes:
-        """The layouts of a value and the ways between them."""
+        """The layouts of a value and the routes between them."""
         return self.router.routes(self.graph.by_name[name], self.atoms[name], is_parameter=name in self.parameters)
 
     def domain(self, op: Op, fixed: Mapping[str, AxisChoice] | None = None) -> Domain:
@@ -169,7 +169,7 @@ class Domains:
             tuple(map(tensor, op.operands)),
             tuple(map(tensor, op.results)),
             (rule.factors, rule.operands, rule.results, rule.linear),
-            tuple(self._is_burdened(op, factor.name) for factor in rule.factors),
+            tuple(self._is_blocked(op, factor.name) for factor in rule.factors),
         )
 
     def _build(self, op: Op) -> Domain:
@@ -219,17 +219,17 @@ class Domains:
         if groups and op.target not in FLOPS:  # nothing makes a parameter partial
             others += [*([REPLICATED] if gradient else []), *(groups if activations else [])]
         named = [
-            f for f in rule.factors if f.kind in ("parallel", "sum", "lowered") and not self._is_burdened(op, f.name)
+            f for f in rule.factors if f.kind in ("parallel", "sum", "lowered") and not self._is_blocked(op, f.name)
         ]
         return [[*(Split(f.name) for f in named if f.size >= size), *others] for size in self.axes.sizes]
 
-    def _is_burdened(self, op: Op, factor: str) -> bool:
+    def _is_blocked(self, op: Op, factor: str) -> bool:
         """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
-        return base_name(factor) != factor and self._burden[op.name, factor] > 0
+        return base_name(factor) != factor and self._num_blockers[op.name, factor] > 0
 
     @cached_property
-    def _burden(self) -> Mapping[tuple[str, str], int]:
-        return burdens(self.graph, self.rules, ("whole", "lowered"))
+    def _num_blockers(self) -> Mapping[tuple[str, str], int]:
+        return num_blockers(self.graph, self.rules, ("whole", "lowered"))
 
     @staticmethod
     def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[AxisChoice]], grid: Ints) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.search.modes import follows
 from shardwise.search.rules import rules_of, variant
-from shardwise.search.wishes import SplitCounts, burdens, choices_for
+from shardwise.search.wishes import SplitCounts, choices_for, num_blockers
 
 
 def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
@@ -39,7 +39,7 @@ def fixed_choices(
 ) -> Choices:
     """The user's strategies and constraints, per operator."""
     annotations = tuple(annotations)
-    weight = burdens(graph, factored.rules) if annotations else {}
+    weight = num_blockers(graph, factored.rules) if annotations else {}
     fixed: Choices = {}
     idle = {annotation.source: annotation for annotation in annotations}
     for annotation in annotations:

@@ -33,10 +33,10 @@ def choices_for(
     strategy: str | SplitCounts,
     mesh: Mesh,
     graph: Graph,
-    burden: Mapping[str, int],
+    blockers: Mapping[str, int],
 ) -> dict[str, AxisChoice]:
-    """Sub-axis -> choice of the divided rule, for one operator. ``burden``: divided factor -> how often it can not be
-    split elsewhere.
+    """Sub-axis -> choice of the divided rule, for one operator. ``blockers``: divided factor -> how many operators keep
+    it whole.
 
     A text fixes the axes it names, split counts fix them all. Raises LayoutError naming the operator.
     """
@@ -47,7 +47,7 @@ def choices_for(
             shapes = [graph.by_name[name].shape for name in op.operands]
             split = axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
             wanted = {axis: Split(split[axis]) if axis in split else INVARIANT for axis in mesh.sub_axes}
-        return _divide_choices(rule, divided, wanted, mesh, burden)
+        return _divide_choices(rule, divided, wanted, mesh, blockers)
     except ShardwiseError as error:
         raise type(error)(problem(str(error), op=op.name, source=op.source, fix=splittable(rule))) from error
 
@@ -146,7 +146,7 @@ def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
 
 
 def _divide_choices(
-    rule: OpRule, divided: OpRule, wanted: Mapping[str, AxisChoice], mesh: Mesh, burden: Mapping[str, int]
+    rule: OpRule, divided: OpRule, wanted: Mapping[str, AxisChoice], mesh: Mesh, blockers: Mapping[str, int]
 ) -> dict[str, AxisChoice]:
     """Choices of the undivided rule -> choices of its divided factors.
 
@@ -172,11 +172,11 @@ def _divide_choices(
         if divided.factor(parts.get(name, [name])[0]).kind == "whole":
             raise LayoutError(f"factor {name} can not be split")
         open_parts = [part for part in parts.get(name, ()) if divided.factor(part).kind != "whole"]
-        candidates = [name] if name in left else sorted(open_parts, key=lambda part: burden.get(part, 0))
+        candidates = [name] if name in left else sorted(open_parts, key=lambda part: blockers.get(part, 0))
         size = mesh.sizes[axis]
         part = min(
             (part for part in candidates if left[part] % size == 0 or left[part] > size),
-            key=lambda part: (burden.get(part, 0), left[part] % size != 0),
+            key=lambda part: (blockers.get(part, 0), left[part] % size != 0),
             default=candidates[0],
         )
         left[part] = left[part] // size if left[part] % size == 0 else 1
@@ -184,7 +184,7 @@ def _divide_choices(
     return choices
 
 
-def burdens(
+def num_blockers(
     graph: Graph, rules: Mapping[str, OpRule], kinds: tuple[FactorKind, ...] = ("whole",)
 ) -> dict[tuple[str, str], int]:
     """(op, divided factor) -> in how many operators the same atom is a factor of one of these kinds: by default, must
