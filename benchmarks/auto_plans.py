@@ -56,9 +56,10 @@ from shardwise.plans.bind import program_of
 from shardwise.plans.listing import stage_of
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import PRICED_SEARCHES, best_completion, choice_of, cost_graph
-from shardwise.search.program import build_program
+from shardwise.search.cost_graph import SharedVariable
 from shardwise.search.rules import rules_of
 
 TIMEOUT = timedelta(minutes=5)
@@ -179,12 +180,16 @@ class Planner:
         generator = np.random.default_rng(seed)
         pricing = PricingEntry(format_cluster(self.cluster), "", "", "", ())
         found: dict[str, sw.Plan] = {}
-        free = [v for v, variable in enumerate(cost.variables) if variable.kind != "shared" and variable.size > 1]
+        free = [
+            v
+            for v, variable in enumerate(cost.variables)
+            if not isinstance(variable, SharedVariable) and variable.size > 1
+        ]
         while len(found) < count:
             chosen = generator.choice(free, size=min(len(free), int(generator.integers(1, 12))), replace=False)
             fixed = {int(v): int(generator.integers(cost.variables[v].size)) for v in chosen}
             choice = choice_of(cost, best_completion(cost, fixed))
-            spmd = build_program(self.graph, factored, choice, self.mesh, BUCKET_BYTES)
+            spmd = build_spmd(self.graph, factored.rules, choice, self.mesh)
             stage = stage_of(self.graph, factored.rules, choice, spmd)
             settings = ("auto", "dynamic_programming", "adamw", True, BUCKET_BYTES)
             found[f"random {len(found)}"] = Plan((stage,), *settings, pricing)

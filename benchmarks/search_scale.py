@@ -156,16 +156,7 @@ def run(
             best = found
     assert best is not None
     with clock.phase("program"):
-        choice = best.choice()
-        build_spmd(
-            graph,
-            factored.rules,
-            choice.strategies,
-            choice.sources,
-            best.mesh,
-            route=choice.router,
-            shared=choice.shared,
-        )
+        build_spmd(graph, factored.rules, best.choice(), best.mesh)
     return clock, best
 
 

@@ -26,6 +26,7 @@ from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.spmd import build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.planned import Planned
@@ -35,7 +36,6 @@ from shardwise.search.kept import Kept, keep
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.modes import MODES, batch_size
 from shardwise.search.planner import Planner, Settings
-from shardwise.search.program import build_program
 
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
 
@@ -96,7 +96,7 @@ def plan(
         mesh = mesh or Mesh(dp=cluster.num_devices)
         factored, choice = decide(graph, annotations, mesh, mode)
         choice = keep(choice, layouts or {}, graph, factored, mesh)
-        spmd = build_program(graph, factored, choice, mesh, bucket_bytes)
+        spmd = build_spmd(graph, factored.rules, choice, mesh, bucket_bytes=bucket_bytes)
         return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
     wanted = Settings(
         search,

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import shardwise as sw
+from search.small_models import Chain
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
@@ -22,21 +21,10 @@ from shardwise.programs.spmd import Spmd
 CLUSTER = Cluster.local(4)
 
 
-class Mlp(nn.Module):
-    def __init__(self, layers: int = 3, width: int = 256) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return x.square().mean()
-
-
 def program(bucket_bytes: int = 25 * 2**20, **options: Any) -> tuple[Spmd, Prices]:
     """The program of a plan, and prices."""
     with torch.device("meta"):
-        model, inputs = Mlp(), (torch.empty(64, 256),)
+        model, inputs = Chain(), (torch.empty(64, 256),)
     plan = sw.plan(model, inputs, 4, bucket_bytes=bucket_bytes, **options)
     graph = capture(model, inputs, {}).graph
     return program_of(plan, graph, training=True), Prices(Links(CLUSTER, plan.mesh))

@@ -14,7 +14,7 @@ from shardwise.errors import LayoutError, NotationError
 from shardwise.layouts.classical import classical_view
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh, prime_factors
-from shardwise.layouts.strategy import Strategy, parse_choices
+from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout, parse_layout
 
 
@@ -59,7 +59,7 @@ def test_states_print_as_words() -> None:
 def test_strategies_parse_back() -> None:
     mesh = Mesh(dp=2, tp=4)
     text = "m@(dp,tp.0) k@tp.1"
-    assert Strategy.of(parse_choices(text, mesh)).format(mesh) == text
+    assert Strategy.parse(text, mesh).format(mesh) == text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.search.cost_graph import COMPONENTS
+from shardwise.search.cost_graph import COMPONENTS, OperatorVariable
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.elimination import Interner, Problem, TooWide
 from shardwise.search.k_best import k_best
@@ -66,11 +66,13 @@ def test_terms_add_up_to_the_components_of_the_plan(plan: sw.Plan) -> None:
     """Changing one choice changes the whole by the difference of the terms."""
     cost, assignment = plan.finished_search.cost, list(plan.finished_search.outcome.assignment)
     variable = cost.number["operator", "up/linear"]
+    operator = cost.variables[variable]
+    assert isinstance(operator, OperatorVariable)
     own = plan.explain("up/linear")
     texts = {other.choice: other for other in own.alternatives}
     before = cost.components(assignment)
-    for value, choices in enumerate(cost.domain_of[variable].choices):
-        text = cost.domains.strategy_of(cost.domains.by_sub_axis(choices)).format(plan.mesh) or "whole"
+    for value in range(operator.size):
+        text = operator.choice(value).format(plan.mesh) or "whole"
         changed = cost.components([*assignment[:variable], value, *assignment[variable + 1 :]])
         expected = (changed - before)[:3].sum()
         assert texts[text].seconds - own.chosen.seconds == pytest.approx(expected, rel=1e-9, abs=1e-15)

@@ -17,6 +17,7 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
 from shardwise.costs.routing import Router
 from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.layouts.choice import AxisChoice, Split, parse_choice
 from shardwise.layouts.conversions import WINDOW_CELLS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -27,7 +28,7 @@ from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program as StepProgram
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Spmd, build_spmd
+from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
@@ -77,17 +78,17 @@ def random_strategy(
     split unevenly are split anywhere."""
     floating = [graph.by_name[name].dtype.is_floating_point for name in op.operands]
     left = {factor.name: factor.size for factor in rule.factors}
-    choices: dict[str, str] = {}
+    choices: dict[str, AxisChoice] = {}
     axes = list(mesh.sub_axes)
     rng.shuffle(axes)
     for axis in axes:
         size = mesh.sizes[axis]
         options = [f.name for f in rule.factors if f.kind != "whole" and left[f.name] >= size] * 3
         options += ["I", "R", *(f"P{g}" for g, group in enumerate(rule.linear) if all(floating[i] for i in group))]
-        choice = rng.choice(options)
-        if choice in left:
-            left[choice] //= size
-        choices[axis] = choice
+        word = rng.choice(options)
+        if word in left:
+            left[word] //= size
+        choices[axis] = Split(word) if word in left else parse_choice(word)
     strategy = Strategy.of(choices)
     return replace(strategy, cuts=_random_cuts(rng, rule, strategy, mesh)) if by_hand else strategy
 
@@ -129,7 +130,7 @@ def random_spmd(
         separate = frozenset(name for name, _ in mesh.axes if rng.random() < 0.5)
         prices = Prices(Links(Cluster.local(mesh.num_devices), mesh))
         router = Router(Axes.of(mesh, separate), prices, factored.atoms)
-    return build_spmd(graph, factored.rules, strategies, storage, mesh, route=router), storage
+    return build_spmd(graph, factored.rules, Choice(strategies, storage, route=router), mesh), storage
 
 
 def run(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Spmd, build_spmd
+from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.proof.boundary import deliver
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import Factored, factor_graph
@@ -35,7 +35,7 @@ from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.runtime.shards import shard
 from shardwise.search.modes import choose
-from shardwise.search.wishes import burdens, choices_for
+from shardwise.search.wishes import choices_for, num_blockers
 
 Everywhere = dict[int, Tensor]  # global rank -> what it holds
 
@@ -65,9 +65,10 @@ def build_stage(
     """A stage that sends values as it has them, or completed where a boundary asks for it."""
     activations = {s.value for s in part.sources if s.kind == "activation"}
     storage = {name: boundary_layout(own) if name in activations else own for name, own in sources.items()}
-    made = build_spmd(part, factored.rules, strategies, storage, place.mesh).layouts
+    choice = Choice(strategies, storage)
+    made = build_spmd(part, factored.rules, choice, place.mesh).layouts
     delivered = {name: boundary_layout(made[name]) for name in sends}
-    spmd = build_spmd(part, factored.rules, strategies, storage, place.mesh, delivered=delivered)
+    spmd = build_spmd(part, factored.rules, replace(choice, delivered=delivered), place.mesh)
     return Stage(part, place, spmd, storage)
 
 
@@ -77,7 +78,7 @@ def chosen_stage(
     """What a mode makes of the strategies (end of a module's name -> text) of its matrix products."""
     rules = rules_of_part(part)
     factored = factor_graph(part, rules)
-    weights = burdens(part, factored.rules)
+    weights = num_blockers(part, factored.rules)
     fixed = {}
     for op in part.ops:
         text = next((text for module, text in strategies.items() if op.module.endswith(module)), None)

@@ -149,9 +149,7 @@ def test_a_gradient_larger_than_a_bucket_leaves_early_too():
     """It shares its message with nobody, and is sent while backward goes on all the same."""
     captured = capture(Deep(), (X,))
     factored, choice = decide(captured.graph, (), sw.Mesh(dp=4), "data_parallel")
-    spmd = build_spmd(
-        captured.graph, factored.rules, choice.strategies, choice.sources, sw.Mesh(dp=4), bucket_bytes=1000
-    )
+    spmd = build_spmd(captured.graph, factored.rules, choice, sw.Mesh(dp=4), bucket_bytes=1000)
     alone = [step for step in spmd.steps if isinstance(step, Bucket) and len(step.conversions) == 1]
     assert [step.of_parameters for step in alone] == [True] * 16  # two biases are more than 1,000 bytes
     parameters = {source.value for source in captured.graph.sources if source.kind == "parameter"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from programs.building import Program, program_of_sample, random_program
 from programs.running import run
 from rules.samples import SAMPLES
-from shardwise.layouts import conversions, redistribute, shortest_path, strategy
+from shardwise.layouts import choice, conversions, redistribute, shortest_path
 from shardwise.layouts.conversions import CELLS, Cell, Move, Primitive
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs import lower
@@ -110,9 +110,9 @@ def test_a_broken_all_to_all_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_caught(programs())
 
 
-@pytest.mark.parametrize("kind", sorted(strategy.REDUCTION_STATES))
+@pytest.mark.parametrize("kind", sorted(choice.REDUCTION_STATES))
 def test_a_reduction_of_another_kind_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(strategy.REDUCTION_STATES, kind, "I")
+    monkeypatch.setitem(choice.REDUCTION_STATES, kind, "I")
     with fresh_caches():
         assert is_caught(tuple(program_of_sample(SAMPLES[i]) for i in reducing(kind)))
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import shardwise as sw
 from runtime.small_gpt import batch, make_gpt, make_plan
 from shardwise.graph.capture import capture
+from shardwise.layouts.choice import Split
 from shardwise.layouts.text import parse_layout
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
@@ -213,9 +214,9 @@ def test_constructors_make_their_tensors_on_the_device_of_the_rank(strategy: str
     mesh = sw.Mesh(tp=2)
     factored, _ = decide(captured.graph, (), mesh, "auto")
     pointwise = [op.name for op in captured.graph.ops if str(op.target) in ("aten.mul.Tensor", "aten.add.Tensor")]
-    fixed = {name: {"tp": strategy[:2]} for name in pointwise}
+    fixed = {name: {"tp": Split(strategy[:2])} for name in pointwise}
     choice = choose(captured.graph, factored, mesh, "auto", fixed)
-    spmd = build_spmd(captured.graph, factored.rules, choice.strategies, choice.sources, mesh, bucket_bytes=0)
+    spmd = build_spmd(captured.graph, factored.rules, choice, mesh, bucket_bytes=0)
     no_ranks = SimpleNamespace(steps=lambda moves, purpose, *, in_place: [])
     program = differentiate(localize(spmd, 1), Kinds(), loss_only=False, overlap=False)
     module = emit(program, no_ranks, device=torch.device("meta")).forward

@@ -19,7 +19,7 @@ from layouts.placing import scatter, worst_difference
 from shardwise.api import step_memory
 from shardwise.layouts.layout import Atom, Layout, Windows
 from shardwise.layouts.redistribute import redistribute
-from shardwise.layouts.strategy import Strategy, parse_choices, parse_cuts
+from shardwise.layouts.strategy import Strategy, parse_cuts
 from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.proof.virtual import VirtualCluster
 
@@ -262,9 +262,7 @@ def test_the_text_of_a_strategy() -> None:
     mesh = sw.Mesh(dp=2, tp=4)
     for text in ("v@tp{10,20,30,4}", "v@(tp,dp){1,2,3,4,5,6,7,36} n@sp", "n@dp v@tp{0,0,0,64}"):
         own = sw.Mesh(dp=2, tp=4, sp=2) if "sp" in text else mesh
-        strategy = Strategy.of(parse_choices(text, own))
-        cut = Strategy(strategy.factors, strategy.rest, tuple(parse_cuts(text).items()))
-        assert set(cut.format(own).split()) == set(text.split())
+        assert set(Strategy.parse(text, own).format(own).split()) == set(text.split())
 
 
 LAYOUTS = [

@@ -25,7 +25,7 @@ from shardwise.layouts.routes import Axes, Floats
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import Search, cost_graph
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, OperatorVariable, SharedVariable
 from shardwise.search.elimination import Interner, Problem, Table
 from shardwise.search.rules import rules_of
 
@@ -106,16 +106,7 @@ def emitted_price(search: Search, assignment: list[int] | None = None) -> Progra
     """The price of the program that an assignment becomes, without buckets."""
     domains = search.cost.domains
     graph, choice = domains.graph, search.choice(assignment)
-    spmd = build_spmd(
-        graph,
-        domains.rules,
-        choice.strategies,
-        choice.sources,
-        domains.axes.mesh,
-        bucket_bytes=0,
-        route=choice.router,
-        shared=choice.shared,
-    )
+    spmd = build_spmd(graph, domains.rules, choice, domains.axes.mesh, bucket_bytes=0)
     free = {op.name for op in graph.ops} - {op.name for op in domains.operators}
     return price_program(spmd, domains.prices, free)
 
@@ -127,13 +118,17 @@ def priced_twice(cost: CostGraph, assignment: Sequence[int]) -> bool:
     for (kind, name), shared in cost.number.items():
         if kind != "shared":
             continue
-        seen = [int(cost.nodes[shared][assignment[shared]])]
+        variable = cost.variables[shared]
+        assert isinstance(variable, SharedVariable)
+        seen = [int(variable.nodes[assignment[shared]])]
         for op in dict.fromkeys(domains.graph.consumers[name]):
             if op.name in folded or ("operator", op.name) not in cost.number:
                 continue
-            variable = cost.number["operator", op.name]
-            operands = zip(cost.domain_of[variable].operands, op.operands, strict=True)
-            nodes = {int(own[assignment[variable]]) for own, operand in operands if operand == name and own is not None}
+            number = cost.number["operator", op.name]
+            consumer = cost.variables[number]
+            assert isinstance(consumer, OperatorVariable)
+            operands = zip(consumer.domain.operands, op.operands, strict=True)
+            nodes = {int(own[assignment[number]]) for own, operand in operands if operand == name and own is not None}
             if nodes & set(seen[1:]) - {seen[0]}:
                 return True
             seen.extend(nodes)

@@ -45,6 +45,19 @@ class Mlp(nn.Module):
         return self.down(F.relu(self.up(x))).square().mean()
 
 
+class Chain(nn.Module):
+    """Equal layers without biases, one after the other; ``loss = mean(x^2)``."""
+
+    def __init__(self, layers: int = 3, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x.square().mean()
+
+
 def planned(model: nn.Module, inputs: tuple[Any, ...], devices: int = 8, **choices: Any) -> sw.Plan:
     """A plan that was verified: equal to one device, with exactly the collectives it lists."""
     plan = sw.plan(model, inputs, devices, **choices)

@@ -14,6 +14,7 @@ from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, chec
 from search.cost_graphs import climbed, cluster_of, cost_of_model, random_assignments, seconds_of, small_cost
 from search.small_models import Mlp, TwoProducts
 from shardwise.costs.cluster import Cluster
+from shardwise.layouts.choice import Split
 from shardwise.layouts.strategy import parse_choices
 from shardwise.search import solving
 from shardwise.search.auto import PRICED_SEARCHES, assignment_of, best_completion, searched
@@ -149,12 +150,12 @@ def test_what_the_user_decided_is_kept_by_every_search(search):
     model, x = Mlp(16, 32), torch.randn(16, 16)
     strategies = {"up": "n@y", "down": "k@y m@x"}
     plan = sw.plan(model, (x,), cluster_of(0, 4), mesh=sw.Mesh(x=2, y=2), search=search, strategies=strategies)
-    assert parse_choices(plan.strategies["up/linear"], plan.mesh)["y"] == "n", "and x is the search's"
-    assert parse_choices(plan.strategies["down/linear"], plan.mesh) == {"x": "m", "y": "k"}
+    assert parse_choices(plan.strategies["up/linear"], plan.mesh)["y"] == Split("n"), "and x is the search's"
+    assert parse_choices(plan.strategies["down/linear"], plan.mesh) == {"x": Split("m"), "y": Split("k")}
     assert sw.verify(model, (x,), plan).ok
     called = TwoProducts(first=sw.shard(torch.matmul, ((2, 2), (2, 1))))
     plan = sw.plan(called, (torch.randn(16, 32),), cluster_of(0, 4), mesh=sw.Mesh(x=2, y=2), search=search)
-    assert parse_choices(plan.strategies["/matmul"], plan.mesh) == {"x": "m", "y": "k"}
+    assert parse_choices(plan.strategies["/matmul"], plan.mesh) == {"x": Split("m"), "y": Split("k")}
     assert sw.verify(called, (torch.randn(16, 32),), plan).ok
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from models import paper_models, tiny_models
+from search.small_models import Chain
 from shardwise.plans.printing import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
@@ -22,17 +23,6 @@ from shardwise.search.auto import Search
 from shardwise.search.candidates import NEAR, Candidate, candidates
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.ranking import CLEARLY, Simulated, ranked
-
-
-class Mlp(nn.Module):
-    def __init__(self, layers: int = 3, width: int = 256) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return x.square().mean()
 
 
 class Residual(nn.Module):
@@ -156,7 +146,7 @@ def test_under_a_cap_no_more_is_given_away_than_stated(share: float) -> None:
 def searched_plan(model: nn.Module | None = None) -> Search:
     with torch.device("meta"):
         inputs = (torch.empty(64, 256),)
-    plan = sw.plan(model or Mlp(), inputs, 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
+    plan = sw.plan(model or Chain(), inputs, 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
     assert plan.finished_search is not None
     return plan.finished_search
 
@@ -239,7 +229,7 @@ def test_a_peak_beyond_the_limit_is_told() -> None:
 def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "MAX_OPERATORS", 3)
     with torch.device("meta"):
-        plan = sw.plan(Mlp(), (torch.empty(64, 256),), 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
+        plan = sw.plan(Chain(), (torch.empty(64, 256),), 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
     assert plan.prediction is not None
     assert plan.prediction.simulated_seconds == 0
     assert plan.prediction.additive_price > 0
@@ -251,7 +241,7 @@ def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
     with torch.device("meta"):
-        model, inputs = Mlp(), (torch.empty(64, 256),)
+        model, inputs = Chain(), (torch.empty(64, 256),)
     free = sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
     assert free.prediction is not None
     assert free.prediction.peak_bytes > 0
@@ -264,7 +254,7 @@ def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
 @pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming"])
 def test_a_refusal_adds_up_the_least_memory_and_names_the_limit_that_was_asked_for(share: float, search: str) -> None:
     with torch.device("meta"):
-        model, inputs = Mlp(), (torch.empty(64, 256),)
+        model, inputs = Chain(), (torch.empty(64, 256),)
 
     def plan(limit: float) -> sw.Plan:
         return sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search=search, memory_bytes=limit)
@@ -299,7 +289,7 @@ def least_peak(model: nn.Module, inputs: tuple[torch.Tensor, ...], search: str) 
 
 def test_a_plan_keeps_its_peak_within_the_limit() -> None:
     with torch.device("meta"):
-        model, inputs = Mlp(), (torch.empty(64, 256),)
+        model, inputs = Chain(), (torch.empty(64, 256),)
     free = sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
     assert free.prediction is not None
     limit = 0.8 * free.prediction.peak_bytes

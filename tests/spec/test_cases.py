@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from search.small_models import TwoProducts, counts
 from shardwise.graph.capture import capture_function
+from shardwise.layouts.choice import Split
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.rules.tables import rule_of
 from shardwise.search.wishes import choices_for
@@ -66,7 +67,7 @@ def test_split_counts_give_the_slices_of_the_specification(case: dict[str, Any])
         for name, count in take.items():
             while count > 1:
                 count //= mesh.sizes[free[0]]
-                choices[free.pop(0)] = name
+                choices[free.pop(0)] = Split(name)
         strategy = Strategy.of(choices)
     else:
         _, _, rule, strategy, mesh = bound(case)
@@ -186,7 +187,7 @@ def completed(case: dict[str, Any], function: Callable[..., Tensor], tensors: Se
     needed = prod(max((split[d] for split in partial if d < len(split)), default=1) for d in range(5))
     mesh = sw.Mesh(x=max(needed, 2))
     choices = choices_for(op, rule, rule, partial, mesh, graph, {factor.name: 0 for factor in rule.factors})
-    split = {f.name: mesh.size_of([a for a, c in choices.items() if c == f.name]) for f in rule.factors}
+    split = {f.name: mesh.size_of([a for a, c in choices.items() if c == Split(f.name)]) for f in rule.factors}
     return tuple(tuple(prod(split[f] for f in dim) for dim in dims) for dims in rule.operands)
 
 

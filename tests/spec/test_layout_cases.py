@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from search.small_models import conversions_into
 from shardwise.graph.capture import capture_function
+from shardwise.layouts.choice import AxisChoice, Split
 from shardwise.layouts.layout import Atom, Layout, common_atoms
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.layouts.text import format_layout
@@ -138,11 +139,11 @@ def named(case: dict[str, Any], key: str, shape: Sequence[int], mesh: sw.Mesh) -
 
 def strategy_from(rule: OpRule, operands: Sequence[Layout], mesh: sw.Mesh) -> Strategy:
     """The strategy that takes operands as they are laid out."""
-    choices: dict[str, str] = {}
+    choices: dict[str, AxisChoice] = {}
     for layout, dims in zip(operands, rule.operands, strict=True):
         for dim, factors in zip(layout.dims, dims, strict=True):
             for atom in dim:
-                choices |= dict.fromkeys(atom.axes, factors[0])
+                choices |= dict.fromkeys(atom.axes, Split(factors[0]))
     return Strategy.of(choices)
 
 

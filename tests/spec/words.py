@@ -189,8 +189,8 @@ def bound(case: dict[str, Any], strategy: Any = None) -> tuple[Op, Graph, OpRule
     mesh = sw.Mesh(x=case["device_num"])
     given = case["strategy"] if strategy is None else strategy
     split = tuple(tuple(own) for own, shape in zip(given, case["inputs"], strict=True) if shape)
-    burden = {factor.name: 0 for factor in rule.factors}
-    return op, graph, rule, Strategy.of(choices_for(op, rule, rule, split, mesh, graph, burden)), mesh
+    blockers = {factor.name: 0 for factor in rule.factors}
+    return op, graph, rule, Strategy.of(choices_for(op, rule, rule, split, mesh, graph, blockers)), mesh
 
 
 class Chain(nn.Module):

@@ -263,18 +263,18 @@ def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, .
     return (_neighbours(kind, levels, span),)
 
 
-def _own(figures: Figures, kind: str, default: float) -> float:
+def _figure(figures: Figures, kind: str, default: float) -> float:
     return figures.get(kind, figures.get(_LIKE.get(kind, kind), default))
 
 
 def _launch(kind: str, levels: tuple[Level, ...], span: Span) -> float:
-    return max(_own(levels[level].launches, kind, levels[level].launch) for level in span.used())
+    return max(_figure(levels[level].launches, kind, levels[level].launch) for level in span.used())
 
 
 def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float:
     """B/s that one device gets from the links of a level, when all devices use them."""
     known = levels[level]
-    return known.link_bandwidth(span.branches(level)) * _own(known.efficiency, kind, 1.0) / known.shared_by
+    return known.link_bandwidth(span.branches(level)) * _figure(known.efficiency, kind, 1.0) / known.shared_by
 
 
 def _pace(kind: str, levels: tuple[Level, ...], span: Span) -> float:
@@ -310,7 +310,9 @@ def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
     passes, fixed, slope = _PASSES[kind], 0.0, 0.0
     for level in span.used():
         units = span.branches(level)
-        fixed += _own(levels[level].launches, kind, levels[level].launch) + passes * (units - 1) * levels[level].latency
+        fixed += (
+            _figure(levels[level].launches, kind, levels[level].launch) + passes * (units - 1) * levels[level].latency
+        )
         slope += passes * (units - 1) / units / span.members(level) / _rate(kind, levels, span, level)
     return fixed, slope
 

@@ -156,16 +156,16 @@ class _Walk:
             self._name(instruction.results[0], made)
             return
         stages = stages_of(instruction.conversions, backward=instruction.backward)
-        results = self.messages.through(self.messages.held(tensors), stages, backward=instruction.backward)
-        self._name_held(instruction.results, results)
+        results = self.messages.through(self.messages.hold(tensors), stages, backward=instruction.backward)
+        self._name_results(instruction.results, results)
 
-    def _name_held(self, names: tuple[str, ...], tensors: list[Tensor]) -> None:
+    def _name_results(self, names: tuple[str, ...], tensors: list[Tensor]) -> None:
         for name, tensor in zip(names, tensors, strict=True):
             self._name(name, tensor)
             tensor.storage.owners -= 1  # the name holds it from here
 
     def _depart(self, instruction: Depart) -> None:
-        tensors = self.messages.held([self.tensors[name] for name in instruction.operands])
+        tensors = self.messages.hold([self.tensors[name] for name in instruction.operands])
         before, message, _ = parts_of(instruction.conversions, backward=instruction.backward)
         tensors = self.messages.through(tensors, before, backward=instruction.backward)
         flight = self.messages.launch(tensors, message, instruction.backward)
@@ -176,8 +176,8 @@ class _Walk:
     def _arrive(self, instruction: Arrive) -> None:
         flight, tensors = self.flights.pop(instruction.flight)
         _, message, after = parts_of(instruction.conversions, backward=instruction.backward)
-        landed = self.messages.held(self.messages.land(flight, tensors, message, instruction.backward))
-        self._name_held(instruction.results, self.messages.through(landed, after, backward=instruction.backward))
+        landed = self.messages.hold(self.messages.land(flight, tensors, message, instruction.backward))
+        self._name_results(instruction.results, self.messages.through(landed, after, backward=instruction.backward))
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ class Messages:
             storage.owners -= 1
         return found
 
-    def held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def hold(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         for tensor in tensors:
             self.ledger.hold(tensor.storage)
         return list(tensors)
@@ -144,7 +144,7 @@ class Messages:
                 made = self.land(self.launch(tensors, moves, backward), tensors, moves, backward)
             else:
                 made = [self._one_move(t, move, backward, False) for t, move in zip(tensors, moves, strict=True)]
-            self.held(made)
+            self.hold(made)
             for tensor in tensors:
                 self.ledger.drop(tensor.storage)
             tensors = made

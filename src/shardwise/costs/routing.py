@@ -18,8 +18,8 @@ class Router:
     """Moves between layouts: the cheapest in seconds on a described cluster.
 
     ``atoms``: of the values that the search knows, ``parameters``: those among them that are parameters. What has no
-    node among ``Routes`` (parts of an axis that are treated differently, maxima, dims whose atoms do not nest) goes the
-    way that ``redistribute`` finds, by the same seconds.
+    node among ``Routes`` (parts of an axis that are treated differently, maxima, dims whose atoms do not nest) takes
+    the path that ``redistribute`` finds, by the same seconds.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Router:
         self._routes: dict[tuple[Tensor, bool], Routes] = {}
 
     def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False) -> Routes:
-        """The layouts of a kind of value and the ways between them."""
+        """The layouts of a kind of value and the routes between them."""
         tensor = Tensor(
             atoms,
             self.prices.dtype(value).itemsize,

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import LayoutError
+from shardwise.layouts.choice import Place, Where, layout_of, where_of
 from shardwise.layouts.conversions import CELLS, COLLECTIVES, Move
-from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 
 Floats = NDArray[np.float64]
@@ -77,7 +78,7 @@ class Tensor:
 
 
 class Routes:
-    """All layouts of one kind of tensor, and the cheapest ways between them.
+    """All layouts of one kind of tensor, and the cheapest routes between them.
 
     ``codes``: [nodes, axes] the state of every axis; ``numel``: elements on the device that holds most.
     """
@@ -137,28 +138,41 @@ class Routes:
         """The node that is invariant on every axis."""
         return int(self._node_of[0])
 
+    def code_of(self, where: Where, size: int = 1) -> int:
+        """The code of where the tensor is on an axis of ``size`` devices; -1: none. A place is the same atom, or where
+        the tensor is divided further the major-most part of it, if the axis divides that. Without gradient, replicated
+        and invariant are the same."""
+        if not isinstance(where, Place):
+            free = where == "R" and not self.tensor.differentiable
+            return STATES.index("I" if free else where) if where in STATES else -1
+        atoms = self.tensor.atoms[where.dim]
+        for i in range(len(atoms)):
+            part = Place.of(where.dim, atoms, i)
+            if part.stride * part.size == where.stride * where.size and part.size > 1:
+                divides = part.stride > where.stride and part.size % size == 0
+                return self.place[where.dim, i] if part.stride == where.stride or divides else -1
+        return -1
+
+    def where(self, code: int) -> Where:
+        """Where the tensor is on an axis of a code."""
+        if code < SHARDED:
+            return STATES[code]
+        dim, atom = self.positions[code - SHARDED]
+        return Place.of(dim, self.tensor.atoms[dim], atom)
+
     def node_of(self, layout: Layout) -> int | None:
         """The node of a layout, or None where an axis does not move as a whole or the atoms do not nest."""
         try:
             layout = layout.canonical().refine(self.tensor.atoms)
         except LayoutError:
             return None
-        codes = []
+        where, codes = where_of(layout), []
         for group in self.axes.groups:
-            places = {layout.positions.get(axis) for axis in group}
-            states = {layout.state_of[axis] for axis in group}
-            if len(places) > 1 or len(states) > 1:
+            at = {where[axis] for axis in group}
+            code = self.code_of(at.pop()) if len(at) == 1 else -1
+            if code < 0:
                 return None
-            (place,), (state,) = places, states
-            if place is not None:
-                if place not in self.place:
-                    return None
-                codes.append(self.place[place])
-            elif state in STATES:
-                free = state == "R" and not self.tensor.differentiable
-                codes.append(STATES.index("I" if free else state))
-            else:
-                return None
+            codes.append(code)
         node = int(self._node_of[int(np.array(codes, dtype=np.int64) @ self._weights)])
         if node < 0 or self.layout(node).canonical() != self._without_free(layout).canonical():
             return None
@@ -171,18 +185,9 @@ class Routes:
 
     def layout(self, node: int) -> Layout:
         """The layout of a node."""
-        axes_at: dict[tuple[int, int], list[str]] = {}
-        states: list[tuple[str, str]] = []
-        for group, code in zip(self.axes.groups, self.codes[node].tolist(), strict=True):
-            if code >= SHARDED:
-                axes_at.setdefault(self.positions[code - SHARDED], []).extend(group)
-            elif STATES[code] != "I":
-                states.extend((axis, STATES[code]) for axis in group)
-        dims = tuple(
-            tuple(Atom(size, tuple(axes_at.get((d, i), ()))) for i, size in enumerate(atoms))
-            for d, atoms in enumerate(self.tensor.atoms)
-        )
-        return Layout(self.axes.mesh, dims, tuple(states))
+        codes = zip(self.axes.groups, self.codes[node].tolist(), strict=True)
+        where = {axis: self.where(code) for group, code in codes for axis in group}
+        return layout_of(where, self.tensor.atoms, self.axes.mesh)
 
     # -- prices --------------------------------------------------------------------------------------------------------
 

@@ -16,45 +16,56 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from shardwise.errors import LayoutError, NotationError, caret
+from shardwise.layouts.choice import (
+    INVARIANT,
+    AxisChoice,
+    PassSum,
+    Places,
+    Repeat,
+    Split,
+    Where,
+    layout_of,
+    parse_choice,
+)
 from shardwise.layouts.layout import Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.rules.rule import Dims, OpRule, Window, base_name
 
-REDUCTION_STATES = {"sum": "P", "max": "Pmax", "min": "Pmin", "any": "Pany"}
-
 
 @dataclass(frozen=True)
 class Strategy:
-    """``factors``: factor -> the sub-axes that split it, major first. ``rest``: sub-axis -> ``R`` or ``P0``, ``P1``,
-    ...
+    """The choices of an operator. ``factors``: factor -> the sub-axes that split it, major first. ``rest``: sub-axis ->
+    another choice.
 
     Sub-axes in neither are invariant (the work is repeated). ``cuts``: factor -> how many of its indices each device
     along its axes has, for those that are not split evenly.
     """
 
     factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    rest: tuple[tuple[str, str], ...] = ()
+    rest: tuple[tuple[str, Repeat | PassSum], ...] = ()
     cuts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @staticmethod
-    def of(choices: Mapping[str, str]) -> Strategy:
-        """From sub-axis -> factor, ``I``, ``R`` or ``P<group>``; axes of one factor are major first in the mapping's
-        order."""
+    def of(choices: Mapping[str, AxisChoice]) -> Strategy:
+        """From sub-axis -> choice; axes of one factor are major first in the mapping's order."""
         factors: dict[str, tuple[str, ...]] = {}
-        rest: list[tuple[str, str]] = []
+        rest: list[tuple[str, Repeat | PassSum]] = []
         for axis, choice in choices.items():
-            if choice == "I":
-                continue
-            if is_rest(choice):
+            if isinstance(choice, Split):
+                factors[choice.factor] = (*factors.get(choice.factor, ()), axis)
+            elif choice != INVARIANT:
                 rest.append((axis, choice))
-            else:
-                factors[choice] = (*factors.get(choice, ()), axis)
-        return Strategy(tuple(sorted(factors.items())), tuple(sorted(rest)))
+        return Strategy(tuple(sorted(factors.items())), tuple(sorted(rest, key=lambda item: item[0])))
+
+    @staticmethod
+    def parse(text: str, mesh: Mesh) -> Strategy:
+        """The inverse of ``format``. Raises NotationError or LayoutError."""
+        return replace(Strategy.of(parse_choices(text, mesh)), cuts=tuple(sorted(parse_cuts(text).items())))
 
     @cached_property
-    def choice_of(self) -> dict[str, str]:
-        """Sub-axis -> factor, ``R`` or ``P<group>``; absent: ``I``."""
-        return {axis: factor for factor, axes in self.factors for axis in axes} | dict(self.rest)
+    def choice_of(self) -> dict[str, AxisChoice]:
+        """Sub-axis -> choice, those of one factor major first; absent: invariant."""
+        return {axis: Split(factor) for factor, axes in self.factors for axis in axes} | dict(self.rest)
 
     @cached_property
     def axes_of(self) -> dict[str, tuple[str, ...]]:
@@ -64,30 +75,24 @@ class Strategy:
         ordered = sorted(self.factors, key=lambda item: min(map(mesh.order.__getitem__, item[1])))
         cuts = {factor: "{" + ",".join(map(str, lengths)) + "}" for factor, lengths in self.cuts}
         words = [f"{factor}@{mesh.format_axes(axes)}{cuts.get(factor, '')}" for factor, axes in ordered]
-        for state in sorted({state for _, state in self.rest}):
-            axes = tuple(sorted((a for a, choice in self.rest if choice == state), key=mesh.order.__getitem__))
-            words.append(f"{'P' if state == 'P0' else state}@{mesh.format_axes(axes)}")
+        for word in sorted({str(choice) for _, choice in self.rest}):
+            axes = tuple(sorted((a for a, choice in self.rest if str(choice) == word), key=mesh.order.__getitem__))
+            words.append(f"{word}@{mesh.format_axes(axes)}")
         return " ".join(words)
 
 
-def is_rest(choice: str) -> bool:
-    """Whether a choice is a state rather than a factor (factors are lower case)."""
-    return re.fullmatch(r"I|R|P\d+", choice) is not None
-
-
-def parse_choices(text: str, mesh: Mesh) -> dict[str, str]:
+def parse_choices(text: str, mesh: Mesh) -> dict[str, AxisChoice]:
     """``"m@dp n@(tp,sp) I@x"`` -> sub-axis -> choice, in the order written. Raises NotationError or LayoutError."""
-    choices: dict[str, str] = {}
+    choices: dict[str, AxisChoice] = {}
     position = 0
     for match in re.finditer(r"\s*([A-Za-z_][\w.]*)@(\([^)]*\)|[\w.]+)(?:\{[^{}]*\})?\s*", text):
         if match.start() != position:
             break
         position = match.end()
-        name = "P0" if match.group(1) == "P" else match.group(1)
         for axis in mesh.parse_axes(match.group(2)):
             if axis in choices:
                 raise LayoutError(f"mesh axis {axis} is used more than once in {text!r}")
-            choices[axis] = name
+            choices[axis] = parse_choice(match.group(1))
     if position != len(text.rstrip()) and position != len(text):
         raise NotationError(caret(text, position, "a strategy reads m@dp n@tp"))
     return choices
@@ -100,7 +105,7 @@ def parse_cuts(text: str) -> dict[str, tuple[int, ...]]:
         name, inner = match.groups()
         if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", inner):
             raise NotationError(caret(text, match.start(2), "an uneven split reads v@tp{10,20,30,4}"))
-        if is_rest("P0" if name == "P" else name):
+        if not isinstance(parse_choice(name), Split):
             raise LayoutError(f"{name} is no factor: only a factor can be split unevenly ({text!r})")
         if name in cuts:
             raise LayoutError(f"factor {name} is split unevenly twice in {text!r}")
@@ -127,12 +132,12 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
             if axis in seen:
                 raise LayoutError(f"mesh axis {axis} splits two factors")
             seen.add(axis)
-    for axis, state in strategy.rest:
+    for axis, choice in strategy.rest:
         mesh.expand(axis)
         if axis in seen:
             raise LayoutError(f"mesh axis {axis} is used twice")
-        if state != "R" and int(state[1:]) >= len(rule.linear):
-            raise LayoutError(f"a partial sum does not pass through {rule}: not linear ({state}@{axis})")
+        if isinstance(choice, PassSum) and choice.group >= len(rule.linear):
+            raise LayoutError(f"a partial sum does not pass through {rule}: not linear ({choice}@{axis})")
     lowers = any(known[name].kind == "lowered" for name, axes in strategy.factors if axes)
     for name, lengths in strategy.cuts:
         if name not in known:
@@ -174,32 +179,26 @@ class Applied:
 def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
     """Rule + strategy -> layouts. A lowered factor gives the layouts around the lowering: results that lack it are
     invariant."""
-    kinds = {factor.name: factor for factor in rule.factors}
+    places, choices = Places.of(rule), strategy.choice_of
+    sizes = {factor.name: factor.size for factor in rule.factors}
 
-    def layout(dims: Dims, states: dict[str, str]) -> Layout:
-        present = {factor for dim in dims for factor in dim}
-        atoms = tuple(
-            tuple(Atom(kinds[f].size, strategy.axes_of.get(f, ())) for f in dim) or (Atom(1),) for dim in dims
-        )
-        rest = {axis: s for axis, s in states.items() if s != "I" and strategy.choice_of.get(axis) not in present}
-        plain = Layout(mesh, atoms, tuple(sorted(rest.items(), key=lambda item: mesh.order[item[0]])))
+    def layout(dims: Dims, where: Mapping[str, Where]) -> Layout:
+        atoms = tuple(tuple(sizes[factor] for factor in dim) or (1,) for dim in dims)
+        plain = layout_of(where, atoms, mesh)
         if strategy.cuts:
             plain = _cut(dims, plain, strategy)
-        return _windowed(rule, dims, plain, strategy) if rule.windows else plain
+        return _windowed(rule, dims, plain) if rule.windows else plain
 
-    operands = []
-    for position, dims in enumerate(rule.operands):
-        states = {axis: "R" for _, axes in strategy.factors for axis in axes}
-        for axis, state in strategy.rest:
-            passes = state != "R" and position in rule.linear[int(state[1:])]
-            states[axis] = "P" if passes else "R"
-        operands.append(layout(dims, states))
-    results = []
-    for dims in rule.results:
-        states = {axis: REDUCTION_STATES.get(kinds[f].kind, "I") for f, axes in strategy.factors for axis in axes}
-        states |= {axis: "R" if state == "R" else "P" for axis, state in strategy.rest}
-        results.append(layout(dims, states))
-    return Applied(tuple(operands), tuple(results))
+    return Applied(
+        tuple(
+            layout(dims, {axis: places.operand(i, choice) for axis, choice in choices.items()})
+            for i, dims in enumerate(rule.operands)
+        ),
+        tuple(
+            layout(dims, {axis: places.result(i, choice) for axis, choice in choices.items()})
+            for i, dims in enumerate(rule.results)
+        ),
+    )
 
 
 def _cut(dims: Dims, plain: Layout, strategy: Strategy) -> Layout:
@@ -215,32 +214,27 @@ def _cut(dims: Dims, plain: Layout, strategy: Strategy) -> Layout:
     return replace(plain, windows=tuple(windows))
 
 
-def _windowed(rule: OpRule, dims: Dims, plain: Layout, strategy: Strategy) -> Layout:
-    """The layout of an operand whose factors are read through windows, where these are split."""
+def _windowed(rule: OpRule, dims: Dims, plain: Layout) -> Layout:
+    """The layout of a tensor whose factors are read through windows, where these are split: its parts are one atom."""
     through = dict(rule.windows)
     atoms: list[tuple[Atom, ...]] = []
     windows: list[Windows] = []
-    axes_of_windows: set[str] = set()
     for d, (factors, atoms_of_dim) in enumerate(zip(dims, plain.dims, strict=True)):
         new_atoms: list[Atom] = []
         for base, group in itertools.groupby(zip(factors, atoms_of_dim, strict=False), lambda pair: base_name(pair[0])):
             parts = tuple(atom for _, atom in group)
-            window = through.get(base)
-            major = rule.parts_of(window.factor)[0] if window is not None else None
-            axes = strategy.axes_of.get(major.name, ()) if major is not None else ()
-            size, count = prod(atom.size for atom in parts), plain.mesh.size_of(axes)
-            if window is None or major is None or not axes or not size:
+            window, axes = through.get(base), parts[0].axes
+            if window is None or not axes:
                 new_atoms.extend(parts)
                 continue
-            stride = prod(part.size for part in rule.parts_of(window.factor)[1:])
-            ranges = _ranges(window, major.size, stride, count)
+            size, count = prod(atom.size for atom in parts), plain.mesh.size_of(axes)
+            major, *minor = rule.parts_of(window.factor)
+            ranges = _ranges(window, major.size, prod(part.size for part in minor), count)
             if any(rows != ((i * size // count, (i + 1) * size // count),) for i, rows in enumerate(ranges)):
                 windows.append(Windows(d, len(new_atoms), ranges))
             new_atoms.append(Atom(size, axes))
-            axes_of_windows.update(axes)
         atoms.append(tuple(new_atoms) or atoms_of_dim)
-    states = tuple((axis, state) for axis, state in plain.states if axis not in axes_of_windows)
-    return Layout(plain.mesh, tuple(atoms), states, tuple(windows))
+    return Layout(plain.mesh, tuple(atoms), plain.states, tuple(windows))
 
 
 @lru_cache(maxsize=10_000)

@@ -11,21 +11,21 @@ import torch
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
+from shardwise.layouts.choice import INVARIANT, AxisChoice, Choices, Split, Where, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.strategy import Strategy, check_strategy, is_rest, parse_choices, parse_cuts
+from shardwise.layouts.strategy import Strategy, check_strategy, parse_choices, parse_cuts
 from shardwise.layouts.text import format_dtype, format_layout, parse_layout
 from shardwise.plans.entries import ConversionEntry, Stage
 from shardwise.plans.listing import check_program
 from shardwise.plans.paths import ListedPaths
 from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import Bucket
-from shardwise.programs.propagate import Where, where_of
-from shardwise.programs.spmd import Spmd, fill, insert_conversions, place, with_buckets
+from shardwise.programs.spmd import Choice, Spmd, fill, insert_conversions, place, with_buckets
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.cuts import with_cuts
-from shardwise.search.modes import Choice, Choices, choose, spread_axes
+from shardwise.search.modes import choose, spread_axes
 from shardwise.search.rules import rules_of, variant
 from shardwise.search.wishes import splittable
 
@@ -34,16 +34,16 @@ def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, origin
     """The program of a plan for a graph of its model.
 
     For the inputs and the mode of the plan (``training``, if the caller knows it) it makes the conversions that the
-    plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values go
-    the ways that the plan lists as far as they go, others those that send the fewest bytes. ``original``: the graph in
-    the model's own dtypes, where ``graph`` computes in float64. Raises PlanError for what does not fit, and where the
-    program is not the one that the plan lists.
+    plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values
+    take the paths that the plan lists as far as they go, others those that send the fewest bytes. ``original``: the
+    graph in the model's own dtypes, where ``graph`` computes in float64. Raises PlanError for what does not fit, and
+    where the program is not the one that the plan lists.
     """
     factored, choice = bind(plan, graph, training=training, widened=original is not None)
     stage, is_planned = plan.only_stage, _is_planned(plan, graph, training)
     placed, lowered = place(graph, factored.rules, choice.strategies, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
-    spmd = insert_conversions(placed, lowered, choice.sources, stage.mesh, route, choice.shared)
+    spmd = insert_conversions(placed, lowered, replace(choice, route=route), stage.mesh)
     if is_planned and stage.has_paths:
         try:
             spmd = with_buckets(spmd, _listed_buckets(stage, spmd))
@@ -167,14 +167,15 @@ def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
     }
 
 
-def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, str]:
+def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, AxisChoice]:
     """All axes of a strategy's text: those not named are invariant. Raises unless the rule allows it."""
+    check_strategy(rule, Strategy.parse(text, mesh), mesh)
     choices = parse_choices(text, mesh)
-    check_strategy(rule, replace(Strategy.of(choices), cuts=tuple(parse_cuts(text).items())), mesh)
     for axis, choice in choices.items():
-        if not is_rest(choice) and rule.factor(choice).size < 2:
-            raise LayoutError(f"factor {choice} has size {rule.factor(choice).size}: nothing to split over {axis}")
-    return {**choices, **{axis: "I" for axis in mesh.sub_axes if axis not in choices}}
+        size = rule.factor(choice.factor).size if isinstance(choice, Split) else 2
+        if size < 2:
+            raise LayoutError(f"factor {choice} has size {size}: nothing to split over {axis}")
+    return choices | {axis: INVARIANT for axis in mesh.sub_axes if axis not in choices}
 
 
 def same_inputs(plan: Plan, graph: Graph) -> bool:

@@ -11,7 +11,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
-from shardwise.layouts.strategy import parse_choices, parse_cuts
+from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import parse_layout, parse_move
 from shardwise.plans.quantities import format_bytes
 
@@ -52,7 +52,7 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class ConversionEntry:
-    """A value on its way from one layout to another, first needed by ``op`` (empty: delivered to the user).
+    """A value from one layout to another, first needed by ``op`` (empty: delivered to the user).
 
     ``value``: the parameter, buffer or input, or the operator that computes it. ``backward`` is in the order of
     execution. Conversions of the same ``bucket`` (other than 0) stand side by side and share their messages.
@@ -158,8 +158,7 @@ class Stage:
                 yield problem(f"layout {shared.layout!r}: {error}", op=f"shared {shared.name}")
         for operator in self.operators:
             try:
-                parse_choices(operator.strategy, self.mesh)
-                parse_cuts(operator.strategy)
+                Strategy.parse(operator.strategy, self.mesh)
             except ShardwiseError as error:
                 yield problem(str(error), op=operator.name, source=operator.source, fix=f"the rule is {operator.rule}")
         for conversion in self.conversions or ():

@@ -1,7 +1,7 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
 Version 5 has stages, and in every conversion its path. Version 4 had one stage, whose entries stood beside the
-settings, and no paths: a file of a plan that was not chosen by price is read, since its conversions go the ways that
+settings, and no paths: a file of a plan that was not chosen by price is read, since its conversions take the paths that
 send the fewest bytes; one that was chosen by price says to plan again.
 """
 

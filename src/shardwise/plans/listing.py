@@ -14,10 +14,9 @@ from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype, format_layout, format_move
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, OperatorEntry, SharedEntry, Stage, TensorEntry
 from shardwise.programs.buckets import Bucket
-from shardwise.programs.spmd import Spmd, conversions_of
+from shardwise.programs.spmd import Choice, Spmd, conversions_of
 from shardwise.programs.steps import Conversion
 from shardwise.rules.rule import OpRule
-from shardwise.search.modes import Choice
 
 
 def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Spmd) -> Stage:

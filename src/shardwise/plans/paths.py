@@ -1,7 +1,7 @@
 """The moves that a plan lists, for the values of a program: as they stand, or for values of other sizes.
 
-A plan is made for one batch. For another one the same values go the same ways: every layout of a path is written with
-the sizes of the value at hand, and the axes of its moves stay.
+A plan is made for one batch. For another one the same values take the same paths: every layout of a path is written
+with the sizes of the value at hand, and the axes of its moves stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.programs.spmd import fewest_bytes
 class ListedPaths:
     """The route (``programs.spmd.Route``) of a stage for a lowered graph of its model. ``moves``: by the name of the
     value and its layouts before and after; of values of other sizes (``sizes_match`` is false), by what these say apart
-    from sizes. What the stage does not list goes the way that sends the fewest bytes."""
+    from sizes. What the stage does not list takes the path that sends the fewest bytes."""
 
     graph: Graph
     moves: dict[Hashable, tuple[Move, ...]]

@@ -39,7 +39,7 @@ def format_plan(plan: Plan) -> str:
         f"plan for {meshes}, {plan.num_ranks} devices",
         f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
         f"model {plan.model}, plan {plan.digest[:12]}",
-        f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_held(plan)}",
+        f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
         "  communication per step and device:",
         f"    forward   {format_totals(tuple(plan.collectives()))}",
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
@@ -154,7 +154,7 @@ def format_totals(collectives: Sequence[CollectiveEntry]) -> str:
     )
 
 
-def _held(plan: Plan) -> str:
+def _parameter_bytes(plan: Plan) -> str:
     """The bytes of all parameters, and of those that the fullest device holds (of the fullest stage)."""
     itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 

@@ -8,7 +8,7 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.plans.printing import format_bytes
-from shardwise.search.cost_graph import CostGraph, held_by
+from shardwise.search.cost_graph import CostGraph, bytes_of_variables
 from shardwise.search.ranking import Ranked
 
 NUM_LARGEST = 5
@@ -35,17 +35,19 @@ def nothing_fits(least: Ranked) -> PlanError:
 
 def _kept(cost: CostGraph, assignment: list[int]) -> dict[str, int]:
     """What adds up over choices."""
-    held = held_by(cost, assignment)
-    stored = sum(size for (kind, _), size in held.items() if kind == "storage")
-    kept = sum(size for (kind, _), size in held.items() if kind != "storage")
+    num_bytes = bytes_of_variables(cost, assignment)
+    stored = sum(size for (kind, _), size in num_bytes.items() if kind == "storage")
+    kept = sum(size for (kind, _), size in num_bytes.items() if kind != "storage")
     return {"parameters with gradients and optimizer states": ceil(stored), "values kept for backward": ceil(kept)}
 
 
 def _largest(cost: CostGraph, assignment: list[int]) -> str:
     """The tensors that hold most, with all that belongs to them, and how much the others are together."""
-    held = sorted(held_by(cost, assignment).items(), key=lambda item: -item[1])
-    graph, others = cost.domains.graph, [size for _, size in held[NUM_LARGEST:] if size]
-    shown = [f"{kind} {_shown(graph, kind, name)} {format_bytes(size)}" for (kind, name), size in held[:NUM_LARGEST]]
+    num_bytes = sorted(bytes_of_variables(cost, assignment).items(), key=lambda item: -item[1])
+    graph, others = cost.domains.graph, [size for _, size in num_bytes[NUM_LARGEST:] if size]
+    shown = [
+        f"{kind} {_shown(graph, kind, name)} {format_bytes(size)}" for (kind, name), size in num_bytes[:NUM_LARGEST]
+    ]
     rest = [f"{len(others)} others {format_bytes(sum(others))}"] if others else []
     return ", ".join(shown + rest)
 

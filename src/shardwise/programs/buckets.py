@@ -62,14 +62,15 @@ def fill_buckets(
     if bucket_bytes == 0:
         return tuple(steps)
 
-    def way(conversion: Conversion) -> object:
+    def message_kind(conversion: Conversion) -> object:
+        """What conversions have in common that share their messages."""
         moves = tuple((move.cell, move.axes) for move in conversion.moves)
         kinds = tuple(c.kind for side in _both(conversion) for c in side)
         own = conversion.differentiable, receives_gradient(conversion), conversion.value in sources
         return moves, kinds, dtype_of(conversion.origin), own
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
-    open_buckets: dict[object, tuple[list[int], int, int]] = {}  # way -> (positions, bytes, limit)
+    open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
     for position in reversed(range(len(steps))):
         step = steps[position]
         if (
@@ -81,12 +82,12 @@ def fill_buckets(
             continue
         largest = max(c.num_bytes for side in _both(step) for c in side)
         size = largest // step.itemsize * dtype_of(step.value).itemsize
-        found, filled, room = open_buckets.get(way(step), ([], 0, min(bucket_bytes, FIRST_BUCKET_BYTES)))
+        found, filled, room = open_buckets.get(message_kind(step), ([], 0, min(bucket_bytes, FIRST_BUCKET_BYTES)))
         if found and filled + size > room:
             members[found[-1]] = found[::-1]
             found, filled, room = [], 0, bucket_bytes
         found.append(position)
-        open_buckets[way(step)] = found, filled + size, room
+        open_buckets[message_kind(step)] = found, filled + size, room
     for found, _, _ in open_buckets.values():
         members[found[-1]] = found[::-1]
     of_parameters = frozenset(members)
@@ -101,7 +102,9 @@ def fill_buckets(
         found += [
             later
             for later in range(position + 1, min(position + 1 + AHEAD, len(steps)))
-            if later not in taken and _joins(steps[later], step, way) and made_at[_value(steps[later])] < position
+            if later not in taken
+            and _joins(steps[later], step, message_kind)
+            and made_at[_value(steps[later])] < position
         ]
         members[position] = found
         taken.update(found)
@@ -138,6 +141,6 @@ def _value(step: Step | Conversion) -> str:
     return step.value
 
 
-def _joins(step: Step | Conversion, first: Conversion, way: Callable[[Conversion], object]) -> bool:
+def _joins(step: Step | Conversion, first: Conversion, message_kind: Callable[[Conversion], object]) -> bool:
     """Whether the step is the conversion of another tensor that may share the messages of the first."""
-    return isinstance(step, Conversion) and step.value != first.value and way(step) == way(first)
+    return isinstance(step, Conversion) and step.value != first.value and message_kind(step) == message_kind(first)

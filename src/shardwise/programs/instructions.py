@@ -124,13 +124,6 @@ class Copy:
 Instruction = Compute | Convert | Depart | Arrive | Copy
 
 
-def forms_of(instruction: Instruction) -> tuple[Form, ...]:
-    """Those of its results."""
-    if isinstance(instruction, Copy):
-        return (instruction.form,)
-    return () if isinstance(instruction, Depart) else instruction.forms
-
-
 def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
     """Per result the name of a value that has the same memory, or None."""
     if isinstance(instruction, Copy):

@@ -19,10 +19,11 @@ import torch
 from shardwise.errors import LayoutError
 from shardwise.graph.capture import capture_function
 from shardwise.graph.ir import Graph, Op, Ref, Value, map_refs
+from shardwise.layouts.choice import where_of
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
-from shardwise.programs.propagate import Propagation, where_of
+from shardwise.programs.propagate import Propagation
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule, takes_runs
 from shardwise.rules.tables import CUSTOM, rule_of, whole_rule

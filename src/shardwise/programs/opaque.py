@@ -51,17 +51,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Differentiate:
-    """(tape, cotangents) -> the cotangents of the operands that want one. ``given``: per result whether it has one."""
+    """(tape, cotangents) -> the cotangents of the operands that want one. ``has_cotangent``: of each result."""
 
-    given: tuple[bool, ...]
+    has_cotangent: tuple[bool, ...]
 
     def __call__(self, tape: Tape, *cotangents: Tensor) -> tuple[Tensor, ...]:
-        found = iter(cotangents)
-        pairs = [(result, next(found)) for result, has_one in zip(tape.results, self.given, strict=True) if has_one]
+        results = [result for result, has_one in zip(tape.results, self.has_cotangent, strict=True) if has_one]
         gradients = torch.autograd.grad(
-            [result for result, _ in pairs],
+            results,
             list(tape.operands),
-            [cotangent for _, cotangent in pairs],
+            list(cotangents),
             allow_unused=True,
             materialize_grads=True,
             retain_graph=True,

@@ -21,19 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, Choices, PassSum, Place, Places, Split, Where
 from shardwise.layouts.conversions import CELLS
-from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.strategy import REDUCTION_STATES, Strategy, is_rest
-from shardwise.rules.rule import Dims, OpRule
-
-# Where a value is on one axis: "I", "R", "P" (or another partial kind), or a place: (dim, stride of the atom in the
-# dim, its size).
-Place = tuple[int, int, int]
-Where = str | Place
+from shardwise.layouts.strategy import Strategy
+from shardwise.rules.rule import OpRule
 
 PRIMITIVE_SHARE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
@@ -52,42 +46,10 @@ def axis_cost(source: Where, target: Where, size: int, differentiable: bool) -> 
     return share * (size - 1) / size
 
 
-def factor_places(rule: OpRule) -> tuple[tuple[dict[str, Place], ...], tuple[dict[str, Place], ...]]:
-    """For every operand and every result: factor -> its place there."""
-    sizes = {factor.name: factor.size for factor in rule.factors}
-
-    def places(tensor: Dims) -> dict[str, Place]:
-        found: dict[str, Place] = {}
-        for dim, factors in enumerate(tensor):
-            stride = 1
-            for factor in reversed(factors):
-                found[factor] = (dim, stride, sizes[factor])
-                stride *= sizes[factor]
-        return found
-
-    operands = tuple(map(places, rule.operands))
-    for base, window in rule.windows:  # who splits the result wants the operand split in the same place
-        seen, through = rule.parts_of(base)[0].name, rule.parts_of(window.factor)[0].name
-        for own in operands:
-            if seen in own:
-                own[through] = own[seen]
-    return operands, tuple(map(places, rule.results))
-
-
-def where_of(layout: Layout) -> dict[str, Where]:
-    """A layout as propagation sees it: sub-axis -> state or place; those that share a place are major first."""
-    found: dict[str, Where] = {}
-    for axis, (dim, atom) in layout.positions.items():
-        sizes = [a.size for a in layout.dims[dim]]
-        found[axis] = (dim, prod(sizes[atom + 1 :]), sizes[atom])
-    return found | {axis: state for axis, state in layout.state_of.items() if axis not in found}
-
-
 @dataclass
 class Propagation:
-    """The state of one propagation over a graph. ``choices``: op -> sub-axis -> factor, ``I``, ``R`` or ``P<group>``;
-    ``sources``: source value -> sub-axis -> where it is stored. Both are filled in by ``run``; what they hold before is
-    fixed.
+    """The state of one propagation over a graph. ``choices``: those of operators; ``sources``: source value -> sub-axis
+    -> where it is stored. Both are filled in by ``run``; what they hold before is fixed.
 
     ``movable``: sources whose storage follows their consumers (parameters). ``closed``: (op, axis) pairs that repeat
     the work on an axis rather than follow their operands. ``scatter``: whether partial sums may be scattered where
@@ -97,7 +59,7 @@ class Propagation:
     graph: Graph
     rules: Mapping[str, OpRule]
     mesh: Mesh
-    choices: dict[str, dict[str, str]] = field(default_factory=dict)
+    choices: Choices = field(default_factory=dict)
     sources: dict[str, dict[str, Where]] = field(default_factory=dict)
     movable: frozenset[str] = frozenset()
     closed: frozenset[tuple[str, str]] = frozenset()
@@ -105,9 +67,9 @@ class Propagation:
 
     def run(self) -> dict[str, Strategy]:
         """Decide everything that is open and return a strategy per op."""
-        self._places = {op.name: factor_places(self.rules[op.name]) for op in self.graph.ops}
-        self._split: dict[tuple[str, str], int] = {}
-        self._asked: dict[tuple[str, str], str] = {}  # (op, axis) -> the factor that a consumer would like split
+        self._places = {op.name: Places.of(self.rules[op.name]) for op in self.graph.ops}
+        self._parts: dict[tuple[str, Split], int] = {}  # (op, split) -> into how many parts so far
+        self._asked: dict[tuple[str, str], Split] = {}  # (op, axis) -> what a consumer would like split
         self._fixed = {name: tuple(choices.items()) for name, choices in self.choices.items()}
         for op in self.graph.ops:
             for axis, choice in self.choices.setdefault(op.name, {}).items():
@@ -124,16 +86,17 @@ class Propagation:
         order: dict[tuple[str, Place], tuple[str, ...]] = {}
         for value, where in self.sources.items():
             if value not in self.movable:
-                for place in {own for own in where.values() if isinstance(own, tuple)}:
+                for place in {own for own in where.values() if isinstance(own, Place)}:
                     order[value, place] = tuple(axis for axis, own in where.items() if own == place)
         found: dict[str, Strategy] = {}
         for op in self.graph.ops:
             choices, places = self.choices[op.name], self._places[op.name]
-            ordered: dict[str, str] = {}
-            for factor in dict.fromkeys(choices.values()):
-                axes = sorted((a for a, own in choices.items() if own == factor), key=self.mesh.order.__getitem__)
-                written = [a for a, own in self._fixed.get(op.name, ()) if own == factor]
-                at = [(value, own[factor]) for value, own in zip(op.operands, places[0], strict=True) if factor in own]
+            ordered: dict[str, AxisChoice] = {}
+            for choice in dict.fromkeys(choices.values()):
+                axes = sorted((a for a, own in choices.items() if own == choice), key=self.mesh.order.__getitem__)
+                written = [a for a, own in self._fixed.get(op.name, ()) if own == choice]
+                operands = zip(op.operands, (places.operand(i, choice) for i in range(len(op.operands))), strict=True)
+                at = [(value, where) for value, where in operands if isinstance(where, Place)]
                 known = next((order[key] for key in at if sorted(order.get(key, ())) == sorted(axes)), None)
                 if written:
                     slots = [i for i, axis in enumerate(axes) if axis in written]
@@ -141,25 +104,23 @@ class Propagation:
                         axes[slot] = axis
                 elif known is not None:
                     axes = list(known)
-                ordered |= dict.fromkeys(axes, factor)
-                results = [
-                    (value, own[factor]) for value, own in zip(op.results, places[1], strict=True) if factor in own
-                ]
-                for key in (*at, *results):
+                ordered |= dict.fromkeys(axes, choice)
+                results = zip(op.results, (places.result(i, choice) for i in range(len(op.results))), strict=True)
+                for key in (*at, *((value, where) for value, where in results if isinstance(where, Place))):
                     order.setdefault(key, tuple(axes))
             found[op.name] = Strategy.of(ordered)
         for value, where in self.sources.items():
-            for place in {own for own in where.values() if isinstance(own, tuple)}:
+            for place in {own for own in where.values() if isinstance(own, Place)}:
                 axes = [a for a in order.get((value, place), ()) if where.get(a) == place]
                 for axis in axes:
                     where[axis] = where.pop(axis)
         return found
 
-    def _count(self, op: str, choice: str, axis: str) -> None:
-        if not is_rest(choice):
-            self._split[op, choice] = self._split.get((op, choice), 1) * self.mesh.sizes[axis]
+    def _count(self, op: str, choice: AxisChoice, axis: str) -> None:
+        if isinstance(choice, Split):
+            self._parts[op, choice] = self._parts.get((op, choice), 1) * self.mesh.sizes[axis]
 
-    def _decide(self, op: Op, axis: str, choice: str) -> None:
+    def _decide(self, op: Op, axis: str, choice: AxisChoice) -> None:
         self.choices[op.name][axis] = choice
         self._count(op.name, choice, axis)
         self._store(op, axis)
@@ -168,28 +129,13 @@ class Propagation:
         """Parameters that are not stored anywhere yet on this axis are stored as their consumer needs them."""
         for position, value in enumerate(op.operands):
             if value in self.movable and axis not in self.sources.setdefault(value, {}):
-                need = self.operand_where(op.name, position, self.choices[op.name][axis])
-                self.sources[value][axis] = need if isinstance(need, tuple) else "I"
+                need = self._places[op.name].operand(position, self.choices[op.name][axis])
+                self.sources[value][axis] = need if isinstance(need, Place) else "I"
 
-    def _fits(self, op: Op, factor: str, axis: str) -> bool:
+    def _fits(self, op: Op, split: Split, axis: str) -> bool:
         """Whether a factor can be split over one more axis and leave every device a share."""
-        own = self.rules[op.name].factor(factor)
-        return own.kind != "whole" and own.size // self._split.get((op.name, factor), 1) >= self.mesh.sizes[axis]
-
-    def operand_where(self, op: str, position: int, choice: str) -> Where:
-        """Where an operand must be on an axis, given the op's choice for it."""
-        if choice in ("I", "R"):
-            return choice
-        if is_rest(choice):
-            return "P" if position in self.rules[op].linear[int(choice[1:])] else "R"
-        return self._places[op][0][position].get(choice, "R")
-
-    def result_where(self, op: str, index: int, choice: str) -> Where:
-        """Where a result is on an axis, given the op's choice for it."""
-        if is_rest(choice):
-            return "P" if choice.startswith("P") else choice
-        own = self._places[op][1][index].get(choice)
-        return own if own is not None else REDUCTION_STATES.get(self.rules[op].factor(choice).kind, "I")
+        factor = self.rules[op.name].factor(split.factor)
+        return factor.kind != "whole" and factor.size // self._parts.get((op.name, split), 1) >= self.mesh.sizes[axis]
 
     def _value_where(self, value: str, axis: str) -> Where | None:
         """Where a value is on an axis, or None while that is open."""
@@ -197,7 +143,7 @@ class Propagation:
         if producer is None:
             return self.sources.get(value, {}).get(axis, None if value in self.movable else "I")
         choice = self.choices[producer.name].get(axis)
-        return None if choice is None else self.result_where(producer.name, producer.results.index(value), choice)
+        return None if choice is None else self._places[producer.name].result(producer.results.index(value), choice)
 
     def _up(self, axis: str) -> None:
         """From the fixed operators against the data."""
@@ -206,51 +152,50 @@ class Propagation:
             self._store(op, axis)
         while pending:
             op = pending.pop()
-            for producer, factor in self._makers(op, self.choices[op.name][axis], axis):
-                if axis in self.choices[producer.name] or factor is None:
+            for producer, split in self._makers(op, self.choices[op.name][axis], axis):
+                if axis in self.choices[producer.name] or split is None:
                     continue
-                if self._contracts(producer) and self._meets_other(producer, factor, axis):
-                    self._asked.setdefault((producer.name, axis), factor)
+                if self._contracts(producer) and self._meets_other(producer, split, axis):
+                    self._asked.setdefault((producer.name, axis), split)
                 else:
-                    self._decide(producer, axis, factor)
+                    self._decide(producer, axis, split)
                     pending.append(producer)
 
-    def _makers(self, op: Op, choice: str, axis: str) -> list[tuple[Op, str | None]]:
-        """The operators that make the operands which ``choice`` wants sharded, each with the factor to split for it, or
+    def _makers(self, op: Op, choice: AxisChoice, axis: str) -> list[tuple[Op, Split | None]]:
+        """The operators that make the operands which ``choice`` wants sharded, each with the split that makes it so, or
         None where it makes, or must make, something else."""
-        if is_rest(choice):
-            return []
-        found: list[tuple[Op, str | None]] = []
+        makers: list[tuple[Op, Split | None]] = []
         for position, value in enumerate(op.operands):
-            place = self._places[op.name][0][position].get(choice)
+            place = self._places[op.name].operand(position, choice)
             producer = self.graph.producer.get(value)
-            if place is None or producer is None:
+            if not isinstance(place, Place) or producer is None:
                 continue
-            index = producer.results.index(value)
-            own = self.choices[producer.name].get(axis)
-            if own is not None:
-                found.append((producer, own if self.result_where(producer.name, index, own) == place else None))
+            places, index = self._places[producer.name], producer.results.index(value)
+            decided = self.choices[producer.name].get(axis)
+            if decided is not None:
+                agrees = places.result(index, decided) == place
+                makers.append((producer, decided if isinstance(decided, Split) and agrees else None))
                 continue
-            factors = [name for name, at in self._places[producer.name][1][index].items() if at == place]
-            open_to = factors and (producer.name, axis) not in self.closed and self._fits(producer, factors[0], axis)
-            found.append((producer, factors[0] if open_to else None))
-        return found
+            split = places.split_of_result(index, place)
+            is_open = (producer.name, axis) not in self.closed
+            fits = split is not None and is_open and self._fits(producer, split, axis)
+            makers.append((producer, split if fits else None))
+        return makers
 
     def _contracts(self, op: Op) -> bool:
         return len(op.operands) > 1 and any(factor.kind == "sum" for factor in self.rules[op.name].factors)
 
-    def _meets_other(self, op: Op, factor: str, axis: str) -> bool:
-        """Whether splitting ``factor`` would meet, before the next contraction, an operator that is decided
-        otherwise."""
-        pending, seen = [(op, factor)], {op.name}
+    def _meets_other(self, op: Op, split: Split, axis: str) -> bool:
+        """Whether the split would meet, before the next contraction, an operator that is decided otherwise."""
+        pending, seen = [(op, split)], {op.name}
         while pending:
-            for producer, own in self._makers(*pending.pop(), axis):
+            for producer, wanted in self._makers(*pending.pop(), axis):
                 decided = axis in self.choices[producer.name]
-                if decided and own is None:
+                if decided and wanted is None:
                     return True
-                if not decided and own is not None and producer.name not in seen and not self._contracts(producer):
+                if not decided and wanted is not None and producer.name not in seen and not self._contracts(producer):
                     seen.add(producer.name)
-                    pending.append((producer, own))
+                    pending.append((producer, wanted))
         return False
 
     def _down(self, axis: str) -> None:
@@ -258,62 +203,61 @@ class Propagation:
         for op in self.graph.ops:
             if axis not in self.choices[op.name]:
                 choice = self._best(op, axis)
-                self._decide(op, axis, self._asked.get((op.name, axis), "I") if choice == "I" else choice)
+                self._decide(op, axis, self._asked.get((op.name, axis), INVARIANT) if choice == INVARIANT else choice)
             for position, value in enumerate(op.operands):
-                self._converted.add((value, axis, self.operand_where(op.name, position, self.choices[op.name][axis])))
+                need = self._places[op.name].operand(position, self.choices[op.name][axis])
+                self._converted.add((value, axis, need))
 
-    def _best(self, op: Op, axis: str) -> str:
+    def _best(self, op: Op, axis: str) -> AxisChoice:
         rule = self.rules[op.name]
         if (op.name, axis) in self.closed:
-            return "I"
+            return INVARIANT
         known = [self._value_where(value, axis) for value in op.operands]
-        places = self._places[op.name][0]
-        candidates: list[str] = []
+        places = self._places[op.name].operands
+        candidates: list[AxisChoice] = []
         for factor in rule.factors:
             asked = any(where is not None and where == places[i].get(factor.name) for i, where in enumerate(known))
-            if asked and self._fits(op, factor.name, axis):
-                candidates.append(factor.name)
+            if asked and self._fits(op, Split(factor.name), axis):
+                candidates.append(Split(factor.name))
         scattered = self._scattered(op, axis, known)
         if scattered is not None and scattered not in candidates:
             candidates.append(scattered)
         if candidates and len(op.operands) > 1 and any(f.kind in ("sum", "lowered") for f in rule.factors):
             return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
-        if (
-            "R" in known
-        ):  # inside a lowering: what comes replicated stays so, or a consumer that is split would pay for it
-            candidates.append("R")
-        candidates.append("I")
+        if "R" in known:  # inside a lowering: it stays so, or a consumer that is split would pay for it
+            candidates.append(REPLICATED)
+        candidates.append(INVARIANT)
         for group, members in enumerate(rule.linear):
             if any(known[i] == "P" for i in members) and self._passes_on(op):
-                candidates.append(f"P{group}")
+                candidates.append(PassSum(group))
         return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
 
-    def _scattered(self, op: Op, axis: str, known: list[Where | None]) -> str | None:
+    def _scattered(self, op: Op, axis: str, known: list[Where | None]) -> Split | None:
         """The factor over which a partial sum among the operands is scattered: the one that other axes of that sum are
         scattered over, else the first that is not split yet; only where it divides."""
         rule = self.rules[op.name]
         position = next((i for i, where in enumerate(known) if where == "P"), None)
         if position is None or not self.scatter:
             return None
-        value, own = op.operands[position], self.choices[op.name]
-        summed = {own[other] for other in own if self._value_where(value, other) == "P" and not is_rest(own[other])}
-        found: str | None = None
-        for name in self._places[op.name][0][position]:
-            factor, split = rule.factor(name), self._split.get((op.name, name), 1)
-            if factor.kind not in ("parallel", "sum") or factor.size % (split * self.mesh.sizes[axis]):
+        value, choices = op.operands[position], self.choices[op.name]
+        summed = {choice for other, choice in choices.items() if self._value_where(value, other) == "P"}
+        first: Split | None = None
+        for split in map(Split, self._places[op.name].operands[position]):
+            factor, parts = rule.factor(split.factor), self._parts.get((op.name, split), 1)
+            if factor.kind not in ("parallel", "sum") or factor.size % (parts * self.mesh.sizes[axis]):
                 continue
-            if name in summed:
-                return name
-            if split == 1 and found is None:
-                found = name
-        return found
+            if split in summed:
+                return split
+            if parts == 1 and first is None:
+                first = split
+        return first
 
     def _passes_on(self, op: Op) -> bool:
         """A partial sum is carried through an operator only while a single consumer waits for it: otherwise each would
         reduce it."""
         return len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
 
-    def _cost(self, op: Op, axis: str, choice: str, known: list[Where | None]) -> float:
+    def _cost(self, op: Op, axis: str, choice: AxisChoice, known: list[Where | None]) -> float:
         """Bytes that operands move for a choice. Rows of neighbours (windows) count as nothing: they are fewer than any
         other conversion of their operand moves, and counted they would only lose to repeating the work on an operand
         that somebody else has gathered."""
@@ -322,7 +266,7 @@ class Propagation:
             where = known[position]
             if where is None or (value in self.movable and where == "I"):
                 continue
-            need = self.operand_where(op.name, position, choice)
+            need = self._places[op.name].operand(position, choice)
             if (value, axis, need) in self._converted:
                 continue
             info = self.graph.by_name[value]

@@ -7,7 +7,7 @@ collectives interleave with the computation). Every tensor the model returns is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +26,20 @@ from shardwise.rules.rule import OpRule
 
 # The moves between two layouts of a value.
 Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All that decides a program: a strategy for every operator, and for every source the layout in which it is stored
+    or delivered. ``shared``: values that are converted to one layout first, from which all consumers take them;
+    ``delivered``: outputs that are wanted in some layout, not whole (of a part of a cut graph those that it sends);
+    ``route``: the moves between two layouts of a value (by default those that send the fewest bytes)."""
+
+    strategies: Mapping[str, Strategy]
+    sources: Mapping[str, Layout]
+    shared: Mapping[str, Layout] = field(default_factory=dict)
+    delivered: Mapping[str, Layout] = field(default_factory=dict)
+    route: Route | None = None
 
 
 @dataclass(frozen=True)
@@ -97,22 +111,12 @@ class Spmd:
 
 
 def build_spmd(
-    graph: Graph,
-    rules: Mapping[str, OpRule],
-    strategies: Mapping[str, Strategy],
-    sources: Mapping[str, Layout],
-    mesh: Mesh,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    route: Route | None = None,
-    shared: Mapping[str, Layout] | None = None,
-    delivered: Mapping[str, Layout] | None = None,
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Spmd:
-    """The program of a choice. ``rules``: the divided rules; ``sources``: source value -> the layout it is stored or
-    delivered in; ``bucket_bytes``: the largest message that several parameters share (0: none is shared). ``route``,
-    ``shared`` and ``delivered`` as in ``insert_conversions``. Raises LayoutError as ``place`` does."""
-    placed, lowered = place(graph, rules, strategies, mesh)
-    return fill(insert_conversions(placed, lowered, sources, mesh, route, shared, delivered), bucket_bytes)
+    """What all ranks run under a choice. ``rules``: the divided rules; ``bucket_bytes``: the largest message that
+    several parameters share (0: none is shared). Raises LayoutError as ``place`` does."""
+    placed, lowered = place(graph, rules, choice.strategies, mesh)
+    return fill(insert_conversions(placed, lowered, choice, mesh), bucket_bytes)
 
 
 def place(
@@ -125,25 +129,14 @@ def place(
     return lower_all(graph, rules, strategies, mesh)
 
 
-def insert_conversions(
-    placed: Sequence[PlacedOp],
-    graph: Graph,
-    sources: Mapping[str, Layout],
-    mesh: Mesh,
-    route: Route | None = None,
-    shared: Mapping[str, Layout] | None = None,
-    delivered: Mapping[str, Layout] | None = None,
-) -> Spmd:
-    """The program without buckets: the operators of a lowered graph, and every conversion by itself. ``route``: the
-    moves between two layouts of a value (by default those that send the fewest bytes); ``shared``: values that are
-    converted to one layout first, from which all consumers take them; ``delivered``: outputs that
-    are wanted in some layout, not whole (of a part of a cut graph those that it sends)."""
-    builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, route, shared)
+def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> Spmd:
+    """The program without buckets: the operators of a lowered graph, and every conversion by itself."""
+    sources, wanted = choice.sources, choice.delivered
+    builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, choice.route, choice.shared)
     for item in placed:
         builder.add(item)
-    layouts = delivered or {}
     delivered_as = {
-        name: builder.convert(name, layouts[name], "") if name in layouts else builder.whole(name)
+        name: builder.convert(name, wanted[name], "") if name in wanted else builder.whole(name)
         for name in refs(graph.outputs)
     }
     outputs = tuple(Ref(delivered_as[out.name]) if isinstance(out, Ref) else out for out in graph.outputs)

@@ -24,13 +24,14 @@ from torch._ops import OpOverload
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op, Ref, Source, Value
 from shardwise.graph.schema import tensor_results
+from shardwise.layouts.choice import PassSum, Split
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import build_spmd
+from shardwise.programs.spmd import Choice, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
@@ -237,14 +238,14 @@ def _strategies(rule: OpRule, call: _Call) -> Iterator[tuple[Strategy, Mesh]]:
     opened = [factor.name for factor in rule.factors if factor.kind != "whole" and factor.size > 1]
     for name in opened:
         for mesh in MESHES:
-            yield Strategy.of(dict.fromkeys(mesh.sub_axes, name)), mesh
+            yield Strategy.of(dict.fromkeys(mesh.sub_axes, Split(name))), mesh
     if len(opened) > 1:
         mesh = Mesh([(axis, 2) for axis in "abc"[: len(opened)]])
-        yield Strategy.of(dict(zip(mesh.sub_axes, opened, strict=False))), mesh
+        yield Strategy.of(dict(zip(mesh.sub_axes, map(Split, opened), strict=False))), mesh
     floating = [tensor.is_floating_point() or tensor.is_complex() for tensor in call.operands]
     for group, positions in enumerate(rule.linear):
         if all(floating[i] for i in positions):
-            yield Strategy.of({"a": f"P{group}"}), MESHES[0]
+            yield Strategy.of({"a": PassSum(group)}), MESHES[0]
 
 
 def _run(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
@@ -262,7 +263,7 @@ def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple
     for name, layout in zip(call.op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True):
         whole = {axis: "I" for axis, state in layout.states if state != "P"}
         stored.setdefault(name, layout.without_windows.moved(whole))
-    spmd = build_spmd(call.graph, rules, {call.op.name: strategy}, stored, mesh)
+    spmd = build_spmd(call.graph, rules, Choice({call.op.name: strategy}, stored), mesh)
     cluster = VirtualCluster(mesh)
     held = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
     kinds = Kinds()

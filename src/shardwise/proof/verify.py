@@ -130,15 +130,15 @@ def verify(
     spmd = program_of(plan, graph, training=module.training, original=captured.graph)
     single = _Single(reference, captured, loss, plan.optimizer)
     ranks = _Ranks(spmd, captured, reference, spmd.layouts, plan.optimizer)
-    found: dict[tuple[str, str], Difference] = {}
+    worst: dict[tuple[str, str], Difference] = {}
     records: list[tuple[Collective, ...]] = []
     for step in range(steps):
         expected = single.step(args, named, step)
         actual = ranks.step(args, named, step)
         if step == 0:
             records = [ranks.forward_record, ranks.backward_record]
-        _compare(expected, actual, spmd.layouts, graph, plan, found)
-    differences = tuple(sorted(found.values(), key=lambda d: -d.error))
+        _compare(expected, actual, spmd.layouts, graph, plan, worst)
+    differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     return Report(
         differences=differences,
         tolerance=tolerance,
@@ -251,7 +251,7 @@ class _Ranks:
         for program in self.programs:
             check_program(program)
         full = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self.held: list[dict[str, torch.Tensor]] = []
+        self.tensors: list[dict[str, torch.Tensor]] = []
         for coordinates in self.cluster.coordinates:
             own: dict[str, torch.Tensor] = {}
             for source in spmd.graph.sources:
@@ -260,8 +260,8 @@ class _Ranks:
                     own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
                 elif source.kind == "constant":
                     own[source.value] = _widened(captured.constants[source.value]).clone()
-            self.held.append(own)
-        self.optimizers = [_optimizer(optimizer, [t for t in own.values() if t.requires_grad]) for own in self.held]
+            self.tensors.append(own)
+        self.optimizers = [_optimizer(optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors]
         self.forward_record: tuple[Collective, ...] = ()
         self.backward_record: tuple[Collective, ...] = ()
 
@@ -271,7 +271,7 @@ class _Ranks:
                 optimizer.zero_grad(set_to_none=True)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         bindings = []
-        for own, coordinates in zip(self.held, self.cluster.coordinates, strict=True):
+        for own, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
             binding = dict(own)
             inputs = iter(tensors)
             for source in self.spmd.graph.sources:
@@ -300,7 +300,7 @@ class _Ranks:
 
     def _collect(self, rank: int, values: VirtualValues, gradients: Mapping[str, torch.Tensor]) -> Values:
         collected: Values = {}
-        own, program = self.held[rank], self.programs[rank]
+        own, program = self.tensors[rank], self.programs[rank]
         for i, out in enumerate(self.spmd.outputs):
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
@@ -340,7 +340,7 @@ def _compare(
     layouts: Mapping[str, Layout],
     graph: Graph,
     plan: Plan,
-    found: dict[tuple[str, str], Difference],
+    worst: dict[tuple[str, str], Difference],
 ) -> None:
     """Note the worst difference of every tensor. A tensor that only one side has is an infinite difference."""
     floor: dict[str, float] = {}
@@ -361,8 +361,8 @@ def _compare(
                     want = shard(want, by_name[name], coordinates)
                 scale = max(_magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
                 error = _difference(want, values[key], scale)
-            if key not in found or error > found[key].error or error != error:
-                found[key] = Difference(kind, name, error, rank)
+            if key not in worst or error > worst[key].error or error != error:
+                worst[key] = Difference(kind, name, error, rank)
 
 
 def _matters(*tensors: torch.Tensor | None) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from shardwise.errors import PlanError, problem
+from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout
-from shardwise.search.cost_graph import CostGraph, Variable
+from shardwise.search.cost_graph import CostGraph, OperatorVariable, StorageVariable, Variable
 
 
 def find(cost: CostGraph, name: str) -> int:
@@ -36,23 +37,25 @@ def find(cost: CostGraph, name: str) -> int:
 def shown(cost: CostGraph, variable: Variable) -> str:
     """Parameters by their names in the module, values by the operator that computes them."""
     graph = cost.domains.graph
-    if variable.kind == "operator":
+    if isinstance(variable, OperatorVariable):
         return variable.name
     source = graph.source_of.get(variable.name)
     if source is not None:
-        return source.names[0] if variable.kind == "storage" else f"shared {source.names[0]}"
+        return source.names[0] if isinstance(variable, StorageVariable) else f"shared {source.names[0]}"
     return f"shared {graph.producer[variable.name].name}"
 
 
-def text_of(cost: CostGraph, variable: int, value: int) -> str:
-    own, domains = cost.variables[variable], cost.domains
-    if own.kind == "operator":
-        choices = domains.by_sub_axis(cost.domain_of[variable].choices[value])
-        return domains.strategy_of(choices).format(domains.axes.mesh) or "whole"
-    layout = domains.routes(own.name).layout(int(cost.nodes[variable][value]))
-    return format_layout(layout, domains.graph.by_name[own.name].dtype)
+def text_of(cost: CostGraph, number: int, value: int) -> str:
+    """What a value of a variable stands for: a strategy, or a layout."""
+    variable = cost.variables[number]
+    choice = variable.choice(value)
+    if isinstance(choice, Strategy):
+        return choice.format(cost.domains.axes.mesh) or "whole"
+    return format_layout(choice, cost.domains.graph.by_name[variable.name].dtype)
 
 
-def named(cost: CostGraph, variable: int) -> str:
-    own = cost.variables[variable]
-    return f"storage of {shown(cost, own)}" if own.kind == "storage" else shown(cost, own)
+def named(cost: CostGraph, number: int) -> str:
+    """A variable in a text about several."""
+    variable = cost.variables[number]
+    name = shown(cost, variable)
+    return f"storage of {name}" if isinstance(variable, StorageVariable) else name

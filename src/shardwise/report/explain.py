@@ -15,7 +15,7 @@ from shardwise.plans.bounds import bounds
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.report.choice_names import find, named, text_of
 from shardwise.search.auto import Search
-from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph
+from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph, OperatorVariable, SharedVariable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A part of the price of an alternative: its own (``neighbour`` empty) or that of the way from or to a neighbour as
-    that is chosen. Seconds as in ``Prediction``."""
+    """A part of the price of an alternative: its own (``neighbour`` empty) or that of the conversions from or to
+    a neighbour as that is chosen. Seconds as in ``Prediction``."""
 
     neighbour: str
     exposed: float
@@ -181,31 +181,31 @@ def _messages(search: Search, variable: int, value: int, other: int | None) -> t
     assignment[variable] = value
     maker, taker = min(variable, other), max(variable, other)
     found: list[Message] = []
-    for name, source, target in _ways(cost, maker, taker, assignment):
+    for name, source, target in _conversions(cost, maker, taker, assignment):
         found.extend(_collectives(cost, name, source, target))
     return tuple(found)
 
 
-def _ways(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Iterator[tuple[str, int, int]]:
+def _conversions(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Iterator[tuple[str, int, int]]:
     """(value, node it is in, node it is needed in) of the conversions between two variables, each once."""
-    own = cost.variables[taker]
-    if own.kind == "shared":
-        made_by, made = cost.made[own.name]
+    variable, taken = cost.variables[taker], assignment[taker]
+    if isinstance(variable, SharedVariable):
+        made_by, made = cost.maker[variable.name]
         if made_by == maker:
-            yield own.name, int(made[assignment[maker]]), int(cost.nodes[taker][assignment[taker]])
+            yield variable.name, int(made[assignment[maker]]), int(variable.nodes[taken])
         return
-    if own.kind != "operator":
+    if not isinstance(variable, OperatorVariable):
         return
-    domain, op = cost.domain_of[taker], cost.domains.graph.op_by_name[own.name]
+    domain, op = variable.domain, cost.domains.graph.op_by_name[variable.name]
     seen = set()
     for position, name in enumerate(op.operands):
         nodes = domain.operands[position]
         if nodes is None or name not in cost.home or cost.home[name][0] != maker:
             continue
-        way = name, int(cost.home[name][1][assignment[maker]]), int(nodes[assignment[taker]])
-        if way not in seen:
-            seen.add(way)
-            yield way
+        conversion = name, int(cost.home[name][1][assignment[maker]]), int(nodes[taken])
+        if conversion not in seen:
+            seen.add(conversion)
+            yield conversion
 
 
 def _collectives(cost: CostGraph, name: str, source: int, target: int) -> Iterator[Message]:

@@ -21,7 +21,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.plans.printing import format_bytes
-from shardwise.programs.spmd import build_spmd
+from shardwise.programs.spmd import Choice, build_spmd
 from shardwise.rules import tables
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.binding import RuleTable
@@ -102,12 +102,13 @@ def _communicated(name: str, rule: OpRule, op: Op, graph: Graph) -> tuple[tuple[
     rules = factor_graph(graph, {op.name: rule}).rules
     own = rules[op.name]
     chosen = next((f.name for f in own.factors if f.name.partition(".")[0] == name and f.size > 1), name)
-    strategy = Strategy.of({"x": chosen})
+    strategy = Strategy.parse(f"{chosen}@x", mesh)
     stored: dict[str, Layout] = {}
     for value, layout in zip(op.operands, apply_strategy(own, strategy, mesh).operands, strict=True):
         kept = {axis: "I" for axis, state in layout.states}
         stored.setdefault(value, layout.without_windows.moved(kept))
-    spmd = build_spmd(replace(graph, outputs=()), rules, {op.name: strategy}, stored, mesh, bucket_bytes=0)
+    choice = Choice({op.name: strategy}, stored)
+    spmd = build_spmd(replace(graph, outputs=()), rules, choice, mesh, bucket_bytes=0)
     sizes = dict(zip(op.operands, rule.operands, strict=True))
     flows = any(graph.by_name[name].requires_grad for name in op.results)
     forward: list[str] = []

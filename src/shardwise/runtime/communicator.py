@@ -102,13 +102,15 @@ class Communicator:
 
 
 class Message:
-    """One collective that carries one tensor, or several that make the same way. All sizes are known beforehand.
+    """One collective that carries one tensor, or several that make the same moves. All sizes are known beforehand.
     ``number``: that of the collective it performed last, of all that this rank has started."""
 
-    def __init__(self, own: Sequence[LocalMove], ranks: Communicator, purpose: Purpose, in_place: bool = False) -> None:
-        first = own[0]
+    def __init__(
+        self, moves: Sequence[LocalMove], ranks: Communicator, purpose: Purpose, in_place: bool = False
+    ) -> None:
+        first = moves[0]
         assert first.kind is not None, "a local step sends no message"
-        self.own, self.ranks, self.purpose, self.in_place = list(own), ranks, purpose, in_place
+        self.moves, self.ranks, self.purpose, self.in_place = list(moves), ranks, purpose, in_place
         self.number = 0
         self.kind, self.axes = first.kind, first.axes
         self.group = ranks.group(first.axes)
@@ -116,11 +118,11 @@ class Message:
         self.size = ranks.mesh.size_of(first.axes)
         self.op = REDUCTIONS[first.reduction]
         # Elements that each member sends (all_gather) or that each member gets (the others), per tensor.
-        self.counts = [[prod(shape) for shape in move.received] for move in own]
+        self.counts = [[prod(shape) for shape in move.received] for move in moves]
         self.totals = [sum(counts) for counts in zip(*self.counts, strict=True)]
         self.largest = max(self.totals)
         self.even = all(total == self.largest for total in self.totals)
-        self.single, self.with_own = len(own) == 1, first.with_own
+        self.single, self.with_own = len(moves) == 1, first.with_own
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[torch.Tensor, Any]:
         """Start the collective: (the buffer it fills, the handle to ``finish``, None if that is done).
@@ -164,24 +166,24 @@ class Message:
         """The results, from a buffer that is filled. ``given``: this rank's tensor, where the move needs it as well."""
         if self.kind in ("all_reduce", "reduce_scatter"):
             if self.single:
-                own = self.own[0]
+                own = self.moves[0]
                 return [buffer if buffer.shape == own.shape else buffer.flatten()[: prod(own.shape)].view(own.shape)]
-            sizes = [prod(move.shape) for move in self.own]
+            sizes = [prod(move.shape) for move in self.moves]
             pieces = buffer.flatten()[: sum(sizes)].split(sizes)
-            return [piece.view(move.shape) for piece, move in zip(pieces, self.own, strict=True)]
-        if self.single and self.even and self.own[0].receives_memory:
-            return [buffer.view(self.own[0].shape)]
+            return [piece.view(move.shape) for piece, move in zip(pieces, self.moves, strict=True)]
+        if self.single and self.even and self.moves[0].receives_memory:
+            return [buffer.view(self.moves[0].shape)]
         if self.kind == "all_gather":
             rows = buffer.view(self.size, self.largest).unbind(0)
         else:
             rows = buffer.split(self.totals)
-        arrived: list[list[torch.Tensor]] = [[] for _ in self.own]
+        arrived: list[list[torch.Tensor]] = [[] for _ in self.moves]
         for member, row in enumerate(rows):
             start = 0
-            for pieces, counts, move in zip(arrived, self.counts, self.own, strict=True):
+            for pieces, counts, move in zip(arrived, self.counts, self.moves, strict=True):
                 pieces.append(row[start : start + counts[member]].view(move.received[member]))
                 start += counts[member]
-        return [move.unpack([*pieces, *given]) for move, pieces in zip(self.own, arrived, strict=True)]
+        return [move.unpack([*pieces, *given]) for move, pieces in zip(self.moves, arrived, strict=True)]
 
     # ------------------------------------------------------------------------------------------------- collectives
 
@@ -194,7 +196,7 @@ class Message:
             tensor = buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.ranks.note(self.kind, self.axes, buffer.numel() * buffer.element_size())
         if torch.compiler.is_compiling():
-            buffer = _finished(_traced.all_reduce(buffer, _TRACED_REDUCTIONS[self.own[0].reduction], self.group_name))
+            buffer = _finished(_traced.all_reduce(buffer, _TRACED_REDUCTIONS[self.moves[0].reduction], self.group_name))
             return buffer.view(tensor.dtype), None
         work = dist.all_reduce(buffer, op=self.op, group=self.group, async_op=not wait)
         return buffer.view(tensor.dtype), work
@@ -210,11 +212,11 @@ class Message:
         return received.view(tensors[0].dtype), work
 
     def _reduce_scatter(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
-        if self.single and self.own[0].sends_memory:
+        if self.single and self.moves[0].sends_memory:
             sent = tensors[0].contiguous().view(-1)
             total = sent.numel()
         else:
-            packed = [move.pack(tensor) for move, tensor in zip(self.own, tensors, strict=True)]
+            packed = [move.pack(tensor) for move, tensor in zip(self.moves, tensors, strict=True)]
             parts = [[messages[member] for messages in packed] for member in range(self.size)]
             largest = max(sum(part.numel() for part in row) for row in parts)
             total = sum(part.numel() for row in parts for part in row)
@@ -227,7 +229,7 @@ class Message:
         return received, work
 
     def _all_to_all(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
-        packed = [move.pack(tensor) for move, tensor in zip(self.own, tensors, strict=True)]
+        packed = [move.pack(tensor) for move, tensor in zip(self.moves, tensors, strict=True)]
         parts = [[_wire(messages[member]).reshape(-1) for messages in packed] for member in range(self.size)]
         given = [sum(part.numel() for part in row) for row in parts]
         sent = torch.cat([part for row in parts for part in row])

@@ -19,17 +19,30 @@ from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.routing import Router
 from shardwise.graph.ir import Graph
+from shardwise.layouts.choice import Choices, layout_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
+from shardwise.layouts.strategy import Strategy
+from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights, build
+from shardwise.search.cost_graph import (
+    BYTES,
+    COMPUTE,
+    EXPOSED,
+    TRAFFIC,
+    CostGraph,
+    OperatorVariable,
+    SharedVariable,
+    StorageVariable,
+    Weights,
+    build,
+)
 from shardwise.search.domains import Domains
 from shardwise.search.dynamic_programming import Outcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import restricted
 from shardwise.search.free import settle
-from shardwise.search.modes import Choice, Choices, layout_of
 from shardwise.search.solving import minimise, solver_of
 
 PRICED_SEARCHES = ("dynamic_programming", "ilp", "recursive_programming")
@@ -115,45 +128,39 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
     """An assignment as strategies, storage and shared layouts of the whole graph."""
     domains = cost.domains
     graph, mesh = domains.graph, domains.axes.mesh
-    decided: Choices = {}
+    decided: dict[str, Strategy] = {}
     stored: dict[str, Layout] = {}
     shared: dict[str, Layout] = {}
-    for number, variable in enumerate(cost.variables):
-        value = assignment[number]
-        if variable.kind == "operator":
-            decided[variable.name] = domains.by_sub_axis(cost.domain_of[number].choices[value])
-        else:
-            layout = domains.routes(variable.name).layout(int(cost.nodes[number][value]))
-            (stored if variable.kind == "storage" else shared)[variable.name] = layout
+    for variable, value in zip(cost.variables, assignment, strict=True):
+        match variable:
+            case OperatorVariable():
+                decided[variable.name] = variable.choice(value)
+            case StorageVariable():
+                stored[variable.name] = variable.choice(value)
+            case SharedVariable():
+                shared[variable.name] = variable.choice(value)
     for view in cost.folded:
         node = int(view.nodes[assignment[view.home]])
-        decided[view.op] = domains.choices_at(graph.op_by_name[view.op], node)
-    choices, inputs = settle(graph, domains.rules, mesh, decided)
-    sources: dict[str, Layout] = {}
-    for source in graph.sources:
-        name = source.value
-        if name in stored:
-            sources[name] = stored[name]
-        else:
-            sources[name] = layout_of(inputs.get(name, {}), domains.atoms[name], mesh)
-    strategies = {name: domains.strategy_of(own) for name, own in choices.items()}
-    return Choice(strategies, sources, shared, domains.router)
+        decided[view.op] = domains.strategy_at(graph.op_by_name[view.op], node)
+    strategies, inputs = settle(graph, domains.rules, mesh, decided)
+    sources = {
+        name: stored.get(name) or layout_of(inputs.get(name, {}), domains.atoms[name], mesh) for name in graph.source_of
+    }
+    return Choice(strategies, sources, shared, route=domains.router)
 
 
 def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
     """The assignment that a choice (of another search) is in the cost graph, with the best shared layouts; None if it
     is not in its space."""
-    domains = cost.domains
     fixed: dict[int, int] = {}
     for number, variable in enumerate(cost.variables):
-        if variable.kind == "operator":
-            own = choice.strategies[variable.name].choice_of
-            wanted = {part: own.get(part, "I") for part in domains.axes.mesh.sub_axes}
-            options = cost.domain_of[number].choices
-            at = [i for i, choices in enumerate(options) if domains.by_sub_axis(choices) == wanted]
-        elif variable.kind == "storage":
-            node = domains.routes(variable.name).node_of(choice.sources[variable.name])
-            at = np.flatnonzero(cost.nodes[number] == node).tolist()
+        if isinstance(variable, OperatorVariable):
+            wanted = choice.strategies[variable.name].choice_of
+            options = (variable.choice(value).choice_of for value in range(variable.size))
+            at = [value for value, choices in enumerate(options) if choices == wanted]
+        elif isinstance(variable, StorageVariable):
+            node = variable.routes.node_of(choice.sources[variable.name])
+            at = np.flatnonzero(variable.nodes == node).tolist()
         else:
             continue
         if not at:

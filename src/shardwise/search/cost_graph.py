@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.costs.compute import is_view
 from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
+from shardwise.layouts.strategy import Strategy
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 
@@ -29,14 +32,57 @@ EXPOSED, COMPUTE, TRAFFIC, BYTES = range(4)
 Components = tuple[Floats | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """``kind``: "operator", "storage" (of a parameter) or "shared" (layout of a value); ``name``: of the operator or
-    the value; ``size``: the number of its values."""
+@dataclass(frozen=True, slots=True, eq=False)
+class OperatorVariable:
+    """The strategy of an operator: its values are those of a domain."""
 
-    kind: str
     name: str
-    size: int
+    domain: Domain
+    kind: ClassVar[str] = "operator"
+
+    @property
+    def size(self) -> int:
+        """The number of its values."""
+        return len(self.domain)
+
+    def choice(self, value: int) -> Strategy:
+        """What a value stands for."""
+        return self.domain.strategy(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayoutVariable:
+    """A layout of a value: per value of the variable its node among the routes."""
+
+    name: str
+    routes: Routes
+    nodes: Ints
+
+    @property
+    def size(self) -> int:
+        """The number of its values."""
+        return len(self.nodes)
+
+    def choice(self, value: int) -> Layout:
+        """What a value stands for."""
+        return self.routes.layout(int(self.nodes[value]))
+
+
+class StorageVariable(_LayoutVariable):
+    """The layout in which a parameter is stored."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = "storage"
+
+
+class SharedVariable(_LayoutVariable):
+    """The layout from which all consumers convert a value."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = "shared"
+
+
+Variable = OperatorVariable | StorageVariable | SharedVariable
 
 
 @dataclass(frozen=True)
@@ -70,14 +116,12 @@ class CostGraph:
 
     domains: Domains
     variables: list[Variable] = field(default_factory=list)
-    nodes: dict[int, Ints] = field(default_factory=dict)  # storage and shared variables: value -> node of its routes
-    domain_of: dict[int, Domain] = field(default_factory=dict)
     factors: list[tuple[Scope, int]] = field(default_factory=list)
     kinds: list[Components] = field(default_factory=list)
     number: dict[tuple[str, str], int] = field(default_factory=dict)
     folded: list[Folded] = field(default_factory=list)
     # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
-    made: dict[str, tuple[int, Ints]] = field(default_factory=dict)
+    maker: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     home: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
     def weighted(self, weights: Weights) -> Problem:
@@ -135,8 +179,8 @@ class CostGraph:
         return total
 
 
-def held_by(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
-    """(kind, name) of a variable -> the bytes that it and the way to it hold."""
+def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
+    """(kind, name) of a variable -> the bytes that it and the conversions to it hold."""
     found: dict[tuple[str, str], float] = {}
     for scope, kind in cost.factors:
         table = cost.kinds[kind][BYTES]
@@ -147,15 +191,13 @@ def held_by(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], flo
     return found
 
 
-def build(
-    domains: Domains, fixed: Mapping[str, Mapping[str, str]], storage: Mapping[str, Layout] | None = None
-) -> CostGraph:
-    """The cost graph. ``fixed``: operator -> sub-axis -> choice; ``storage``: parameters whose layout is decided."""
+def build(domains: Domains, fixed: Choices, storage: Mapping[str, Layout] | None = None) -> CostGraph:
+    """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided."""
     return _Builder(domains, fixed, storage or {}).run()
 
 
 class _Builder:
-    def __init__(self, domains: Domains, fixed: Mapping[str, Mapping[str, str]], storage: Mapping[str, Layout]) -> None:
+    def __init__(self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout]) -> None:
         self.domains, self.graph = domains, domains.graph
         self.fixed, self.storage = fixed, storage
         self.cost = CostGraph(domains)
@@ -177,10 +219,10 @@ class _Builder:
 
     # -- variables -----------------------------------------------------------------------------------------------------
 
-    def _variable(self, kind: str, name: str, size: int) -> int:
+    def _add(self, variable: Variable) -> int:
         number = len(self.cost.variables)
-        self.cost.variables.append(Variable(kind, name, size))
-        self.cost.number[kind, name] = number
+        self.cost.variables.append(variable)
+        self.cost.number[variable.kind, variable.name] = number
         return number
 
     def _store(self, name: str) -> None:
@@ -192,8 +234,7 @@ class _Builder:
             node = routes.node_of(self.storage[name])
             assert node is not None, f"{name} is stored as {self.storage[name]}, which is none of its layouts"
             nodes = np.array([node])
-        variable = self._variable("storage", name, len(nodes))
-        self.cost.nodes[variable] = nodes
+        variable = self._add(StorageVariable(name, routes, nodes))
 
         def table() -> Components:
             numel = routes.numel[nodes].astype(np.float64)
@@ -206,7 +247,7 @@ class _Builder:
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
         """A value is made, in a layout that ``variable`` decides."""
-        self.cost.made[name] = self.cost.home[name] = variable, nodes
+        self.cost.maker[name] = self.cost.home[name] = variable, nodes
         if len(self.consumers.get(name, ())) > 1:
             self._share(name, variable, nodes, traffic=traffic)
 
@@ -231,8 +272,7 @@ class _Builder:
         if self._fold(op):
             return
         domain = self.domains.domain(op, self.fixed.get(op.name))
-        variable = self._variable("operator", op.name, len(domain))
-        self.cost.domain_of[variable] = domain
+        variable = self._add(OperatorVariable(op.name, domain))
         self._factor((variable,), ("operator", id(domain)), lambda: (domain.exposed, domain.compute, None, domain.kept))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
@@ -253,8 +293,7 @@ class _Builder:
             ]
         nodes = np.unique(np.concatenate(used))
         routes = self.domains.routes(name)
-        variable = self._variable("shared", name, len(nodes))
-        self.cost.nodes[variable] = nodes
+        variable = self._add(SharedVariable(name, routes, nodes))
         kept = self._is_kept(name)
 
         def table() -> Components:
@@ -286,7 +325,7 @@ class _Builder:
         routes = self.domains.routes(name)
         positions = tuple(i for i, own in enumerate(op.operands) if own == name)
         traffic = name in self.parameter
-        stored = traffic and home == self.cost.number.get(("storage", name))
+        computed = isinstance(self.cost.variables[home], OperatorVariable)
 
         def table() -> Components:
             seconds = np.zeros((len(made), len(domain)))
@@ -301,13 +340,13 @@ class _Builder:
                 seconds += self._between(routes, made, nodes) * fresh[None, :]
                 if position in domain.keeps:
                     copied = _copied(routes, made, nodes)
-                    if not stored and home not in self.cost.nodes:
+                    if computed:
                         copied = np.ones_like(copied)  # the value itself is kept, once
                     held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
                 done.append(nodes)
             return self._placed(seconds, held, traffic)
 
-        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, stored)
+        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed)
         self._factor((home, variable), key, table)
 
     @staticmethod

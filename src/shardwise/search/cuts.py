@@ -13,8 +13,8 @@ from shardwise.errors import LayoutError, problem
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import apply_strategy, check_strategy
+from shardwise.programs.spmd import Choice
 from shardwise.rules.rule import OpRule
-from shardwise.search.modes import Choice
 from shardwise.search.wishes import splittable
 
 # Operator -> factor -> its indices on each device.

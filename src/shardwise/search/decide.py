@@ -8,11 +8,12 @@ from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import parse_cuts
+from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.search.cuts import stored_as_cut, with_cuts
 from shardwise.search.fixed import annotated_rules, fixed_choices, subjects
 from shardwise.search.kept import sum_whole
-from shardwise.search.modes import Choice, choose
+from shardwise.search.modes import choose
 
 
 def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: str) -> tuple[Factored, Choice]:

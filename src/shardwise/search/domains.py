@@ -7,9 +7,9 @@ atoms) share their domain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 
@@ -21,20 +21,22 @@ from shardwise.costs.fragments import Fragments
 from shardwise.costs.routing import Router
 from shardwise.costs.saved import saved_by
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
-from shardwise.layouts.routes import STATES, Floats, Ints, Routes
-from shardwise.layouts.strategy import Strategy, is_rest
-from shardwise.rules.rule import Dims, OpRule, base_name
-from shardwise.search.wishes import burdens
+from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, Places, Split, Where
+from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
+from shardwise.layouts.strategy import Strategy
+from shardwise.rules.rule import OpRule, base_name
+from shardwise.search.wishes import num_blockers
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Strategies 0, 1, ... of one kind of operator. ``choices``: per strategy the choice of every axis. ``operands``,
-    ``results``: per tensor and strategy its node in the value's ``Routes`` (operands that carry no gradient and depend
-    on no parameter: None). ``compute``: seconds of the operator; ``exposed``: of collectives that are part of it;
-    ``kept``: bytes kept for backward besides operands; ``keeps``: operands that are kept."""
+    """Strategies 0, 1, ... of one kind of operator. ``choices``: per strategy the choice of each of ``axes``.
+    ``operands``, ``results``: per tensor and strategy its node in the value's ``Routes`` (operands that carry no
+    gradient and depend on no parameter: None). ``compute``: seconds of the operator; ``exposed``: of collectives that
+    are part of it; ``kept``: bytes kept for backward besides operands; ``keeps``: operands that are kept."""
 
-    choices: tuple[tuple[str, ...], ...]
+    axes: Axes
+    choices: tuple[tuple[AxisChoice, ...], ...]
     operands: tuple[Ints | None, ...]
     results: tuple[Ints | None, ...]
     compute: Floats
@@ -45,9 +47,14 @@ class Domain:
     def __len__(self) -> int:
         return len(self.choices)
 
+    def strategy(self, index: int) -> Strategy:
+        """One of its strategies."""
+        return strategy_of(self.choices[index], self.axes)
+
     def only(self, kept: Ints) -> Domain:
         """The domain with some strategies."""
         return Domain(
+            self.axes,
             tuple(self.choices[i] for i in kept.tolist()),
             tuple(None if nodes is None else nodes[kept] for nodes in self.operands),
             tuple(None if nodes is None else nodes[kept] for nodes in self.results),
@@ -90,10 +97,10 @@ class Domains:
         return tuple(op for op in self.graph.ops if any(name in self.active for name in op.operands))
 
     def routes(self, name: str) -> Routes:
-        """The layouts of a value and the ways between them."""
+        """The layouts of a value and the routes between them."""
         return self.router.routes(self.graph.by_name[name], self.atoms[name], is_parameter=name in self.parameters)
 
-    def domain(self, op: Op, fixed: Mapping[str, str] | None = None) -> Domain:
+    def domain(self, op: Op, fixed: Mapping[str, AxisChoice] | None = None) -> Domain:
         """The strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
         key = self._kinds.get(op.name)
         if key is None:
@@ -103,7 +110,7 @@ class Domains:
             found = self._domains[key] = self._build(op)
         if not fixed:
             return found
-        narrow = (key, tuple(sorted(fixed.items())))
+        narrow = (key, tuple(sorted(fixed.items(), key=lambda item: item[0])))
         if narrow not in self._domains:
             wanted = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
             kept = [
@@ -117,38 +124,27 @@ class Domains:
     def renamed_codes(self, op: Op) -> Ints | None:
         """State on the operand -> state on the result of an operator with one of each, where every atom of one is an
         atom of the other and every state passes; else None."""
-        rule, routes = self.rules[op.name], (self.routes(op.operands[0]), self.routes(op.results[0]))
-        tensors = [replace(own.tensor, atoms=()) for own in routes]
-        if tensors[0] != tensors[1] or (0,) not in rule.linear or any(f.kind != "parallel" for f in rule.factors):
+        rule, before, after = self.rules[op.name], self.routes(op.operands[0]), self.routes(op.results[0])
+        places = Places.of(rule)
+        if replace(before.tensor, atoms=()) != replace(after.tensor, atoms=()):
             return None
-        renamed = np.full(routes[0].base, -1, dtype=np.int64)
+        if (0,) not in rule.linear or any(factor.kind != "parallel" for factor in rule.factors):
+            return None
+        renamed = np.full(before.base, -1, dtype=np.int64)
         renamed[: len(STATES)] = np.arange(len(STATES))
-        for factor in rule.factors:
-            places = [
-                _position(own, rule, dims, at, 1) if at is not None else -1
-                for own, dims in zip(routes, (rule.operands[0], rule.results[0]), strict=True)
-                for at in [_place_of(factor.name, dims)]
-            ]
-            if factor.size > 1 and min(places) < 0:
+        for split in (Split(factor.name) for factor in rule.factors if factor.size > 1):
+            codes = before.code_of(places.operand(0, split)), after.code_of(places.result(0, split))
+            if min(codes) < SHARDED or before.sizes[codes[0] - SHARDED] != rule.factor(split.factor).size:
                 return None
-            if factor.size > 1:
-                if routes[0].sizes[places[0] - len(STATES)] != factor.size:
-                    return None
-                renamed[places[0]] = places[1]
-        complete = (renamed >= 0).all() and len(set(renamed.tolist())) == routes[1].base
+            renamed[codes[0]] = codes[1]
+        complete = (renamed >= 0).all() and len(set(renamed.tolist())) == after.base
         return renamed if complete else None
 
-    def choices_at(self, op: Op, node: int) -> dict[str, str]:
-        """Sub-axis -> choice of an operator with one operand, so that the operand is at a node of its routes."""
-        rule, routes = self.rules[op.name], self.routes(op.operands[0])
-        factors: dict[int, str] = {}
-        for factor in rule.factors:
-            at = _place_of(factor.name, rule.operands[0])
-            if factor.size > 1 and at is not None:
-                factors[_position(routes, rule, rule.operands[0], at, 1)] = factor.name
-        states = {"I": "I", "R": "R", "P": f"P{rule.linear.index((0,))}"}
-        names = [states[STATES[code]] if code < len(STATES) else factors[code] for code in routes.codes[node].tolist()]
-        return self.by_sub_axis(names)
+    def strategy_at(self, op: Op, node: int) -> Strategy:
+        """The strategy of a view that takes its operand at a node of its routes (``renamed_codes``)."""
+        places, routes = Places.of(self.rules[op.name]), self.routes(op.operands[0])
+        choices = [places.choice_of_operand(0, routes.where(code)) for code in routes.codes[node].tolist()]
+        return strategy_of([choice for choice in choices if choice is not None], self.axes)
 
     def _kind_of(self, op: Op) -> object:
         """What the domain of an operator depends on."""
@@ -173,32 +169,27 @@ class Domains:
             tuple(map(tensor, op.operands)),
             tuple(map(tensor, op.results)),
             (rule.factors, rule.operands, rule.results, rule.linear),
-            tuple(self._is_burdened(op, factor.name) for factor in rule.factors),
+            tuple(self._is_blocked(op, factor.name) for factor in rule.factors),
         )
 
     def _build(self, op: Op) -> Domain:
         rule = self.rules[op.name]
         per_axis = self._choices(op, rule)
         # [strategies, axes]: the number of each axis's choice in its list.
-        every = list(product(*(range(len(own)) for own in per_axis)))
+        every = list(product(*(range(len(choices)) for choices in per_axis)))
         grid = np.array(every, dtype=np.int64).reshape(len(every), len(per_axis))
         fitting = np.ones(len(grid), dtype=np.bool_)
-        ways: dict[str, Ints] = {}
+        num_parts: dict[str, Ints] = {}
         for factor in rule.factors:
-            ways[factor.name] = own = np.ones(len(grid), dtype=np.int64)
+            num_parts[factor.name] = parts = np.ones(len(grid), dtype=np.int64)
             for axis, size in enumerate(self.axes.sizes):
-                if factor.name in per_axis[axis]:
-                    own *= np.where(grid[:, axis] == per_axis[axis].index(factor.name), size, 1)
-            fitting &= own <= max(factor.size, 1)
+                if Split(factor.name) in per_axis[axis]:
+                    parts *= np.where(grid[:, axis] == per_axis[axis].index(Split(factor.name)), size, 1)
+            fitting &= parts <= max(factor.size, 1)
         fitting &= ~self._mixes_lowered(rule, per_axis, grid)
-        operands = [
-            self._nodes(name, rule, dims, i, per_axis, grid)
-            for i, (name, dims) in enumerate(zip(op.operands, rule.operands, strict=True))
-        ]
-        results = [
-            self._nodes(name, rule, dims, None, per_axis, grid)
-            for name, dims in zip(op.results, rule.results, strict=True)
-        ]
+        places = Places.of(rule)
+        operands = [self._nodes(name, partial(places.operand, i), per_axis, grid) for i, name in enumerate(op.operands)]
+        results = [self._nodes(name, partial(places.result, i), per_axis, grid) for i, name in enumerate(op.results)]
         for nodes in (*operands, *results):
             if nodes is not None:
                 fitting &= nodes >= 0
@@ -206,13 +197,13 @@ class Domains:
         return self._priced(
             op,
             rule,
-            [tuple(own[i] for own, i in zip(per_axis, row, strict=True)) for row in grid[kept].tolist()],
-            {name: own[kept] for name, own in ways.items()},
+            [tuple(choices[i] for choices, i in zip(per_axis, row, strict=True)) for row in grid[kept].tolist()],
+            {name: parts[kept] for name, parts in num_parts.items()},
             [None if nodes is None else nodes[kept] for nodes in operands],
             [None if nodes is None else nodes[kept] for nodes in results],
         )
 
-    def _choices(self, op: Op, rule: OpRule) -> list[list[str]]:
+    def _choices(self, op: Op, rule: OpRule) -> list[list[AxisChoice]]:
         """Per axis its choices: the factors that it may split, then the states.
 
         Of a factor that the graph divides into parts, those parts are left out that some operator must keep whole or
@@ -222,107 +213,76 @@ class Domains:
         together (views, casts, sums, scaling), and not through contractions, which would repeat heavy work for it.
         """
         gradient = any(self.graph.by_name[name].requires_grad for name in (*op.operands, *op.results))
-        states = ["I"]
+        others: list[AxisChoice] = [INVARIANT]
         activations = {i for i, name in enumerate(op.operands) if name in self.active - self.parameters}
-        groups = [f"P{group}" for group, members in enumerate(rule.linear) if activations <= set(members)]
+        groups = [PassSum(group) for group, members in enumerate(rule.linear) if activations <= set(members)]
         if groups and op.target not in FLOPS:  # nothing makes a parameter partial
-            states += [*(["R"] if gradient else []), *(groups if activations else [])]
+            others += [*([REPLICATED] if gradient else []), *(groups if activations else [])]
         named = [
-            f for f in rule.factors if f.kind in ("parallel", "sum", "lowered") and not self._is_burdened(op, f.name)
+            f for f in rule.factors if f.kind in ("parallel", "sum", "lowered") and not self._is_blocked(op, f.name)
         ]
-        return [[f.name for f in named if f.size >= size] + states for size in self.axes.sizes]
+        return [[*(Split(f.name) for f in named if f.size >= size), *others] for size in self.axes.sizes]
 
-    def _is_burdened(self, op: Op, factor: str) -> bool:
+    def _is_blocked(self, op: Op, factor: str) -> bool:
         """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
-        return base_name(factor) != factor and self._burden[op.name, factor] > 0
+        return base_name(factor) != factor and self._num_blockers[op.name, factor] > 0
 
     @cached_property
-    def _burden(self) -> Mapping[tuple[str, str], int]:
-        return burdens(self.graph, self.rules, ("whole", "lowered"))
+    def _num_blockers(self) -> Mapping[tuple[str, str], int]:
+        return num_blockers(self.graph, self.rules, ("whole", "lowered"))
 
     @staticmethod
-    def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[str]], grid: Ints) -> NDArray[np.bool_]:
+    def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[AxisChoice]], grid: Ints) -> NDArray[np.bool_]:
         """Strategies that lower the operator on one axis, and on another defer a sum or repeat work that could be
         split. Nothing needs both, and every lowered strategy is priced by building its program."""
-        kinds = {factor.name: factor.kind for factor in rule.factors}
+        splits = {kind: {Split(f.name) for f in rule.factors if f.kind == kind} for kind in ("parallel", "lowered")}
         some, idle = np.zeros(len(grid), dtype=np.bool_), np.zeros(len(grid), dtype=np.bool_)
-        for axis, own in enumerate(per_axis):
-            some |= np.array([kinds.get(choice) == "lowered" for choice in own])[grid[:, axis]]
-            useful = any(kinds.get(choice) == "parallel" for choice in own)
-            idle |= np.array([is_rest(choice) and (useful or choice != "I") for choice in own])[grid[:, axis]]
+        for axis, choices in enumerate(per_axis):
+            some |= np.array([choice in splits["lowered"] for choice in choices])[grid[:, axis]]
+            useful = not splits["parallel"].isdisjoint(choices)
+            waits = [not isinstance(choice, Split) and (useful or choice != INVARIANT) for choice in choices]
+            idle |= np.array(waits)[grid[:, axis]]
         return some & idle
 
     def _nodes(
         self,
         name: str,
-        rule: OpRule,
-        dims: Dims,
-        position: int | None,
-        per_axis: Sequence[Sequence[str]],
+        where: Callable[[AxisChoice], Where],
+        per_axis: Sequence[Sequence[AxisChoice]],
         grid: Ints,
     ) -> Ints | None:
-        """Per strategy the node of an operand (``position``) or a result; -1 where it is no layout of the value."""
+        """Per strategy the node of an operand or result; -1 where it is no layout of the value. ``where``: it is on an
+        axis, for a choice."""
         if name not in self.active:
             return None
         routes = self.routes(name)
         codes = np.zeros_like(grid)
-        for axis, (own, size) in enumerate(zip(per_axis, self.axes.sizes, strict=True)):
-            known = np.array([self._code(routes, rule, dims, position, choice, size) for choice in own])
-            codes[:, axis] = known[grid[:, axis]]
+        for axis, (choices, size) in enumerate(zip(per_axis, self.axes.sizes, strict=True)):
+            code_of = np.array([routes.code_of(where(choice), size) for choice in choices])
+            codes[:, axis] = code_of[grid[:, axis]]
         nodes = routes.node(np.maximum(codes, 0))
         return np.where((codes < 0).any(axis=1), -1, nodes)
-
-    def _code(self, routes: Routes, rule: OpRule, dims: Dims, position: int | None, choice: str, size: int) -> int:
-        """The state of a tensor on an axis of ``size`` devices, under a choice; -1: none."""
-        state = self._state(rule, dims, position, choice)
-        if isinstance(state, str):
-            if state == "R" and not routes.tensor.differentiable:
-                state = "I"
-            return STATES.index(state)
-        return _position(routes, rule, dims, state, size)
-
-    def _state(self, rule: OpRule, dims: Dims, position: int | None, choice: str) -> str | tuple[int, int]:
-        """``I``, ``R``, ``P``, or the place (dim, index among the factors of the dim) of the factor that is split."""
-        if is_rest(choice):
-            if choice in ("I", "R"):
-                return choice
-            passes = position is None or position in rule.linear[int(choice[1:])]
-            return "P" if passes else "R"
-        split = [choice]
-        if position is not None:  # who splits a result splits what it reads through windows in the same place
-            split += [
-                rule.parts_of(base)[0].name
-                for base, window in rule.windows
-                if choice == rule.parts_of(window.factor)[0].name
-            ]
-        for factor in split:
-            at = _place_of(factor, dims)
-            if at is not None:
-                return at
-        if position is not None:
-            return "R"
-        return "P" if rule.factor(choice).kind == "sum" else "I"
 
     def _priced(
         self,
         op: Op,
         rule: OpRule,
-        choices: list[tuple[str, ...]],
-        ways: Mapping[str, Ints],
+        choices: list[tuple[AxisChoice, ...]],
+        num_parts: Mapping[str, Ints],
         operands: list[Ints | None],
         results: list[Ints | None],
     ) -> Domain:
         count = len(choices)
         compute, exposed, kept = np.zeros(count), np.zeros(count), np.zeros(count)
-        lowered = {factor.name for factor in rule.factors if factor.kind == "lowered"}
-        lowered |= {rule.parts_of(window.factor)[0].name for _, window in rule.windows}
+        lowered = {Split(factor.name) for factor in rule.factors if factor.kind == "lowered"}
+        lowered |= {Split(rule.parts_of(window.factor)[0].name) for _, window in rule.windows}
         values = [self.graph.by_name[name] for name in op.operands]
         outputs = [self.graph.by_name[name] for name in op.results]
         saved = saved_by(op, values)
-        local = np.array([-(-f.size // ways[f.name]) for f in rule.factors], dtype=np.int64).reshape(-1, count)
+        local = np.array([-(-f.size // num_parts[f.name]) for f in rule.factors], dtype=np.int64).reshape(-1, count)
         alive = np.ones(count, dtype=np.bool_)
         # Lowered strategies and those that exchange halos are priced by what is emitted for them.
-        plain = np.array([not lowered.intersection(own) for own in choices], dtype=np.bool_)
+        plain = np.array([lowered.isdisjoint(own) for own in choices], dtype=np.bool_)
         same, back = np.unique(local[:, plain], axis=1, return_inverse=True)
         place = {factor.name: i for i, factor in enumerate(rule.factors)}
         prices = np.zeros((2, same.shape[1]))
@@ -335,7 +295,7 @@ class Domains:
             prices[1, i] = self._kept(op, saved.results, saved.other_bytes, values, outputs, shapes)
         compute[plain], kept[plain] = prices[:, back.reshape(-1)]
         for i in np.flatnonzero(~plain).tolist():
-            fragment = self.fragments(op, rule, self.strategy_of(self.by_sub_axis(choices[i])))
+            fragment = self.fragments(op, rule, strategy_of(choices[i], self.axes))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
             taken = zip(operands, op.operands, fragment.operands, strict=True)
             made = zip(results, op.results, fragment.results, strict=True)
@@ -344,7 +304,8 @@ class Domains:
                     node = self.routes(name).node_of(layout)
                     alive[i] &= node is not None
                     nodes[i] = -1 if node is None else node
-        found = Domain(
+        domain = Domain(
+            self.axes,
             tuple(choices),
             tuple(operands),
             tuple(results),
@@ -353,7 +314,7 @@ class Domains:
             kept,
             frozenset(saved.operands),
         )
-        return found if alive.all() else found.only(np.flatnonzero(alive))
+        return domain if alive.all() else domain.only(np.flatnonzero(alive))
 
     def _kept(
         self,
@@ -372,31 +333,7 @@ class Domains:
             own += other_bytes * max(prod(shape) for side in shapes for shape in side) / max(whole, 1)
         return own
 
-    def strategy_of(self, choices: Mapping[str, str]) -> Strategy:
-        """The strategy of choices per sub-axis; those that split a factor together in device order."""
-        return Strategy.of({axis: choices[axis] for axis in self.axes.mesh.sub_axes if axis in choices})
 
-    def by_sub_axis(self, choices: Sequence[str]) -> dict[str, str]:
-        """The choices of all axes, for each of their sub-axes."""
-        return {part: choice for group, choice in zip(self.axes.groups, choices, strict=True) for part in group}
-
-
-def _place_of(factor: str, dims: Dims) -> tuple[int, int] | None:
-    """(dim, index among its factors) of a factor in a tensor."""
-    return next(((d, dim.index(factor)) for d, dim in enumerate(dims) if factor in dim), None)
-
-
-def _position(routes: Routes, rule: OpRule, dims: Dims, at: tuple[int, int], size: int) -> int:
-    """The code of the atom that a factor's place is: the same atom, or where the value is divided further the
-    major-most part of it, if the axis divides that."""
-    dim, index = at
-    sizes = [rule.factor(name).size for name in dims[dim]]
-    stride, own = prod(sizes[index + 1 :]), sizes[index]
-    atoms = routes.tensor.atoms[dim]
-    for i, atom in enumerate(atoms):
-        below = prod(atoms[i + 1 :])
-        if below * atom == stride * own and atom > 1:
-            if below == stride or (below > stride and atom % size == 0):
-                return routes.place[(dim, i)]
-            return -1
-    return -1
+def strategy_of(choices: Sequence[AxisChoice], axes: Axes) -> Strategy:
+    """The strategy of a choice per axis; sub-axes that split a factor together in device order."""
+    return Strategy.of({part: choice for group, choice in zip(axes.groups, choices, strict=True) for part in group})

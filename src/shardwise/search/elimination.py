@@ -130,8 +130,8 @@ class Elimination:
 
     def __init__(self, problem: Problem, last: int | None = None) -> None:
         self.sizes, self.last = problem.sizes, last
-        self.given = 1 + max((number for _, number in problem.factors), default=-1)
-        # What is computed, in order: sums of two tables and minima; results are numbered from ``given``.
+        self.num_tables = 1 + max((number for _, number in problem.factors), default=-1)
+        # What is computed, in order: sums of two tables and minima; results are numbered from ``num_tables``.
         self.steps: list[tuple[int, int] | _Least] = []
         self.constants: list[int] = []
         self.order: list[tuple[int, int, _Least, Scope]] = []  # variable, number of its minimum, tables, neighbours
@@ -147,7 +147,7 @@ class Elimination:
         """The number of what a step gives; equal steps are done once."""
         number = self._known.get(step)
         if number is None:
-            number = self._known[step] = self.given + len(self.steps)
+            number = self._known[step] = self.num_tables + len(self.steps)
             self.steps.append(step)
             self.num_minima += isinstance(step, _Least)
         return number
@@ -220,7 +220,7 @@ class Elimination:
 
     def tables(self, problem: Problem) -> list[Table]:
         """The tables of a problem, and all that are computed from them."""
-        tables = problem.interner.tables[: self.given]
+        tables = problem.interner.tables[: self.num_tables]
         for step in self.steps:
             tables.append(_minimum(step, tables) if isinstance(step, _Least) else tables[step[0]] + tables[step[1]])
         return tables

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.choice import AxisChoice, Choices, Places, Split, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.strategy import is_rest, named_factors
+from shardwise.layouts.strategy import named_factors
 from shardwise.layouts.text import parse_layout
-from shardwise.programs.propagate import factor_places, where_of
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule, base_name
-from shardwise.search.modes import Choices, follows
+from shardwise.search.modes import follows
 from shardwise.search.rules import rules_of, variant
-from shardwise.search.wishes import SplitCounts, burdens, choices_for
+from shardwise.search.wishes import SplitCounts, choices_for, num_blockers
 
 
 def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
@@ -39,7 +39,7 @@ def fixed_choices(
 ) -> Choices:
     """The user's strategies and constraints, per operator."""
     annotations = tuple(annotations)
-    weight = burdens(graph, factored.rules) if annotations else {}
+    weight = num_blockers(graph, factored.rules) if annotations else {}
     fixed: Choices = {}
     idle = {annotation.source: annotation for annotation in annotations}
     for annotation in annotations:
@@ -98,13 +98,13 @@ def _beside_producer(
     if producer is None or len(own) != len(rule.results[0]) or len(producer.results) != 1:
         return ""
     chosen, made = fixed[producer.name], factored.rules[producer.name]
-    in_result = {factor for dim in made.results[0] for factor in dim}
+    in_result = {Split(factor) for dim in made.results[0] for factor in dim}
     summed = [axis for axis in mesh.sub_axes if axis in chosen and chosen[axis] not in in_result]
-    summed.sort(key=lambda axis: is_rest(chosen[axis]))
+    summed.sort(key=lambda axis: not isinstance(chosen[axis], Split))
     words: list[str] = []
     used: list[str] = []
     for d, count in enumerate(own):
-        inside = made.results[0][d] if d < len(made.results[0]) else ()
+        inside = set(map(Split, made.results[0][d])) if d < len(made.results[0]) else set()
         candidates = [axis for axis in mesh.sub_axes if chosen.get(axis) in inside] + summed
         taken: list[str] = []
         for axis in candidates:
@@ -120,16 +120,15 @@ def _beside_producer(
     return " ".join([*words, *([f"I@({','.join(repeated)})"] if repeated else [])])
 
 
-def alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, str]:
-    """The choices of an identity operator whose result is in ``layout``."""
-    (places,) = factor_places(rule)[1]
-    at = {place: factor for factor, place in places.items()}
-    choices: dict[str, str] = {}
+def alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, AxisChoice]:
+    """The choices of an identity operator whose result is in ``layout``. Raises LayoutError where none makes it."""
+    places = Places.of(rule)
+    choices: dict[str, AxisChoice] = {}
     for axis, where in where_of(layout.canonical().refine(atoms)).items():
-        if isinstance(where, tuple):
-            choices[axis] = at[where]
-        else:
-            choices[axis] = "P0" if where == "P" else where
+        choice = places.choice_of_operand(0, where)
+        if choice is None:
+            raise LayoutError(f"{layout} is no layout of {rule} on {axis}")
+        choices[axis] = choice
     return choices
 
 

@@ -10,14 +10,14 @@ from difflib import get_close_matches
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.annotate import SUMMED
 from shardwise.graph.ir import Graph
+from shardwise.layouts.choice import layout_of, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.layouts.text import parse_layout
-from shardwise.programs.propagate import where_of
+from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.search.fixed import alias_choices
-from shardwise.search.modes import Choice, layout_of
 from shardwise.search.wishes import axes_of_counts
 
 Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is split
@@ -30,25 +30,26 @@ def keep(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Fa
     values = {name: source.value for source in graph.sources for name in source.names if source.kind != "constant"}
     sources = dict(choice.sources)
     kept: dict[str, str] = {}  # value -> the name that it was kept by
-    for name, wish in layouts.items():
+    for name, requested in layouts.items():
         if name not in values:
             near = get_close_matches(name, values, n=1)
             fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"
             raise LayoutError(problem(f"layouts names {name!r}, which the model does not have", fix=fix))
         shape, atoms = graph.by_name[values[name]].shape, factored.atoms[values[name]]
         try:
-            layout = _layout(wish, shape, mesh)
+            layout = _layout(requested, shape, mesh)
             where = where_of(layout.canonical().refine(atoms))
         except ShardwiseError as error:
             raise type(error)(
                 problem(
-                    f"{name} can not be kept as {wish!r}: {error}", fix=f"a layout of shape {list(shape)} on {mesh}"
+                    f"{name} can not be kept as {requested!r}: {error}",
+                    fix=f"a layout of shape {list(shape)} on {mesh}",
                 )
             ) from error
         layout = layout_of(where, atoms, mesh)
         first = kept.setdefault(values[name], name)
         if first != name and layout != sources[values[name]]:
-            what = f"{first} and {name} are one tensor, and can not be kept as {layouts[first]!r} and as {wish!r}"
+            what = f"{first} and {name} are one tensor, and can not be kept as {layouts[first]!r} and as {requested!r}"
             raise LayoutError(problem(what, fix=f"name {first} only"))
         sources[values[name]] = layout
     return replace(choice, sources=sources)
@@ -72,19 +73,19 @@ def sum_whole(choice: Choice, graph: Graph, factored: Factored, mesh: Mesh) -> C
     return replace(choice, strategies=strategies)
 
 
-def _layout(wish: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    if isinstance(wish, str):
-        layout = parse_layout(wish, mesh)
+def _layout(requested: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    if isinstance(requested, str):
+        layout = parse_layout(requested, mesh)
         if layout.shape != shape:
             raise LayoutError(f"it is of shape {list(layout.shape)}, not {list(shape)}")
         if layout.states or layout.windows:
             raise LayoutError("what is kept is split evenly, or whole along the axes that are not named")
         return layout
-    if not isinstance(wish, (tuple, list)) or not all(type(count) is int for count in wish):
+    if not isinstance(requested, (tuple, list)) or not all(type(count) is int for count in requested):
         raise LayoutError("it is neither a layout's text nor whole numbers, one per dim")
-    if len(wish) != len(shape):
-        raise LayoutError(f"{len(wish)} split counts for {len(shape)} dims {list(shape)}")
-    splits = axes_of_counts({str(dim): count for dim, count in enumerate(wish)}, mesh)
+    if len(requested) != len(shape):
+        raise LayoutError(f"{len(requested)} split counts for {len(shape)} dims {list(shape)}")
+    splits = axes_of_counts({str(dim): count for dim, count in enumerate(requested)}, mesh)
     axes = [",".join(axis for axis, dim in splits.items() if dim == str(d)) for d in range(len(shape))]
     dims = [f"{size}@({own})" if own else str(size) for size, own in zip(shape, axes, strict=True)]
     return parse_layout(f"[{', '.join(dims)}]", mesh)

@@ -10,33 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from math import prod
 
-from shardwise.costs.routing import Router
-from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.choice import INVARIANT, Choices, Place, Where, layout_of
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.strategy import Strategy
-from shardwise.programs.propagate import Place, Propagation, Where
+from shardwise.programs.propagate import Propagation
+from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 
 MODES = ("auto", "semi_auto", "data_parallel", "stand_alone")
 DATA_AXES = frozenset({"dp", "data", "batch", "ddp", "fsdp", "replica"})
-
-Choices = dict[str, dict[str, str]]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A complete choice: a strategy for every op, and a layout for every source. ``shared``: values that all consumers
-    convert from one layout, if the search chose one; ``router``: the moves that it counted."""
-
-    strategies: Mapping[str, Strategy]
-    sources: Mapping[str, Layout]
-    shared: Mapping[str, Layout] = field(default_factory=dict)
-    router: Router | None = None
 
 
 def choose(
@@ -80,7 +64,7 @@ def choose(
         if op.name in fixed or op.scope in scopes or follows(op, factored):
             continue
         own = default.strategies[op.name].choice_of
-        merged[op.name] = {axis: own.get(axis, "I") for axis in mesh.sub_axes}
+        merged[op.name] = {axis: own.get(axis, INVARIANT) for axis in mesh.sub_axes}
         closed |= {(op.name, axis) for axis in mesh.sub_axes}
     return _complete(graph, factored, mesh, merged, axes, storage, frozenset(closed), movable=True)
 
@@ -88,7 +72,7 @@ def choose(
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
     """The sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those that no
     strategy mentions."""
-    mentioned = {axis for choices in fixed.values() for axis, choice in choices.items() if choice != "I"}
+    mentioned = {axis for choices in fixed.values() for axis, choice in choices.items() if choice != INVARIANT}
     named = [name for name, _ in mesh.axes if name in DATA_AXES]
     return tuple(
         axis
@@ -179,31 +163,5 @@ def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str
         if position is None:
             continue
         left[position] = left[position] // size if left[position] % size == 0 else 1
-        found[axis] = (dim, prod(sizes[position + 1 :]), sizes[position])
+        found[axis] = Place.of(dim, sizes, position)
     return found
-
-
-def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout:
-    """Sub-axis -> state or place, as a layout over the value's atoms; axes that share a place are major first."""
-    axes: dict[tuple[int, int], list[str]] = {}
-    states: list[tuple[str, str]] = []
-    for axis, own in where.items():
-        if isinstance(own, tuple):
-            axes.setdefault(_atom_at(atoms, own), []).append(axis)
-        elif own != "I":
-            states.append((axis, own))
-    states.sort(key=lambda item: mesh.order[item[0]])
-    dims = tuple(
-        tuple(Atom(size, tuple(axes.get((d, i), ()))) for i, size in enumerate(sizes)) for d, sizes in enumerate(atoms)
-    )
-    return Layout(mesh, dims, tuple(states))
-
-
-def _atom_at(atoms: tuple[tuple[int, ...], ...], place: Place) -> tuple[int, int]:
-    dim, stride, size = place
-    own = 1
-    for i in range(len(atoms[dim]) - 1, -1, -1):
-        if own == stride and atoms[dim][i] == size:
-            return dim, i
-        own *= atoms[dim][i]
-    raise LayoutError(f"dim {dim} of {atoms} has no atom of size {size} with stride {stride}")

@@ -25,7 +25,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.programs.buckets import BUCKET_BYTES
-from shardwise.programs.spmd import Spmd
+from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
@@ -35,8 +35,6 @@ from shardwise.search.cost_graph import CostGraph
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
 from shardwise.search.kept import Kept, keep
-from shardwise.search.modes import Choice
-from shardwise.search.program import build_program
 from shardwise.search.ranking import Ranked, Simulated, ranked
 
 RETRIES = 3
@@ -187,7 +185,8 @@ class Planner:
         search = candidate.search
         choice = search.choice(candidate.assignment)
         choice = keep(choice, self.settings.layouts, self.graph, self.factored, search.mesh)
-        spmd = build_program(self.graph, self.factored, choice, search.mesh, self.settings.bucket_bytes)
+        buckets = self.settings.bucket_bytes
+        spmd = build_spmd(self.graph, self.factored.rules, choice, search.mesh, bucket_bytes=buckets)
         step = simulate(spmd, search.cost.domains.prices, self.kinds) if simulated else None
         return Simulated(candidate, choice, spmd, step)
 

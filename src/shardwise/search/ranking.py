@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.costs.timeline import SimulatedStep
-from shardwise.programs.spmd import Spmd
+from shardwise.programs.spmd import Choice, Spmd
 from shardwise.search.auto import Search
 from shardwise.search.candidates import Candidate
-from shardwise.search.modes import Choice
 
 # A simulated step must be faster than that of a cheaper candidate by this factor to be preferred.
 CLEARLY = 0.999

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardwise.layouts.choice import INVARIANT, AxisChoice, Split
 from shardwise.layouts.routes import Floats, Ints
-from shardwise.layouts.strategy import is_rest
-from shardwise.search.cost_graph import BYTES, CostGraph, Weights
+from shardwise.search.cost_graph import BYTES, CostGraph, OperatorVariable, Weights
 from shardwise.search.domains import Domain
 from shardwise.search.dynamic_programming import TIE, DoesNotFit, Outcome
 from shardwise.search.elimination import Problem, Scope, Solution, restricted
@@ -50,10 +50,11 @@ class _Levels:
 
     def __init__(self, cost: CostGraph, problem: Problem) -> None:
         self.cost, self.problem = cost, problem
-        self.chosen = {variable: self._least_split(domain) for variable, domain in cost.domain_of.items()}
+        self.domain_of = {i: own.domain for i, own in enumerate(cost.variables) if isinstance(own, OperatorVariable)}
+        self.chosen = {variable: self._least_split(domain) for variable, domain in self.domain_of.items()}
         self.decided: set[int] = set()
         self.splits: dict[int, Ints] = {}
-        self._known: dict[tuple[int, int, tuple[str, ...]], tuple[Ints, Ints]] = {}
+        self._known: dict[tuple[int, int, tuple[AxisChoice, ...]], tuple[Ints, Ints]] = {}
         self.at: list[list[tuple[Scope, Floats]]] = [[] for _ in cost.variables]
         for scope, number in problem.factors:
             for variable in scope:
@@ -86,28 +87,28 @@ class _Levels:
     @staticmethod
     def _least_split(domain: Domain) -> int:
         """The strategy that repeats the work on all axes that the user left open."""
-        return min(range(len(domain)), key=lambda i: sum(choice != "I" for choice in domain.choices[i]))
+        return min(range(len(domain)), key=lambda i: sum(choice != INVARIANT for choice in domain.choices[i]))
 
     def _heaviest_first(self) -> list[int]:
         """Operators by their seconds on one device."""
-        weight = {variable: float(domain.compute.max()) for variable, domain in self.cost.domain_of.items()}
+        weight = {variable: float(domain.compute.max()) for variable, domain in self.domain_of.items()}
         return sorted(weight, key=lambda variable: (-weight[variable], variable))
 
     def _options(self, variable: int, level: int) -> tuple[Ints, Ints]:
         """Per choice on the axis of a level the strategy that repeats the work on all later axes (or is closest to
         that, where the user decided them), the axes before being as they are; and those among them that split it (all,
         if none does)."""
-        domain = self.cost.domain_of[variable]
+        domain = self.domain_of[variable]
         before = domain.choices[self.chosen[variable]][:level]
         key = id(domain), level, before
         if key not in self._known:
-            best: dict[str, tuple[int, int]] = {}
-            for i, own in enumerate(domain.choices):
-                if own[:level] == before:
-                    later = sum(choice != "I" for choice in own[level + 1 :])
-                    best[own[level]] = min(best.get(own[level], (later, i)), (later, i))
+            best: dict[AxisChoice, tuple[int, int]] = {}
+            for i, choices in enumerate(domain.choices):
+                if choices[:level] == before:
+                    later = sum(choice != INVARIANT for choice in choices[level + 1 :])
+                    best[choices[level]] = min(best.get(choices[level], (later, i)), (later, i))
             every = [i for _, i in best.values()]
-            split = [i for choice, (_, i) in best.items() if not is_rest(choice)]
+            split = [i for choice, (_, i) in best.items() if isinstance(choice, Split)]
             self._known[key] = np.array(every, dtype=np.int64), np.array(split or every, dtype=np.int64)
         return self._known[key]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.choice import INVARIANT, AxisChoice, Places, Split
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.strategy import is_rest, parse_choices
-from shardwise.programs.propagate import factor_places
+from shardwise.layouts.strategy import parse_choices
 from shardwise.rules.rule import FactorKind, OpRule, base_name
 
 SplitCounts = tuple[tuple[int, ...], ...]
@@ -33,10 +33,10 @@ def choices_for(
     strategy: str | SplitCounts,
     mesh: Mesh,
     graph: Graph,
-    burden: Mapping[str, int],
-) -> dict[str, str]:
-    """Sub-axis -> choice of the divided rule, for one operator. ``burden``: divided factor -> how often it can not be
-    split elsewhere.
+    blockers: Mapping[str, int],
+) -> dict[str, AxisChoice]:
+    """Sub-axis -> choice of the divided rule, for one operator. ``blockers``: divided factor -> how many operators keep
+    it whole.
 
     A text fixes the axes it names, split counts fix them all. Raises LayoutError naming the operator.
     """
@@ -45,8 +45,9 @@ def choices_for(
             wanted = parse_choices(strategy, mesh)
         else:
             shapes = [graph.by_name[name].shape for name in op.operands]
-            wanted = axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
-        return _divide_choices(rule, divided, wanted, mesh, burden)
+            split = axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
+            wanted = {axis: Split(split[axis]) if axis in split else INVARIANT for axis in mesh.sub_axes}
+        return _divide_choices(rule, divided, wanted, mesh, blockers)
     except ShardwiseError as error:
         raise type(error)(problem(str(error), op=op.name, source=op.source, fix=splittable(rule))) from error
 
@@ -124,9 +125,9 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
-    """Count per factor -> choice per sub-axis, for all sub-axes."""
+    """Count per factor -> the factor that each sub-axis splits; those of the others are left out."""
     free = list(mesh.sub_axes)
-    choices: dict[str, str] = {}
+    factor_of: dict[str, str] = {}
     for name, count in counts.items():
         if count == 1:
             continue
@@ -139,14 +140,14 @@ def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
                 f"factor {name}: {count} is no product of the free sub-axes {[mesh.sizes[a] for a in free]} of {mesh}"
             )
         for axis in fitting:
-            choices[axis] = name
+            factor_of[axis] = name
             free.remove(axis)
-    return {axis: choices.get(axis, "I") for axis in mesh.sub_axes}
+    return {axis: factor_of[axis] for axis in mesh.sub_axes if axis in factor_of}
 
 
 def _divide_choices(
-    rule: OpRule, divided: OpRule, wanted: Mapping[str, str], mesh: Mesh, burden: Mapping[str, int]
-) -> dict[str, str]:
+    rule: OpRule, divided: OpRule, wanted: Mapping[str, AxisChoice], mesh: Mesh, blockers: Mapping[str, int]
+) -> dict[str, AxisChoice]:
     """Choices of the undivided rule -> choices of its divided factors.
 
     Each axis goes to a part that no other operator must keep whole (or the fewest), there to the first that it divides;
@@ -159,31 +160,31 @@ def _divide_choices(
     left = {factor.name: factor.size for factor in divided.factors}
     known = {factor.name for factor in rule.factors} | set(left)
     through = {name: window.factor for name, window in rule.windows}
-    choices: dict[str, str] = {}
-    for axis, wish in wanted.items():
-        choice = through.get(wish, wish)
-        if is_rest(choice):
+    choices: dict[str, AxisChoice] = {}
+    for axis, choice in wanted.items():
+        if not isinstance(choice, Split):
             choices[axis] = choice
             continue
-        if choice not in known:
-            near = get_close_matches(choice, known, 1)
-            raise LayoutError(f"the operator has no factor {choice!r}" + (f", but {near[0]!r}" if near else ""))
-        if divided.factor(parts.get(choice, [choice])[0]).kind == "whole":
-            raise LayoutError(f"factor {choice} can not be split")
-        open_parts = [name for name in parts.get(choice, ()) if divided.factor(name).kind != "whole"]
-        candidates = [choice] if choice in left else sorted(open_parts, key=lambda name: burden.get(name, 0))
+        name = through.get(choice.factor, choice.factor)
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise LayoutError(f"the operator has no factor {name!r}" + (f", but {near[0]!r}" if near else ""))
+        if divided.factor(parts.get(name, [name])[0]).kind == "whole":
+            raise LayoutError(f"factor {name} can not be split")
+        open_parts = [part for part in parts.get(name, ()) if divided.factor(part).kind != "whole"]
+        candidates = [name] if name in left else sorted(open_parts, key=lambda part: blockers.get(part, 0))
         size = mesh.sizes[axis]
         part = min(
-            (name for name in candidates if left[name] % size == 0 or left[name] > size),
-            key=lambda name: (burden.get(name, 0), left[name] % size != 0),
+            (part for part in candidates if left[part] % size == 0 or left[part] > size),
+            key=lambda part: (blockers.get(part, 0), left[part] % size != 0),
             default=candidates[0],
         )
         left[part] = left[part] // size if left[part] % size == 0 else 1
-        choices[axis] = part
+        choices[axis] = Split(part)
     return choices
 
 
-def burdens(
+def num_blockers(
     graph: Graph, rules: Mapping[str, OpRule], kinds: tuple[FactorKind, ...] = ("whole",)
 ) -> dict[tuple[str, str], int]:
     """(op, divided factor) -> in how many operators the same atom is a factor of one of these kinds: by default, must
@@ -198,26 +199,25 @@ def burdens(
 
     whole: list[tuple[str, str]] = []
     for op in graph.ops:
-        operand_places, result_places = factor_places(rules[op.name])
+        places = Places.of(rules[op.name])
         for factor in rules[op.name].factors:
             node = (op.name, factor.name)
             if factor.kind in kinds:
                 whole.append(node)
             if factor.kind == "whole":
                 continue
-            for names, places in ((op.operands, operand_places), (op.results, result_places)):
-                for value, own in zip(names, places, strict=True):
-                    if factor.name in own:
-                        parent[find(node)] = find((value, *own[factor.name]))
+            for names, sides in ((op.operands, places.operands), (op.results, places.results)):
+                for value, place_of in zip(names, sides, strict=True):
+                    if factor.name in place_of:
+                        parent[find(node)] = find((value, place_of[factor.name]))
     count: dict[Any, int] = {}
     for op_name, factor_name in whole:
-        operand_places, result_places = factor_places(rules[op_name])
-        op = graph.op_by_name[op_name]
+        op, places = graph.op_by_name[op_name], Places.of(rules[op_name])
         touched = set()
-        for names, places in ((op.operands, operand_places), (op.results, result_places)):
-            for value, own in zip(names, places, strict=True):
-                if factor_name in own:
-                    touched.add(find((value, *own[factor_name])))
+        for names, sides in ((op.operands, places.operands), (op.results, places.results)):
+            for value, place_of in zip(names, sides, strict=True):
+                if factor_name in place_of:
+                    touched.add(find((value, place_of[factor_name])))
         for root in touched:
             count[root] = count.get(root, 0) + 1
     return {

@@ -1,0 +1,182 @@
+"""What an operator does along one axis of a mesh, and in which layouts its tensors are then.
+
+A choice is made for every operator and every sub-axis: the devices along the axis *split* a factor, *repeat* the work,
+or *pass* a partial sum through. It says where each operand and each result is on that axis (``Places``): in a state, or
+split at a place. Where a tensor is on all axes is its layout (``layout_of``). Strategies, propagation and the domains
+of the search all ask this file: there is no other way from a choice to a layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+from shardwise.errors import LayoutError
+from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.rules.rule import Dims, FactorKind, OpRule
+
+# The state of a result that lacks a factor which is split.
+REDUCTION_STATES = {"sum": "P", "max": "Pmax", "min": "Pmin", "any": "Pany"}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The devices along the axis have different parts of a factor."""
+
+    factor: str
+
+    def __str__(self) -> str:
+        return self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The devices along the axis do the same work, on what they all have: for consumers that do the same work too
+    (``I``), or different work (``R``)."""
+
+    state: Literal["I", "R"]
+
+    def __str__(self) -> str:
+        return self.state
+
+
+@dataclass(frozen=True, slots=True)
+class PassSum:
+    """A partial sum passes through the operator, which is linear in the operands of a ``group`` of its rule."""
+
+    group: int
+
+    def __str__(self) -> str:
+        return f"P{self.group or ''}"
+
+
+AxisChoice = Split | Repeat | PassSum
+# Operator -> sub-axis -> its choice.
+Choices = dict[str, dict[str, AxisChoice]]
+
+INVARIANT, REPLICATED = Repeat("I"), Repeat("R")
+
+
+def parse_choice(word: str) -> AxisChoice:
+    """``I``, ``R``, ``P`` or ``P1`` (the second group), or a factor, which is written in lower case."""
+    if word in ("I", "R"):
+        return INVARIANT if word == "I" else REPLICATED
+    group = re.fullmatch(r"P(\d*)", word)
+    return PassSum(int(group.group(1) or 0)) if group else Split(word)
+
+
+class Place(NamedTuple):
+    """Where an axis splits a tensor: the dim, the stride of the atom in the dim, and its size."""
+
+    dim: int
+    stride: int
+    size: int
+
+    @staticmethod
+    def of(dim: int, sizes: Sequence[int], index: int) -> Place:
+        """That of an atom of a dim, whose atoms have these sizes. Empty atoms count as one in strides, so that their
+        neighbours stay apart."""
+        return Place(dim, prod(max(size, 1) for size in sizes[index + 1 :]), sizes[index])
+
+
+# Where a tensor is on one axis: "I", "R", "P" (or another partial kind), or the place that the axis splits.
+Where = str | Place
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tensors of an operator are on an axis, for every choice. ``operands``, ``results``: of each tensor,
+    factor -> its place."""
+
+    operands: tuple[Mapping[str, Place], ...]
+    results: tuple[Mapping[str, Place], ...]
+    linear: tuple[tuple[int, ...], ...]
+    kinds: Mapping[str, FactorKind]
+
+    @staticmethod
+    def of(rule: OpRule) -> Places:
+        """Those of a rule. Who splits a result splits what it reads through windows in the same place."""
+        sizes = {factor.name: factor.size for factor in rule.factors}
+        operands = tuple(_places(dims, sizes) for dims in rule.operands)
+        for base, window in rule.windows:
+            parts, through = rule.parts_of(base), rule.parts_of(window.factor)[0].name
+            for places in operands:
+                if parts[0].name in places and all(part.size for part in parts):
+                    places[through] = places[parts[0].name]
+        kinds = {factor.name: factor.kind for factor in rule.factors}
+        return Places(operands, tuple(_places(dims, sizes) for dims in rule.results), rule.linear, kinds)
+
+    def operand(self, position: int, choice: AxisChoice) -> Where:
+        """Where an operand must be."""
+        if isinstance(choice, Split):
+            return self.operands[position].get(choice.factor, "R")
+        if isinstance(choice, Repeat):
+            return choice.state
+        return "P" if position in self.linear[choice.group] else "R"
+
+    def result(self, position: int, choice: AxisChoice) -> Where:
+        """Where a result is."""
+        if isinstance(choice, Split):
+            place = self.results[position].get(choice.factor)
+            return REDUCTION_STATES.get(self.kinds[choice.factor], "I") if place is None else place
+        return choice.state if isinstance(choice, Repeat) else "P"
+
+    def choice_of_operand(self, position: int, where: Where) -> AxisChoice | None:
+        """The choice that wants an operand there; None if there is none."""
+        if isinstance(where, Place):
+            return _split_at(self.operands[position], where)
+        if where in ("I", "R"):
+            return INVARIANT if where == "I" else REPLICATED
+        return next((PassSum(i) for i, group in enumerate(self.linear) if where == "P" and position in group), None)
+
+    def split_of_result(self, position: int, place: Place) -> Split | None:
+        """The split that leaves a result split at a place; None if there is none."""
+        return _split_at(self.results[position], place)
+
+
+def _places(dims: Dims, sizes: Mapping[str, int]) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for dim, factors in enumerate(dims):
+        of_dim = [sizes[factor] for factor in factors]
+        places |= {factor: Place.of(dim, of_dim, i) for i, factor in enumerate(factors)}
+    return places
+
+
+def _split_at(places: Mapping[str, Place], place: Place) -> Split | None:
+    return next((Split(factor) for factor, other in places.items() if other == place), None)
+
+
+def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout:
+    """Where a tensor is on every sub-axis (invariant on those not named), as a layout over its atoms. Axes that share a
+    place are major first, in the order of ``where``. Raises LayoutError for a place that is no atom."""
+    axes: dict[tuple[int, int], list[str]] = {}
+    states: list[tuple[str, str]] = []
+    for axis, at in where.items():
+        if isinstance(at, Place):
+            axes.setdefault(_atom_at(atoms, at), []).append(axis)
+        elif at != "I":
+            states.append((axis, at))
+    states.sort(key=lambda item: mesh.order[item[0]])
+    dims = tuple(
+        tuple(Atom(size, tuple(axes.get((d, i), ()))) for i, size in enumerate(sizes)) for d, sizes in enumerate(atoms)
+    )
+    return Layout(mesh, dims, tuple(states))
+
+
+def _atom_at(atoms: tuple[tuple[int, ...], ...], place: Place) -> tuple[int, int]:
+    for i in range(len(atoms[place.dim]) - 1, -1, -1):
+        if Place.of(place.dim, atoms[place.dim], i) == place:
+            return place.dim, i
+    raise LayoutError(f"dim {place.dim} of {atoms} has no atom of size {place.size} with stride {place.stride}")
+
+
+def where_of(layout: Layout) -> dict[str, Where]:
+    """The inverse of ``layout_of``: sub-axis -> state or place; those that share a place are major first."""
+    where: dict[str, Where] = {}
+    for axis, (dim, atom) in layout.positions.items():
+        where[axis] = Place.of(dim, layout.atoms[dim], atom)
+    return where | {axis: state for axis, state in layout.state_of.items() if axis not in where}
