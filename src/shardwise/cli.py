@@ -80,6 +80,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--master-addr", metavar="HOST", help="address of machine 0 (127.0.0.1; with a file: the host of rank 0)")
     add("--master-port", type=int, metavar="PORT", help="a free port there (one machine: found; with a file: 29500)")
     add("--log-dir", metavar="DIR", help="keep the whole output of rank 3 in DIR/rank-3.log")
+    add("--all", action="store_true", help="show the output of every rank, as mpirun does")
     add("--tag", action="store_true", help="show the output of every rank, each line behind [rank 3]")
     add(
         "--exit-grace",
@@ -103,6 +104,7 @@ def _run(chosen: argparse.Namespace) -> int:
         master_port=chosen.master_port,
         log_dir=chosen.log_dir,
         tag=chosen.tag,
+        show_all=chosen.all,
         exit_grace_seconds=chosen.exit_grace,
     )
 

@@ -108,6 +108,11 @@ def test_with_tags_every_rank_is_shown_behind_its_number(job: Job) -> None:
     assert sorted(outcome.stderr.splitlines()) == ["[rank 0] err", "[rank 1] err"]
 
 
+def test_all_ranks_are_shown_as_they_speak(job: Job) -> None:
+    outcome = job("print('out'); say('err')", 3, show_all=True)
+    assert (outcome.stdout, outcome.stderr) == ("out\n" * 3, "err\n" * 3)
+
+
 def test_lines_that_ranks_write_in_pieces_are_not_mixed(job: Job) -> None:
     outcome = job(
         """

@@ -129,6 +129,9 @@ SAMPLES: dict[str, Sample] = {
     "DivNoNan": Sample(
         P.DivNoNan(), (X, fixed(8, 12)), lambda x, y: x / y, ((4, TWO, True), (4, ((2, 2), ()), True)),
     ),
+    "SquaredDifference, number": Sample(
+        P.SquaredDifference(), (X, number(2.0)), lambda x, y: (x - y) ** 2, ((4, ((2, 2), ()), True),),
+    ),
     "SquaredDifference": Sample(
         P.SquaredDifference(), (X, ROW), lambda x, y: (x - y) ** 2, ((8, ((2, 4), (4,)), True),),
     ),
@@ -269,17 +272,20 @@ SAMPLES: dict[str, Sample] = {
     "LayerNorm": Sample(P.LayerNorm(2, 2, 1e-5), NORM, lambda x, g, b: (
         (x - x.mean(2, True)) / (x.var(2, correction=0, keepdim=True) + 1e-5).sqrt() * g + b,
         x.mean(2, True), x.var(2, correction=0, keepdim=True),
-    ), ((8, ((2, 4, 1), (1,), (1,)), True), (8, ((2, 2, 2), (2,), (2,)), False))),
+    ), ((8, ((2, 4, 1), (1,), (1,)), True), (8, ((2, 2, 2), (2,), (2,)), False), (4, ((), (4,), ()), False))),
     "LayerNorm, parameters of more dims": Sample(
         P.LayerNorm(3, 1, 1e-5), (r(8, 4, 4, 6), r(4, 4, 6), r(4, 4, 6).flip(0)), lambda x, g, b: (
             (x - x.mean(3, True)) / (x.var(3, correction=0, keepdim=True) + 1e-5).sqrt() * g + b,
             x.mean(3, True), x.var(3, correction=0, keepdim=True),
-        ), ((8, ((2, 2, 2, 1), (2, 2, 1), (2, 2, 1)), True), (8, ((2, 2, 2, 1), (), ()), True)),
+        ), (
+            (8, ((2, 2, 2, 1), (2, 2, 1), (2, 2, 1)), True), (8, ((2, 2, 2, 1), (), ()), True),
+            (8, ((), (2, 4, 1), ()), True),
+        ),
     ),
     "BatchNorm": Sample(
         P.BatchNorm(), (r(8, 4, 6), r(4), r(4).flip(0), fixed(4), fixed(4).flip(0)), lambda x, s, b, m, v: (
             (x - m[:, None]) / (v[:, None] + 1e-5).sqrt() * s[:, None] + b[:, None], m, v, m, v,
-        ), ((4, ((2, 2, 1), (2,), (2,), (2,), (2,)), True),),
+        ), ((4, ((2, 2, 1), (2,), (2,), (2,), (2,)), True), (4, ((), (4,), (), (), ()), True)),
     ),
     # lookups
     "Gather": Sample(P.Gather(), (TABLE, IDS, 0), lambda x, ids, axis: x[ids], (
@@ -298,7 +304,7 @@ SAMPLES: dict[str, Sample] = {
         (8, ((2, 4), (1, 1)), True), (8, ((2, 1), (2, 2)), True),  # SHARD_AXIS_1, NORMAL
     )),
     "Gather, batch": Sample(P.Gather(1), (r(8, 6, 4), i(6, 8, 5), 1), batched_gather, (
-        (8, ((2, 1, 2), (2, 1)), True), (8, ((4, 1, 1), (4, 1)), True),
+        (8, ((2, 1, 2), (2, 1)), True), (8, ((4, 1, 1), (4, 1)), True), (4, ((), (2, 2)), False),
     )),
     "Gather, manual": Sample(
         manual(P.Gather(), (10, 20, 30, 4)), (r(64, 8), i(64, 8, 8), 0), lambda x, ids, axis: x[ids],
@@ -329,8 +335,12 @@ SAMPLES: dict[str, Sample] = {
     ),
     "OneHot": Sample(P.OneHot(), (i(10, 64), 10, number(2.0), number(-1.0)), one_hot, (
         (8, ((8, 1), (), ()), True), (8, ((4, 2), (), ()), True), (8, ((4, 1), (), ()), True),
+        (8, ((8,), (), ()), True),
     )),
-    "OneHot, axis 0": Sample(P.OneHot(0), (i(10, 64), 10, number(2.0), number(-1.0)), lambda *own: one_hot(*own).T),
+    "OneHot, axis 0": Sample(
+        P.OneHot(0), (i(10, 64), 10, number(2.0), number(-1.0)), lambda *own: one_hot(*own).T,
+        ((8, ((4,), (), ()), True),),
+    ),
     "UnsortedSegmentSum": Sample(P.UnsortedSegmentSum(), (r(8, 6), i(5, 8), 5), segments, ((4, ((2, 2), (2,)), True),)),
     "TensorScatterUpdate": Sample(
         P.TensorScatterUpdate(), (r(8, 6), torch.tensor([[1], [5]]), r(2, 6)), lambda *own: scattered(*own, add=False),

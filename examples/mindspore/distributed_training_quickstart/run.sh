@@ -12,4 +12,4 @@ mkdir device
 cp net.py device
 cd device
 echo "start training: device/train.log is the log"
-"${PYTHON:-python}" -m shardwise.cli run -n 8 --tag --log-dir log net.py 2>&1 | sed -u 's/^\[rank [0-9]*\] //' > train.log
+"${PYTHON:-python}" -m shardwise.cli run -n 8 --all --log-dir log net.py > train.log 2>&1

@@ -159,6 +159,7 @@ class Job:
     tag: bool
     grace_seconds: float
     exit_grace_seconds: float | None = None
+    show_all: bool = False
     ranks: list[Rank] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     caught: list[int] = field(default_factory=list)  # signals sent to the launcher
@@ -426,7 +427,7 @@ class Job:
             self.held += [(number, line) for line in pipe.lines(data)]
             return
         lines = pipe.lines(data)
-        if number == 0 or self.tag or not pipe.is_stdout:
+        if number == 0 or self.tag or self.show_all or not pipe.is_stdout:
             self._show(number, lines, pipe.is_stdout)
 
     def _has_failed(self) -> bool:

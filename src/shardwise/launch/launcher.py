@@ -34,6 +34,7 @@ def launch(
     master_port: int | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     tag: bool = False,
+    show_all: bool = False,
     grace_seconds: float = 5.0,
     exit_grace_seconds: float | None = None,
 ) -> int:
@@ -46,10 +47,11 @@ def launch(
     by default at port 29500. Ranks find their place in the environment variables of torchrun (RANK, WORLD_SIZE,
     LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On one machine a free port is chosen.
 
-    Shown are rank 0's stdout and every rank's stderr, in whole lines; with ``tag`` everything, each line behind ``[rank
-    3] ``. With ``log_dir``, ``rank-3.log`` there keeps all that rank 3 wrote. After SIGTERM a rank has
-    ``grace_seconds`` before SIGKILL. When a rank has ended with exit code 0, the others have ``exit_grace_seconds`` to
-    end as well, by default as long as they want; after half a minute a line says which still run.
+    Shown are rank 0's stdout and every rank's stderr, in whole lines; with ``show_all`` everything, with ``tag``
+    each line behind ``[rank 3] ``. With ``log_dir``, ``rank-3.log`` there keeps all that rank 3 wrote. After SIGTERM a
+    rank has ``grace_seconds`` before SIGKILL. When a rank has ended with exit code 0, the others have
+    ``exit_grace_seconds`` to end as well, by default as long as they want; after half a minute a line says which still
+    run.
 
     The exit code is 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after
     SIGINT, SIGTERM or SIGHUP, or 1 after ``exit_grace_seconds``. Raises LaunchError when the job cannot be started.
@@ -72,7 +74,7 @@ def launch(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         logs = _open_logs(stack, log_dir, here.ranks)
-        job = Job(scratch, logs, tag, grace_seconds, exit_grace_seconds)
+        job = Job(scratch, logs, tag, grace_seconds, exit_grace_seconds, show_all)
         stack.enter_context(job.signals_caught())
         stack.callback(job.kill)
         for local_rank, rank in enumerate(here.ranks):

@@ -98,15 +98,22 @@ class Mesh:
         return prod(self.sizes[axis] for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Sub-axis -> coordinate of a rank."""
+        """Sub-axis -> coordinate of a rank. Raises LayoutError for a rank that the mesh does not have."""
+        if not 0 <= rank < self.num_devices:
+            raise LayoutError(f"there is no rank {rank}: {self} has ranks 0 to {self.num_devices - 1}")
         coordinate_of: dict[str, int] = {}
         for axis in reversed(self.sub_axes):
             rank, coordinate_of[axis] = divmod(rank, self.sizes[axis])
         return {axis: coordinate_of[axis] for axis in self.sub_axes}
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at coordinates. Raises LayoutError for those that the mesh does not have."""
         rank = 0
         for axis in self.sub_axes:
+            if not 0 <= coordinates[axis] < self.sizes[axis]:
+                raise LayoutError(
+                    f"there is no coordinate {coordinates[axis]} of {axis}, which has size {self.sizes[axis]}"
+                )
             rank = rank * self.sizes[axis] + coordinates[axis]
         return rank
 

@@ -58,18 +58,9 @@ def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Str
     return tuple(tuple(counts) for counts in strategy)
 
 
-def check(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], devices: int) -> None:
-    """The checks that all operators share, in the order of the reference, and then the operator's own.
-
-    Raises StrategyError with the operator, the numbers and the mend.
-    """
+def check_form(primitive: Primitive, strategy: Strategy, shapes: Shapes) -> None:
+    """One tuple per input, each with one number per dim or none at all. Raises StrategyError for anything else."""
     name = primitive.title
-    if not primitive.splittable:
-        raise failure(
-            name,
-            f"the strategy is {strategy}, but {primitive.name} takes none: its layout is that of its neighbours",
-            "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)",
-        )
     if len(strategy) != len(shapes):
         raise failure(
             name,
@@ -78,12 +69,61 @@ def check(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[
         )
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
         if counts:
-            _check_counts(name, index, counts, shape)
-    if any(shape and not counts for counts, shape in zip(strategy, shapes, strict=True)):
-        return  # () leaves an operand to the others: the library completes and checks it
-    primitive.check_strategy(strategy, shapes, args)
-    required = primitive.required_devices(strategy, shapes, args)
-    _check_devices(name, strategy, required, devices)
+            _check_length(name, index, counts, shape)
+    if any(shapes) and not any(strategy):
+        raise failure(
+            name,
+            f"the strategy {strategy} leaves all inputs {list(map(list, shapes))} to the others",
+            "numbers for one of them; without a strategy the operator splits its batch",
+        )
+
+
+def check(
+    primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], devices: int, *, even: bool
+) -> None:
+    """The checks that all operators share, in the order of the reference, and then the operator's own. ``even``: strict
+    mode's too, of which most are.
+
+    Raises StrategyError with the operator, the numbers and the mend.
+    """
+    name = primitive.title
+    if even and not primitive.splittable:
+        raise failure(
+            name,
+            f"the strategy is {strategy}, but {primitive.name} takes none: its layout is that of its neighbours",
+            "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)",
+        )
+    if even:
+        for counts, shape in zip(strategy, shapes, strict=True):
+            _check_counts(name, counts, shape)
+        primitive.check_strategy(strategy, shapes, args)
+    _check_shared(primitive, strategy, shapes, args)
+    counts_by_name = primitive.counts_by_name(strategy, shapes, args)
+    if primitive.lead is not None:
+        lost = set(counts_by_name) - primitive.followed(primitive.dim_names(shapes, args), args)
+        for index, names in enumerate(primitive.dim_names(shapes, args)):
+            whole(name, strategy[index], [dim for dim, own in enumerate(names) if own in lost], "which can not be", "")
+    if even:
+        _check_devices(name, strategy, prod(counts_by_name.values()), devices)
+
+
+def _check_shared(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+    """Dims that operands share are split alike, but those of size 1, which are whole."""
+    seen: dict[str, tuple[int, int, int]] = {}
+    for index, (counts, names) in enumerate(zip(strategy, primitive.dim_names(shapes, args), strict=True)):
+        for dim, (count, own) in enumerate(zip(counts, names, strict=True)):
+            if shapes[index][dim] == 1:
+                continue
+            other, place, other_dim = seen.setdefault(own, (count, index, dim))
+            if other != count:
+                raise failure(
+                    primitive.title,
+                    f"the strategy {strategy} splits dim {other_dim} of input {place} {list(shapes[place])} in {other} "
+                    f"parts, and dim {dim} of input {index} {list(shapes[index])} in {count}: Strategies of relevant "
+                    "dimensions are not equal",
+                    "the same number for both: "
+                    f"{primitive.completed((*strategy[: place + 1], *((),) * (len(shapes) - place - 1)), shapes, args)}",
+                )
 
 
 def check_tensors(
@@ -98,7 +138,8 @@ def check_tensors(
         )
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
         if counts and even:
-            _check_counts(name, index, counts, shape)
+            _check_length(name, index, counts, shape)
+            _check_counts(name, counts, shape)
             _check_devices(name, strategy, prod(counts), devices)
 
 
@@ -112,13 +153,16 @@ def _check_devices(name: str, strategy: Strategy, required: int, devices: int) -
         )
 
 
-def _check_counts(name: str, index: int, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _check_length(name: str, index: int, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if len(counts) != len(shape):
         raise failure(
             name,
             f"strategy len: {len(counts)} is not equal to inputs len: {len(shape)}, index: {index}",
             f"one number for each dim of {list(shape)}",
         )
+
+
+def _check_counts(name: str, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
     for count, size in zip(counts, shape, strict=True):
         if count <= 0:
             raise failure(name, f"the value of strategy must be larger than 0, but get {count}", "1: not split")
@@ -136,14 +180,18 @@ def _check_counts(name: str, index: int, counts: tuple[int, ...], shape: tuple[i
             )
 
 
-def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str) -> None:
-    """Raises StrategyError where one of the dims is split. ``why``: what the operator does with it."""
+LENIENT = ", or set_auto_parallel_context(strict=False), which can split it"
+
+
+def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str, else_: str = LENIENT) -> None:
+    """Raises StrategyError where one of the dims is split. ``why``: what the operator does with it; ``else_``: what may
+    be done instead of leaving it whole."""
     for dim in dims:
         if counts[dim] != 1:
             raise failure(
                 name,
                 f"the strategy {counts} splits dim {dim}, {why}: its value must be 1, but get {counts[dim]}",
-                "1 for that dim, or set_auto_parallel_context(strict=False), which can split it",
+                f"1 for that dim{else_}",
             )
 
 

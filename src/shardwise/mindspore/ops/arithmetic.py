@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional as F
 
-from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy, aligned, counted
+from shardwise.mindspore.ops.primitive import Names, Primitive, Strategy, counted
 
 
 class Elementwise(Primitive):
@@ -23,30 +22,12 @@ class Elementwise(Primitive):
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
         """Where several operators do the work, the result is split by the counts of all operands, and they follow."""
-        result = self.compute(*args)
-        return counted(result, aligned(strategy)) if all(strategy) else result
+        rank = max(map(len, strategy))
+        padded = ((1,) * (rank - len(counts)) + counts for counts in strategy)
+        return counted(self.compute(*args), tuple(map(max, zip(*padded, strict=True))))
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        check_broadcast(self.title, strategy, shapes)
-
-
-def check_broadcast(name: str, strategy: Strategy, shapes: Shapes) -> None:
-    """Dims that are broadcast to each other, aligned at the right, are split alike, but those of size 1, which are
-    whole."""
-    rank = max(map(len, shapes), default=0)
-    for dim in range(1, rank + 1):
-        counts = {
-            operand_counts[-dim]
-            for operand_counts, shape in zip(strategy, shapes, strict=True)
-            if len(shape) >= dim and shape[-dim] > 1
-        }
-        if len(counts) > 1:
-            raise strict.failure(
-                name,
-                f"the strategy {strategy} splits dim {-dim} of inputs {list(map(list, shapes))} in {sorted(counts)} "
-                "parts: Strategies of relevant dimensions are not equal",
-                "the same number for dims that are broadcast to each other, 1 where the size is 1",
-            )
+    def followed(self, names: Names, args: tuple[Any, ...]) -> frozenset[str]:
+        return frozenset(name for own in names for name in own)
 
 
 def _elementwise(name: str, function: Callable[..., Any], doc: str, *, single: bool = True) -> type[Elementwise]:

@@ -12,7 +12,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import context, engine, strict
 from shardwise.mindspore.engine import STRATEGIES
 from shardwise.mindspore.ops.primitive import counted
-from shardwise.mindspore.tensor import Tensor
+from shardwise.mindspore.tensor import Tensor, plain
 
 
 def differentiate(
@@ -35,7 +35,7 @@ def differentiate(
         weight.grad = None
     split = None
     if isinstance(network, nn.Module) and engine.is_split() and engine.is_outermost():
-        split, result = engine.run(network, tuple(map(engine.plain, inputs)), kwargs)
+        split, result = engine.run(network, tuple(map(plain, inputs)), kwargs)
     else:
         result = network(*inputs, **kwargs)
     loss = result[0] if isinstance(result, (tuple, list)) else result
@@ -83,7 +83,7 @@ def value_and_grad(
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         inputs = list(args)
         for position in positions:
-            inputs[position] = engine.plain(inputs[position]).detach().requires_grad_()
+            inputs[position] = plain(inputs[position]).detach().requires_grad_()
         wanted = [*(inputs[position] for position in positions), *(listed or ())]
         before = [tensor.grad for tensor in listed or ()]
         for tensor in wanted:

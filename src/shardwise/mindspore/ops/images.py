@@ -18,12 +18,19 @@ Sizes = int | Sequence[int]
 MODES = ("valid", "same", "pad")
 
 
-def pair(name: str, value: Sizes) -> tuple[int, int]:
-    """Two numbers for height and width; of four, as the reference also takes them, the last two."""
-    sizes = (value, value) if isinstance(value, int) else tuple(value)[-2:]
-    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
+def pair(name: str, value: Sizes, low: int = 1) -> tuple[int, int]:
+    """Two numbers for height and width, of four, as the reference also takes them, the last two. Raises ValueError for
+    others, and where the first of four, for images and channels, are not 1."""
+    sizes = (value, value) if isinstance(value, int) else tuple(value)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < low for size in sizes):
+        raise ValueError(problem(f"{name} is {value!r}", fix=f"whole numbers from {low}"))
+    if len(sizes) == 4 and sizes[:2] != (1, 1):
+        raise ValueError(
+            problem(f"{name} is {value!r}, whose first two are not 1", fix=f"{name}=(1, 1, {sizes[2]}, {sizes[3]})")
+        )
+    if len(sizes) not in (2, 4):
         raise ValueError(problem(f"{name} is {value!r}", fix="a whole number, or two: (height, width)"))
-    return sizes[0], sizes[1]
+    return sizes[-2], sizes[-1]
 
 
 def _four(pad: Sizes) -> tuple[int, int, int, int]:
@@ -86,6 +93,7 @@ class _Windowed(Primitive):
 class Conv2D(_Windowed):
     """``Conv2D(out_channel, kernel_size, ...)(x, weight)``; ``weight`` is (out, in / group, height, width)."""
 
+    dims = "n in h w, out in kh kw"
     sums = True
 
     def __init__(
@@ -114,11 +122,8 @@ class Conv2D(_Windowed):
         top, bottom, left, right = self.padding(x.shape)
         if (top, left) == (bottom, right):
             return x, weight, (top, left)
-        pad = F.pad if strategy is None or not strategy[0] else sw.shard(F.pad, strategy[:1])
+        pad = F.pad if strategy is None else sw.shard(F.pad, strategy[:1])
         return pad(x, (left, right, top, bottom)), weight, (0, 0)
-
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return prod(strategy[0]) * strategy[1][0]
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         images, (co, ci, *kernel) = strategy
@@ -146,6 +151,7 @@ class Conv2DTranspose(Primitive):
     """``Conv2DTranspose(out_channel, kernel_size, ...)(dout, weight, input_size)``: the gradient of Conv2D by its
     input, of shape ``input_size``; ``weight`` is (channels of dout, out / group, height, width)."""
 
+    dims = "n in h w, in out kh kw"
     lead = 0
 
     def __init__(
@@ -182,9 +188,6 @@ class Conv2DTranspose(Primitive):
         if any(missing):
             whole = F.pad(whole, (0, missing[0], 0, missing[1]))
         return whole[:, :, begins[0] : begins[0] + height, begins[1] : begins[1] + width]
-
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return prod(strategy[0]) * strategy[1][1]
 
 
 class _Pool(_Windowed):

@@ -10,8 +10,13 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.mindspore import context, engine, strict
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy, counted
+from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, counted
 from shardwise.search.wishes import axes_of_counts
+
+
+def _numbered(letters: str, shapes: Shapes) -> Names:
+    """The dims of every shape by a letter of its own and their numbers."""
+    return tuple(tuple(f"{own}{dim}" for dim in range(len(shape))) for own, shape in zip(letters, shapes, strict=False))
 
 
 class Gather(Primitive):
@@ -58,24 +63,38 @@ class Gather(Primitive):
             )
         return self.attrs.get("manual_split")
 
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        params, indices = strategy
-        if self._manual() is not None:
-            return prod(params)
-        return prod(indices) * prod(params[self.batch_dims :])
+    def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
+        params, indices = _numbered("pi", shapes)
+        if self._manual() is not None and indices and self._axis(args, shapes) == 0:
+            return params, (*indices[:-1], params[0])
+        shared = self.batch_dims % max(len(indices), 1)
+        return params, (*params[:shared], *indices[shared:])
 
-    def strategy_text(self, args: tuple[Any, ...]) -> str | None:
+    def led(self, strategy: Strategy, *args: Any) -> Any:
+        """A batched lookup: the result is split by the counts of both."""
+        return counted(self.compute(*args), self._of_result(strategy, args))
+
+    def followed(self, names: Names, args: tuple[Any, ...]) -> frozenset[str]:
+        return frozenset(self._of_result(names, args))
+
+    def _of_result(self, of_operands: Any, args: tuple[Any, ...]) -> Any:
+        """Counts or names of the result's dims: the dim that is looked up is replaced by those of the indices."""
+        params, indices = of_operands
+        axis, batch = args[2] % len(params) if len(args) > 2 else 0, self.batch_dims % len(indices)
+        return (*params[:axis], *indices[batch:], *params[axis + 1 :])
+
+    def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:
         lengths = self._manual()
         if lengths is None:
             return None
-        if self.in_strategy is None:
+        if strategy is None:
             raise strict.failure(
                 self.title,
                 f"manual_split is {lengths}, but the operator has no strategy",
                 f"Gather().shard((({len(lengths)}, 1), (1, {len(lengths)})))",
             )
         options = context.options()
-        rows, *columns = self.in_strategy[0]
+        rows, *columns = strategy[0]
         axis = self._axis(args, self.strategy_shapes(args))
         names = {2: ("v", "e")} if axis == 0 else {2: ("d0", "v0")}
         wanted = dict(zip(names[2], (rows, *columns), strict=True))
@@ -92,7 +111,7 @@ class Gather(Primitive):
         """Where the rows are split, strict mode scatters the sum over the first dim of the indices, if that divides,
         as the reference does: without ``out_strategy``."""
         params, indices = strategy
-        if self.out_strategy is not None or not strict or not params or not indices:
+        if self.out_strategy is not None or not strict:
             return self.out_strategy
         lengths = self._manual()
         if lengths is not None:
@@ -227,6 +246,7 @@ class GatherD(Primitive):
 class GatherNd(Primitive):
     """``GatherNd()(x, indices)``: the last dim of the indices names a place in the first dims of x."""
 
+    dims = "x..., b... place"
     lead = 1
 
     def compute(self, x: Any, indices: Any) -> Any:
@@ -236,13 +256,11 @@ class GatherNd(Primitive):
         strict.whole(self.title, strategy[0], range(len(shapes[0])), "which is looked up")
         strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which names a place")
 
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return prod(strategy[1])
-
 
 class OneHot(Primitive):
     """``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and () for each value:
-    ``((4, 2), (), ())``; the dim of the classes may be split."""
+    ``((4, 2), (), ())``; the dim of the classes may be split, and may be left out where it is not: ``((4,), (), ())``.
+    """
 
     lead = 0
 
@@ -263,6 +281,13 @@ class OneHot(Primitive):
         shape = list(args[0].shape)
         shape.insert(self.axis % (len(shape) + 1), int(args[1]))
         return tuple(shape), (), ()
+
+    def completed(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
+        result, rank = list(strategy[0]) if strategy else [], len(shapes[0])
+        if len(result) == rank - 1:
+            result.insert(self.axis % rank, 1)
+            strategy = (tuple(result), *strategy[1:])
+        return super().completed(strategy, shapes, args)
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
         return counted(self.compute(*args), strategy[0])
@@ -288,17 +313,9 @@ class UnsortedSegmentSum(Primitive):
         zeros = torch.zeros((num_segments, *x.shape[count:]), dtype=x.dtype, device=x.device)
         return zeros.index_add(0, segment_ids.reshape(-1), rows)
 
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return prod(strategy[0])
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        first, second = strategy
-        if first[: len(second)] != second:
-            raise strict.failure(
-                self.title,
-                f"the strategy {first} of x splits the first {len(second)} dims otherwise than {second}, that of ids",
-                f"({first}, {first[: len(second)]})",
-            )
+    def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
+        (names,) = _numbered("d", shapes)
+        return names, names[: len(shapes[1])]
 
 
 class TensorScatterUpdate(Primitive):
@@ -313,8 +330,9 @@ class TensorScatterUpdate(Primitive):
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         strict.whole(self.title, strategy[0], range(shapes[1][-1]), "in which places are named")
 
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return prod(strategy[0])
+    def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
+        x, indices = _numbered("xi", shapes)
+        return x, indices, (*indices[:-1], *x[shapes[1][-1] :])
 
 
 class TensorScatterAdd(TensorScatterUpdate):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
 
-from shardwise.mindspore import strict
-from shardwise.mindspore.ops.arithmetic import check_broadcast
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+import shardwise as sw
+from shardwise.errors import problem
+from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, dim_names
+from shardwise.rules.binding import leading_names
+from shardwise.search.wishes import axes_of_counts
 
 
 class MatMul(Primitive):
@@ -24,6 +26,14 @@ class MatMul(Primitive):
     def compute(self, x: Any, y: Any) -> Any:
         x = x.transpose(-1, -2) if self.transpose_a else x
         y = y.transpose(-1, -2) if self.transpose_b else y
+        if min(x.dim(), y.dim()) > 1 and x.shape[-1] != y.shape[-2]:
+            raise ValueError(
+                problem(
+                    f"{self.title}: {list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, {y.shape[-2]} rows",
+                    op=self.title,
+                    fix="shapes that fit; where data is made by a function, compare the order of its arguments",
+                )
+            )
         return torch.matmul(x, y)
 
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
@@ -34,22 +44,43 @@ class MatMul(Primitive):
         )
         return first, second
 
-    def _sides(self, strategy: Strategy, shapes: Shapes) -> tuple[tuple[int, ...], int, int, int]:
-        """Counts of the batch dims, of rows, of the dim summed over, and of columns."""
-        first, second = self.operand_counts(strategy, shapes, ())
-        rank = max(len(first), len(second)) - 2
-        aligned = [(1,) * (rank + 2 - len(counts)) + counts[:-2] for counts in (first, second)]
-        return tuple(map(max, *aligned)) if rank else (), first[-2], first[-1], second[-1]
+    def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
+        first, second = ("k m" if self.transpose_a else "m k"), ("n k" if self.transpose_b else "k n")
+        texts = (f"b... {own}" if len(shape) > 1 else "k" for own, shape in zip((first, second), shapes, strict=True))
+        return dim_names(", ".join(texts), [len(shape) for shape in shapes])
 
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        batch, *rest = self._sides(strategy, shapes)
-        return prod(batch) * prod(rest)
+    def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:
+        """Where only the second operand has the batch dims, the order of the device matrix in words: batch dims, m, k,
+        n. The library would give devices in the order in which dims appear."""
+        shapes = self.strategy_shapes(args)
+        batch = self._batch(shapes)
+        first, second = ((1,) * (len(batch) + 2 - len(shape)) + shape for shape in shapes)
+        if strategy is None or not any(a < b for a, b in zip(first[:-2], second[:-2], strict=True)):
+            return None
+        counts = self.counts_by_name(strategy, shapes, args)
+        wanted = dict(zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True))
+        mesh = sw.Mesh({engine.AXIS: context.options().devices})
+        choices = axes_of_counts(wanted, mesh)
+        return " ".join(
+            f"{name}@({','.join(axis for axis in choices if choices[axis] == name)})"
+            for name in dict.fromkeys(choices.values())
+        )
+
+    def _batch(self, shapes: Shapes) -> tuple[str, ...]:
+        """The names of the batch dims, in order."""
+        return tuple(f"b{i}" for i in range(max(map(len, shapes)) - 2, 0, -1))
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        first, second = strategy
-        check_broadcast(self.title, (first[:-2], second[:-2]), (shapes[0][:-2], shapes[1][:-2]))
-        columns = first[-2] if self.transpose_a else first[-1]
-        rows = second[-1] if self.transpose_b else second[-2]
+        if any(len(shape) < 2 for shape in shapes):
+            raise strict.failure(
+                self.title,
+                f"the strategy {strategy} is for inputs {list(map(list, shapes))}, of which one is a vector",
+                "two matrices, or set_auto_parallel_context(strict=False)",
+            )
+        columns, rows = (
+            dict(zip(names, counts, strict=True))["k"]
+            for names, counts in zip(self.dim_names(shapes, args), strategy, strict=True)
+        )
         if columns != rows:
             raise strict.failure(
                 self.title,
@@ -61,7 +92,9 @@ class MatMul(Primitive):
             self._check_out(strategy, shapes)
 
     def _check_out(self, strategy: Strategy, shapes: Shapes) -> None:
-        batch, a, b, c = self._sides(strategy, shapes)
+        counts = self.counts_by_name(strategy, shapes, ())
+        a, b, c = (counts[name] for name in "mkn")
+        batch = [counts[name] for name in self._batch(shapes)]
         legal = ((*batch, a, c), (*batch, a * b, c))
         if self.out_strategy is None or self.out_strategy in ((legal[0],), (legal[1],)):
             return
@@ -80,6 +113,8 @@ class BatchMatMul(MatMul):
 class BiasAdd(Primitive):
     """x + b, where b belongs to dim 1 of x."""
 
+    dims = "n c b..., c"
+
     def __init__(self, data_format: str = "NCHW") -> None:
         super().__init__(data_format=data_format)
 
@@ -94,19 +129,7 @@ class BiasAdd(Primitive):
 
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
         first, second = strategy
-        return first, (*second, *(1,) * (len(shapes[0]) - 2)) if second else ()
-
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return prod(strategy[0])
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        if strategy[0][1] != strategy[1][0]:
-            raise strict.failure(
-                self.title,
-                f"the strategy {strategy} splits the channels of x in {strategy[0][1]} parts and the bias in "
-                f"{strategy[1][0]}",
-                f"({strategy[0]}, ({strategy[0][1]},))",
-            )
+        return first, (*second, *(1,) * (len(shapes[0]) - 2))
 
 
 __all__ = ["BatchMatMul", "BiasAdd", "MatMul"]

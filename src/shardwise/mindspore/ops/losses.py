@@ -32,6 +32,7 @@ class SparseSoftmaxCrossEntropyWithLogits(Primitive):
     """``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, labels being class numbers: the mean cross
     entropy, or the gradient of the logits."""
 
+    dims = "b... classes, b..."
     sums = True
     lead = 0
 
@@ -45,18 +46,8 @@ class SparseSoftmaxCrossEntropyWithLogits(Primitive):
             return (logits.softmax(-1) - hot) / logits.shape[0]
         return F.cross_entropy(logits, labels.long())
 
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return super().required_devices(strategy[:1], shapes[:1], args)
-
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        logits, labels = strategy
-        strict.whole(self.title, logits, (len(logits) - 1,), "the classes")
-        if labels != logits[:-1]:
-            raise strict.failure(
-                self.title,
-                f"the strategy {labels} of the labels is not that of the samples, {logits[:-1]}",
-                f"({logits}, {logits[:-1]})",
-            )
+        strict.whole(self.title, strategy[0], (len(shapes[0]) - 1,), "the classes")
 
 
 class SigmoidCrossEntropyWithLogits(Primitive):
@@ -64,9 +55,6 @@ class SigmoidCrossEntropyWithLogits(Primitive):
 
     def compute(self, logits: Any, label: Any) -> Any:
         return F.binary_cross_entropy_with_logits(logits, label, reduction="none")
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.equal(self.title, strategy, "the strategies of logits and label must be equal")
 
 
 class BinaryCrossEntropy(Primitive):
@@ -82,9 +70,6 @@ class BinaryCrossEntropy(Primitive):
 
     def compute(self, logits: Any, labels: Any, weight: torch.Tensor | None = None) -> Any:
         return F.binary_cross_entropy(logits, labels, weight, reduction=self.reduction)
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.equal(self.title, strategy)
 
 
 class L2Loss(Primitive):

@@ -76,18 +76,9 @@ class LayerNorm(Primitive):
         return y, mean, variance
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        first, *others = strategy
         rank = len(shapes[0])
         begin = strict.dim_of(self.title, self.begin_norm_axis, rank)
-        strict.whole(self.title, first, range(begin, rank), "over which it is normalised")
-        tail = first[strict.dim_of(self.title, self.begin_params_axis, rank) :]
-        for counts in others:
-            if counts != tail:
-                raise strict.failure(
-                    self.title,
-                    f"the strategy {counts} of gamma or beta is not that of the last {len(tail)} dims of x, {tail}",
-                    f"{(first, tail, tail)}",
-                )
+        strict.whole(self.title, strategy[0], range(begin, rank), "over which it is normalised")
 
 
 class BatchNorm(Primitive):
@@ -95,6 +86,7 @@ class BatchNorm(Primitive):
     second, in training by the batch's own statistics, which are then mixed into ``mean`` and ``variance`` with weight
     ``momentum``. Five results, of which the last two repeat the statistics."""
 
+    dims = "n c b..., c, c, c, c"
     lead = 0
 
     def __init__(
@@ -110,20 +102,6 @@ class BatchNorm(Primitive):
     def compute(self, x: Any, scale: Any, bias: Any, mean: Any, variance: Any) -> Any:
         y = F.batch_norm(x, mean, variance, scale, bias, self.is_training, self.momentum, self.epsilon)
         return y, mean, variance, mean, variance
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        channels = strategy[0][1]
-        for counts in strategy[1:]:
-            if counts != (channels,):
-                raise strict.failure(
-                    self.title,
-                    f"the strategy {counts} of a parameter is not that of the channels of x, {strategy[0]}: "
-                    f"({channels},)",
-                    f"{(strategy[0], *[(channels,)] * 4)}",
-                )
-
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return super().required_devices(strategy[:1], shapes[:1], args)
 
 
 class Dropout(Primitive):

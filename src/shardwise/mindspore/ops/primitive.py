@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from math import prod
 from typing import Any, Self
 
 import torch
@@ -22,6 +21,19 @@ Shapes = tuple[tuple[int, ...], ...]
 _HOST_OPERANDS: ContextVar[list[torch.Tensor] | None] = ContextVar("shardwise_host_operands", default=None)
 
 
+_UNSPLIT: ContextVar[bool] = ContextVar("shardwise_unsplit_operators", default=False)
+
+
+@contextmanager
+def unsplit_operators() -> Iterator[None]:
+    """Primitives just compute meanwhile, also in a cell that is captured: they are parts of one operator."""
+    token = _UNSPLIT.set(True)
+    try:
+        yield
+    finally:
+        _UNSPLIT.reset(token)
+
+
 @contextmanager
 def host_operands() -> Iterator[list[torch.Tensor]]:
     """The tensors that primitives with ``primitive_target`` "CPU" keep on the host, of those called meanwhile."""
@@ -33,10 +45,24 @@ def host_operands() -> Iterator[list[torch.Tensor]]:
         _HOST_OPERANDS.reset(token)
 
 
-def aligned(strategy: Strategy) -> tuple[int, ...]:
-    """The counts of what operands are broadcast to."""
-    rank = max(map(len, strategy), default=0)
-    return tuple(map(max, zip(*((1,) * (rank - len(counts)) + counts for counts in strategy), strict=True)))
+Names = tuple[tuple[str, ...], ...]
+
+
+def dim_names(text: str, ranks: Sequence[int]) -> Names:
+    """A name per dim of every tensor. ``text``: the names, a list per tensor (one list: of each); "b..." stands for all
+    dims that have no name of their own, counted from the right.
+
+    >>> dim_names("b... m k, b... k n", (2, 4))
+    (('m', 'k'), ('b2', 'b1', 'k', 'n'))
+    """
+    lists = [own.split() for own in text.split(",")]
+    lists = lists * len(ranks) if len(lists) == 1 else lists
+    names = []
+    for own, rank in zip(lists, ranks, strict=True):
+        rest = rank - sum(not name.endswith("...") for name in own)
+        spread = ([f"{name[:-3]}{i}" for i in range(rest, 0, -1)] if name.endswith("...") else [name] for name in own)
+        names.append(tuple(name for group in spread for name in group))
+    return tuple(names)
 
 
 def counted(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
@@ -50,11 +76,13 @@ class Primitive:
     A strategy (one tuple of split counts per tensor operand) acts in the modes semi_auto_parallel and auto_parallel
     only. ``sums``: the operator sums over a dim, so that splitting it leaves partial sums. ``instance_name``: the
     attribute of the cell that holds the primitive; ``data_parallel``: without a strategy it splits dim 0 of its first
-    operand (``Cell.set_data_parallel``); ``attrs``: what the printed IR shows as ``primitive_attrs``. ``lead``: where
-    several operators do the work, the number of the tensor operand that takes its counts, and which they follow;
-    ``splittable``: whether strict mode lets it have a strategy.
+    operand (``Cell.set_data_parallel``); ``attrs``: what the printed IR shows as ``primitive_attrs``. ``dims``: names
+    of the dims of its operands (``dim_names``), of which equal ones are split alike. ``lead``: where several operators
+    do the work, the number of the tensor operand that takes its counts, and which they follow; ``splittable``: whether
+    strict mode lets it have a strategy.
     """
 
+    dims = "b..."
     sums = False
     splittable = True
     lead: int | None = None
@@ -87,6 +115,13 @@ class Primitive:
         _check_instance(self, "shard", (in_strategy, out_strategy))
         self.in_strategy = strict.nested(self.name, "in_strategy", in_strategy, out_strategy)
         self.out_strategy = strict.nested(self.name, "out_strategy", out_strategy)
+        if self.in_strategy is None and self.out_strategy is not None:
+            raise ValueError(
+                problem(
+                    f"{self.name}: out_strategy is {self.out_strategy}, and there is no in_strategy",
+                    fix=f"give both: {self.name}().shard(in_strategy, {self.out_strategy})",
+                )
+            )
         self._note_strategies()
         return self
 
@@ -129,16 +164,17 @@ class Primitive:
         if hosts is not None and self.attrs.get("primitive_target") == "CPU":
             hosts.extend(self.host_operands(args))
         options = context.options()
-        if not (options.distributed and torch.compiler.is_exporting()):
+        if _UNSPLIT.get() or not (options.distributed and torch.compiler.is_exporting()):
             return self.compute(*self.prepared(None, args))
         shapes = self.strategy_shapes(args)
         strategy = self.in_strategy
-        if strategy is not None and options.strict:
-            strict.check(self, strategy, shapes, args, options.devices)
         if strategy is None and self.data_parallel and shapes and shapes[0]:
             strategy = ((options.devices, *(1,) * (len(shapes[0]) - 1)), *((),) * (len(shapes) - 1))
+        elif strategy is not None:
+            strategy = self.completed(strategy, shapes, args)
+            strict.check(self, strategy, shapes, args, options.devices, even=options.strict)
         out = self.out_counts(strategy, shapes, args, strict=options.strict) if strategy is not None else None
-        text = self.strategy_text(args)
+        text = self.strategy_text(strategy, args)
         call: Callable[..., Any] = self.compute
         if text is not None:
             call = sw.shard(_named(call, self), text, out)
@@ -160,6 +196,11 @@ class Primitive:
             leaves[tensors[self.lead]] = counted(leaves[tensors[self.lead]], strategy[self.lead])
         return self.compute(*pytree.tree_unflatten(leaves, spec))
 
+    def followed(self, names: Names, args: tuple[Any, ...]) -> frozenset[str]:
+        """The dims whose counts ``led`` can carry to the operators inside: those of the operand ``lead``."""
+        assert self.lead is not None
+        return frozenset(names[self.lead])
+
     def prepared(self, strategy: Strategy | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of ``compute``, after what has to be done before it."""
         return args
@@ -172,12 +213,36 @@ class Primitive:
         """The counts of the operands of torch's operator, where these have other dims than ours."""
         return strategy
 
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        """The devices of the operator's device matrix: by default one dim per dim that operands share, aligned at the
-        right as broadcasting does."""
-        return prod(aligned(strategy))
+    def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
+        """A name per dim of every shape: those of one name are split alike, but for dims of size 1."""
+        found = dim_names(self.dims, [len(shape) for shape in shapes])
+        if any(len(names) != len(shape) for names, shape in zip(found, shapes, strict=True)):
+            raise strict.failure(
+                self.title, f"inputs of shapes {list(map(list, shapes))} have too few dims", f"dims {self.dims}"
+            )
+        return found
 
-    def strategy_text(self, args: tuple[Any, ...]) -> str | None:
+    def counts_by_name(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> dict[str, int]:
+        """In how many parts the dims of each name are split. Their product is the number of devices."""
+        found: dict[str, int] = {}
+        for counts, names in zip(strategy, self.dim_names(shapes, args), strict=True):
+            for count, name in zip(counts, names, strict=bool(counts)):
+                found[name] = max(count, found.get(name, 1))
+        return found
+
+    def completed(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
+        """A strategy with the counts of operands that it leaves to the others: ``()`` for ((2, 4), ()).
+
+        Raises StrategyError for another form.
+        """
+        strict.check_form(self, strategy, shapes)
+        counts = self.counts_by_name(strategy, shapes, args)
+        return tuple(
+            own or tuple(counts.get(name, 1) if size > 1 else 1 for name, size in zip(names, shape, strict=True))
+            for own, names, shape in zip(strategy, self.dim_names(shapes, args), shapes, strict=True)
+        )
+
+    def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:
         """A strategy in the library's words, where split counts can not say it."""
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -90,12 +89,9 @@ class _Joined(Primitive):
         self.axis = axis
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.equal(self.title, strategy)
         axis = strict.dim_of(self.title, self.axis, len(shapes[0]))
-        strict.whole(self.title, strategy[0], (axis,), self.why)
-
-    def required_devices(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> int:
-        return prod(strategy[0])
+        for counts in strategy:
+            strict.whole(self.title, counts, (axis,), self.why)
 
 
 class Concat(_Joined):
@@ -112,7 +108,7 @@ class Stack(_Joined):
         return torch.stack(tuple(tensors), self.axis)
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.equal(self.title, strategy)
+        """Along a new dim nothing is split."""
 
 
 class Unstack(_Joined):

@@ -1,0 +1,21 @@
+"""The ranks of a mesh: those that it has, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import LayoutError
+
+
+def test_every_rank_has_coordinates_and_others_are_refused() -> None:
+    mesh = sw.Mesh(dp=2, tp=4)
+    assert [mesh.rank_of(mesh.coordinates(rank)) for rank in range(8)] == list(range(8))
+    assert mesh.group(("tp.0", "tp.1"), 7) == (4, 5, 6, 7)
+    assert sw.Mesh().coordinates(0) == {}
+    for rank in (-1, 8, 9):
+        for ask in (mesh.coordinates, lambda own: mesh.group(("dp",), own), lambda own: mesh.index_along(("dp",), own)):
+            with pytest.raises(LayoutError, match=rf"there is no rank {rank}: Mesh\(dp=2, tp=4\) has ranks 0 to 7"):
+                ask(rank)
+    with pytest.raises(LayoutError, match=r"no coordinate 2 of dp, which has size 2"):
+        mesh.rank_of({"dp": 2, "tp.0": 0, "tp.1": 0})
