@@ -22,6 +22,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.capture import Capture, call_arguments, call_module, capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
+from shardwise.graph.trees import flatten, flatten_output
 from shardwise.graph.widen import reference_mode, widen
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
@@ -161,7 +162,7 @@ def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> 
 
 
 def _need_values(inputs: Any) -> None:
-    if any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves(inputs)):
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in flatten(inputs)[0]):
         raise ShardwiseError(
             problem(
                 "verify needs inputs with values, not meta tensors",
@@ -211,7 +212,7 @@ class _Single:
             self.optimizer.zero_grad(set_to_none=True)
         with reference_mode(seed=step):
             output = call_module(self.module, args, kwargs, self.loss)
-        leaves = pytree.tree_leaves(output)
+        leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
@@ -265,7 +266,7 @@ class _Ranks:
         for optimizer in self.optimizers:
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         bindings = []
         for own, coordinates in zip(self.held, self.cluster.coordinates, strict=True):
             binding = dict(own)
