@@ -165,7 +165,8 @@ def test_the_module_is_left_as_it_was():
     module = Counts()
     before = module.total
     capture(module, (torch.ones(2),))
-    assert module.calls == 0 and module.last is None
+    assert module.calls == 0
+    assert module.last is None
     assert module.total is before
     assert "forward" not in vars(module)
 

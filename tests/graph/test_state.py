@@ -122,7 +122,9 @@ def test_state_that_the_next_call_would_read_is_refused_by_attribute_and_line(fu
     first = function.__code__.co_firstlineno
     named = int(str(refused.value).split("test_state.py:")[1].split("\n")[0].rstrip(")"))
     assert first < named <= first + 5
-    assert model.calls == 0 and not model.history and model.cache is None
+    assert model.calls == 0
+    assert not model.history
+    assert model.cache is None
 
 
 def makes_a_table_once(self, x):
@@ -154,7 +156,8 @@ def updates_buffers(self, x):
 def test_state_that_changes_nothing_in_the_next_call_is_captured(function):
     model = Stateful(function)
     captured = capture(model, (torch.ones(2, 4),))
-    assert captured.graph.loss is not None and model.cache is None
+    assert captured.graph.loss is not None
+    assert model.cache is None
 
 
 def only_counts(self, x):

@@ -1,4 +1,4 @@
-"""Arguments and outputs that are no tensors: dataclasses are trees, constants have keys, the rest is refused by name."""
+"""Arguments and outputs beside tensors: dataclasses are trees, constants have keys, the rest is refused by name."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_a_dataclass_comes_back_as_it_was_made():
     made = Output(torch.ones(()), Batch(torch.ones(2)))
     leaves, spec = flatten(made)
     again = unflatten(leaves, pickle.loads(pickle.dumps(spec)))
-    assert isinstance(again, Output) and again.batch.x is made.batch.x and again.total == 0
+    assert isinstance(again, Output)
+    assert again.batch.x is made.batch.x
+    assert again.total == 0
 
 
 def odd(value):
@@ -117,7 +119,8 @@ def test_other_objects_are_refused_by_name(value, name):
 def test_a_cache_of_transformers_is_not_carried_and_says_so_when_it_is_used():
     cache = pytest.importorskip("transformers").DynamicCache()
     ((stand_in, kept), _) = flatten_output((cache, 3))
-    assert kept == 3 and isinstance(stand_in, NotCarried)
+    assert kept == 3
+    assert isinstance(stand_in, NotCarried)
     again = pickle.loads(pickle.dumps(stand_in))
     for use in (len, list, lambda c: c[0], lambda c: c.get_seq_length()):
         with pytest.raises(ShardwiseError, match="DynamicCache"):

@@ -47,13 +47,22 @@ _PREFIX = "module"  # where TracedCall keeps the module
 ROOT_SCOPE = "/"
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Whose memory an output has on one device: the value of a source, or a name that is common to outputs which share
+    memory. ``geometry``: size, strides and offset of the output in a source's memory that is contiguous."""
+
+    name: str
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+
 @dataclass(frozen=True)
 class Capture:
     """A captured call.
 
     ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of what the call returns (of the loss, if a loss
     function was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: what the
-    user fixed, by scope.
+    user fixed, by scope. ``memories``: of the outputs; None for constants.
     """
 
     graph: Graph
@@ -61,6 +70,7 @@ class Capture:
     out_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
     annotations: tuple[Annotation, ...]
+    memories: tuple[Memory | None, ...]
 
 
 def capture(
@@ -104,13 +114,13 @@ def capture(
     traced = trace(module, examples, call, regions)
     if traced.outcome.changed:
         _check_state(module, names, examples, call, traced.outcome.changed)
-    graph, constants, scopes = _to_graph(traced, module, names, examples)
+    graph, constants, scopes, memories = _to_graph(traced, module, names, examples)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
         for scope, region in zip(scopes, traced.regions, strict=True)
         if scope and region.strategy is not None
     )
-    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations)
+    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories)
 
 
 def call_arguments(
@@ -146,7 +156,7 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
 
     names = tuple(f"args[{i}]" for i in range(len(examples)))
     module = nn.Module()
-    graph, constants, _ = _to_graph(trace(module, examples, run, {}), module, names, examples)
+    graph, constants, _, _ = _to_graph(trace(module, examples, run, {}), module, names, examples)
     if constants:
         raise CaptureError(
             problem(
@@ -230,9 +240,10 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 
 def _to_graph(
     traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
-) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...]]:
-    """The finished graph, its constants, and the scope of every region ("" if it covers no operator)."""
-    raw, constants, functionalizer = _functional_graph(traced, module, input_names, examples)
+) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[Memory | None, ...]]:
+    """The finished graph, its constants, the scope of every region ("" if it covers no operator), and the memories of
+    its outputs."""
+    raw, constants, functionalizer, memories = _functional_graph(traced, module, input_names, examples)
     # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
     graph = eliminate_dead_code(raw, keep=drawing)
@@ -246,7 +257,7 @@ def _to_graph(
     graph = replace(graph, ops=tuple(replace(op, scope=marks[op.scope]) for op in graph.ops))
     verify_graph(graph)
     used = {source.value for source in graph.sources if source.kind == "constant"}
-    return graph, {name: data for name, data in constants.items() if name in used}, scopes
+    return graph, {name: data for name, data in constants.items() if name in used}, scopes, memories
 
 
 def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
@@ -267,10 +278,14 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
 
 def _functional_graph(
     traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
-) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer]:
-    """The graph as traced, the data of all constants, and who made it."""
+) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[Memory | None, ...]]:
+    """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
     outcome = traced.outcome
     functionalizer, nodes, constants, canonical = _functionalized(traced.program, module, input_names, examples)
+    results = iter(nodes)
+    memories = tuple(
+        None if leaf is not None else Memory(*functionalizer.memory_of(next(results))) for leaf in outcome.leaves
+    )
     results = iter(nodes)
     outputs = tuple(functionalizer.ref_of(next(results)) if leaf is None else leaf[0] for leaf in outcome.leaves)
     loss = None if outcome.loss_position is None else functionalizer.ref_of(nodes[outcome.loss_position]).name
@@ -278,7 +293,8 @@ def _functional_graph(
     mutations = functionalizer.mutations()
     for name, node in zip(outcome.replaced_buffers, replaced, strict=True):
         mutations[canonical[name]] = functionalizer.gradient_free(functionalizer.ref_of(node))
-    return functionalizer.emitter.graph(outputs, loss, tuple(mutations.items())), constants, functionalizer
+    graph = functionalizer.emitter.graph(outputs, loss, tuple(mutations.items()))
+    return graph, constants, functionalizer, memories
 
 
 def _functionalized(
@@ -330,8 +346,8 @@ def _check_state(
         )
     if calls.kept_changing:
         warnings.warn(
-            f"forward changes Python state in every call: {calls.kept_changing}. A plan and its program are those of the "
-            "first call, and on ranks it stays as it is",
+            f"forward changes Python state in every call: {calls.kept_changing}. A plan and its program are those of "
+            "the first call, and on ranks it stays as it is",
             CaptureWarning,
             stacklevel=2,
         )

@@ -39,8 +39,8 @@ _LIBRARY.define("function(Tensor[] operands, str function, str arguments, Scalar
 _SLOT = ...  # stands for a tensor in what a function returns
 _KNOWN: dict[str, type[Function]] = {}
 _FIX = (
-    "write its forward with ordinary operators, or call it inside a torch.library.custom_op that register_autograd gives "
-    "the same backward; sw.rule says how that operator may be split"
+    "write its forward with ordinary operators, or call it inside a torch.library.custom_op that register_autograd "
+    "gives the same backward; sw.rule says how that operator may be split"
 )
 
 
@@ -110,8 +110,10 @@ def _cell(value: Any) -> object:
 
 
 def described(call_args: Sequence[Any], name: str, line: str) -> str:
-    """The arguments as a literal, in which ``{"operand"}`` stands for every tensor. Raises CaptureError for what is neither a
-    tensor nor a constant."""
+    """The arguments as a literal, in which ``{"operand"}`` stands for every tensor.
+
+    Raises CaptureError for what is neither a tensor nor a constant.
+    """
 
     def literal(arg: Any) -> Any:
         return {"operand"} if isinstance(arg, Tensor) else constant(arg)

@@ -306,9 +306,7 @@ def _inside(context: Callable[[], AbstractContextManager[None]], call: Call) -> 
     return run
 
 
-def trace_pair(
-    module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call
-) -> tuple[ExportedProgram, TwoCalls]:
+def trace_pair(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call) -> tuple[ExportedProgram, TwoCalls]:
     """Exports two calls after each other. Raises CaptureError for what the second call rejects."""
     try:
         program, outcome, _ = _export_as(TracedPair, module, examples, call, {})
@@ -320,9 +318,7 @@ def trace_pair(
     return program, outcome
 
 
-def line_of_change(
-    module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, changed: tuple[str, ...]
-) -> str:
+def line_of_change(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, changed: tuple[str, ...]) -> str:
     """The first line of the model after which one of these places of its Python state is another."""
     lines: list[str] = []
 

@@ -65,9 +65,7 @@ def _is_elementwise(function: str, text: str, lowest: torch.dtype, operands: tup
     return all(calls == found[0] for calls in found)
 
 
-def _run(
-    kernels: _Kernels, function: str, text: str, lowest: torch.dtype, operands: Sequence[_Operand]
-) -> None:
+def _run(kernels: _Kernels, function: str, text: str, lowest: torch.dtype, operands: Sequence[_Operand]) -> None:
     with FakeTensorMode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         inputs = [torch.empty(shape, dtype=dtype, requires_grad=grad) for shape, dtype, grad in operands]
         cotangents: list[Tensor] = []

@@ -16,7 +16,15 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
-from shardwise.graph.trees import check_constants, constant_key, flatten, flatten_with_path, is_constant, leaf_name, unflatten
+from shardwise.graph.trees import (
+    check_constants,
+    constant_key,
+    flatten,
+    flatten_with_path,
+    is_constant,
+    leaf_name,
+    unflatten,
+)
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype
@@ -35,6 +43,7 @@ from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.hooks import Shards, announce_hooks, carry_hooks
 from shardwise.runtime.hosted import HOST, hosted, matching, with_copies
 from shardwise.runtime.initial.materialize import full_tensors
+from shardwise.runtime.memory_of_outputs import announce_copies, live, taken_apart, whole_buffers, written_back
 from shardwise.runtime.replicas import ReplicaCheck, checked_interval
 from shardwise.runtime.shards import shard
 from shardwise.runtime.step import Step
@@ -57,6 +66,16 @@ class Compiled:
     written: tuple[int, ...]  # per mutation: the position of its buffer among the sources
     seed: int | None  # the position of the seed of random numbers among the sources
     frozen: tuple[tuple[str, int], ...]  # parameters that had no gradient when the module was split: name, position
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values of the sources."""
+        return tuple(source.value for source in self.captured.graph.sources)
+
+    @property
+    def whole_buffers(self) -> tuple[str, ...]:
+        """The values of the buffers that this rank holds whole."""
+        return whole_buffers(self.spmd)
 
     @property
     def program(self) -> torch.fx.GraphModule:
@@ -278,7 +297,7 @@ class Parallel(torch.nn.Module):
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool
-    ) -> tuple[Compiled, torch.Tensor | None, tuple[Any, ...]]:
+    ) -> tuple[Compiled, torch.Tensor | None, Sequence[Any]]:
         """(program, loss, flattened outputs) for one batch."""
         flat, spec = flatten((args, kwargs))
         if not all(isinstance(x, torch.Tensor) or is_constant(x) for x in flat):
@@ -305,9 +324,12 @@ class Parallel(torch.nn.Module):
         else:
             delivered, written = compiled.step(tensors)
         loss, outputs = compiled.results(delivered)
-        with torch.no_grad():
-            for position, value in zip(compiled.written, written, strict=True):
-                tensors[position].copy_(value)
+        sources = dict(zip(compiled.names, tensors, strict=True))
+        if not loss_only:
+            outputs = taken_apart(outputs, compiled.captured.memories, sources)
+        written_back([tensors[position] for position in compiled.written], written)
+        if not loss_only:
+            outputs = live(outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers})
         return compiled, loss, outputs
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
@@ -376,6 +398,8 @@ class Parallel(torch.nn.Module):
             if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
         )
         delivered = delivered_values(spmd, loss_only=loss_only)
+        if not loss_only:
+            announce_copies(spmd, captured.memories)
         return Compiled(captured, spmd, step, delivered, tuple(tensors), tuple(layouts), written, seed, frozen)
 
     def _step_of(self, spmd: Spmd, loss_only: bool) -> Step:
