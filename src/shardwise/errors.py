@@ -29,6 +29,10 @@ class CaptureError(ShardwiseError):
     """The model cannot be captured as a graph."""
 
 
+class CaptureWarning(UserWarning):
+    """The model can be captured, and something that its Python does will not happen on ranks."""
+
+
 class NotationError(ShardwiseError):
     """A text in one of shardwise's notations does not parse."""
 

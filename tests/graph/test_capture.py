@@ -154,11 +154,11 @@ def test_the_module_is_left_as_it_was():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.calls = 0
+            self.calls, self.last = 0, None
             self.register_buffer("total", torch.zeros(2))
 
         def forward(self, x):
-            self.calls += 1
+            self.calls, self.last = 1, x
             self.total = self.total + x
             return x * self.calls
 
@@ -166,6 +166,7 @@ def test_the_module_is_left_as_it_was():
     before = module.total
     capture(module, (torch.ones(2),))
     assert module.calls == 0
+    assert module.last is None
     assert module.total is before
     assert "forward" not in vars(module)
 

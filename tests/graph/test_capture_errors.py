@@ -27,10 +27,10 @@ class Calls(nn.Module):
         return self.function(self, x * self.weight)
 
 
-class Square(torch.autograd.Function):
+class Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x * x
+        return x * x if x.sum() > 0 else x
 
     @staticmethod
     def backward(ctx, gradient):
@@ -84,7 +84,24 @@ def transform(self, x):
 
 
 def custom_function(self, x):
-    return Square.apply(x)
+    return Chosen.apply(x)
+
+
+def tensor_hook(self, x):
+    x.register_hook(lambda gradient: gradient * 0.5)
+    return x.sum()
+
+
+def accumulation_hook(self, x):
+    x = x.detach().requires_grad_()
+    x.register_post_accumulate_grad_hook(lambda leaf: None)
+    return x.sum()
+
+
+def retained(self, x):
+    y = x * 2
+    y.retain_grad()
+    return y.sum()
 
 
 def reentrant(self, x):
@@ -169,7 +186,10 @@ CASES = [
     (mismatch, 1, "4.*3", "fake"),
     (to_numpy, 1, "numpy", "fake"),
     (transform, 1, "not an operator", "batched"),
-    (custom_function, 2, "autograd.Function", "custom_op"),
+    (custom_function, 1, "autograd.Function .*test_capture_errors.Chosen.*data", "custom_op"),
+    (tensor_hook, 1, "register_hook in forward", "autograd.Function"),
+    (accumulation_hook, 2, "register_post_accumulate_grad_hook in forward", "parameters"),
+    (retained, 2, "retain_grad in forward", "autograd.Function"),
     (reentrant, 1, "re-entrant", "use_reentrant=False"),
     (autocast, 2, "autocast", "precision="),
     (write_parameter, 1, r"\.data", "optimizer"),
@@ -192,8 +212,7 @@ def test_the_error_names_the_line_and_the_mend(function, below, what, mend):
     with pytest.raises(CaptureError) as caught:
         capture(Calls(function), (torch.ones(4, 4),))
     message = str(caught.value)
-    code = Square.forward.__code__ if function is custom_function else function.__code__
-    assert f"test_capture_errors.py:{code.co_firstlineno + below}" in message, message
+    assert f"test_capture_errors.py:{function.__code__.co_firstlineno + below}" in message, message
     assert re.search(what, message), message
     assert re.search(mend, message.partition("fix:")[2]), message
 

@@ -12,6 +12,7 @@ The module is neither changed nor copied: a module of 405B parameters on meta is
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -21,11 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
@@ -36,11 +38,22 @@ from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.schema import is_random, operator_name
 from shardwise.graph.simplify import SIMPLIFICATIONS
-from shardwise.graph.tracing import Traced, trace
+from shardwise.graph.state import difference
+from shardwise.graph.tracing import Call, Traced, line_of_change, trace, trace_pair
+from shardwise.graph.trees import check_constants, flatten_with_path, leaf_name, unflatten
 from shardwise.graph.verify import verify_graph
 
 _PREFIX = "module"  # where TracedCall keeps the module
 ROOT_SCOPE = "/"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Whose memory an output has on one device: the value of a source, or a name that is common to outputs which share
+    memory. ``geometry``: size, strides and offset of the output in a source's memory that is contiguous."""
+
+    name: str
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Capture:
 
     ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of what the call returns (of the loss, if a loss
     function was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: what the
-    user fixed, by scope.
+    user fixed, by scope. ``memories``: of the outputs; None for constants.
     """
 
     graph: Graph
@@ -57,6 +70,7 @@ class Capture:
     out_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
     annotations: tuple[Annotation, ...]
+    memories: tuple[Memory | None, ...]
 
 
 def capture(
@@ -79,7 +93,8 @@ def capture(
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
-    leaves, in_spec = pytree.tree_flatten_with_path((args, kwargs))
+    leaves, in_spec = flatten_with_path((args, kwargs))
+    check_constants((leaf_name(path), leaf) for path, leaf in leaves)
     names = tuple(leaf_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
     # Inputs carry no gradient: what is differentiated is the loss, with respect to parameters.
     examples = tuple(leaf.detach() for _, leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -87,7 +102,7 @@ def capture(
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         arguments = iter(tensors)
         filled = [next(arguments) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-        all_args, all_kwargs = pytree.tree_unflatten(filled, in_spec)
+        all_args, all_kwargs = unflatten(filled, in_spec)
         output = call_module(copy, all_args, all_kwargs, loss)
         return output, find_loss(output, required=loss is not None)
 
@@ -97,13 +112,15 @@ def capture(
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
     traced = trace(module, examples, call, regions)
-    graph, constants, scopes = _to_graph(traced, module, names, examples)
+    if traced.outcome.changed:
+        _check_state(module, names, examples, call, traced.outcome.changed)
+    graph, constants, scopes, memories = _to_graph(traced, module, names, examples)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
         for scope, region in zip(scopes, traced.regions, strict=True)
         if scope and region.strategy is not None
     )
-    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations)
+    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories)
 
 
 def call_arguments(
@@ -139,7 +156,7 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
 
     names = tuple(f"args[{i}]" for i in range(len(examples)))
     module = nn.Module()
-    graph, constants, _ = _to_graph(trace(module, examples, run, {}), module, names, examples)
+    graph, constants, _, _ = _to_graph(trace(module, examples, run, {}), module, names, examples)
     if constants:
         raise CaptureError(
             problem(
@@ -150,11 +167,6 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
 
 
 # ------------------------------------------------------------------------------------------------- arguments
-
-
-def leaf_name(path: tuple[Any, ...]) -> str:
-    """``args[0]``, ``kwargs['labels']``, ``args[1]['mask'][0]``."""
-    return ("args" if path[0].idx == 0 else "kwargs") + "".join(map(str, path[1:]))
 
 
 def _divide_targets(
@@ -228,9 +240,10 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 
 def _to_graph(
     traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
-) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...]]:
-    """The finished graph, its constants, and the scope of every region ("" if it covers no operator)."""
-    raw, constants, functionalizer = _functional_graph(traced, module, input_names, examples)
+) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[Memory | None, ...]]:
+    """The finished graph, its constants, the scope of every region ("" if it covers no operator), and the memories of
+    its outputs."""
+    raw, constants, functionalizer, memories = _functional_graph(traced, module, input_names, examples)
     # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
     graph = eliminate_dead_code(raw, keep=drawing)
@@ -244,7 +257,7 @@ def _to_graph(
     graph = replace(graph, ops=tuple(replace(op, scope=marks[op.scope]) for op in graph.ops))
     verify_graph(graph)
     used = {source.value for source in graph.sources if source.kind == "constant"}
-    return graph, {name: data for name, data in constants.items() if name in used}, scopes
+    return graph, {name: data for name, data in constants.items() if name in used}, scopes, memories
 
 
 def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
@@ -265,9 +278,30 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
 
 def _functional_graph(
     traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
-) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer]:
-    """The graph as traced, the data of all constants, and who made it."""
-    program, outcome = traced.program, traced.outcome
+) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[Memory | None, ...]]:
+    """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
+    outcome = traced.outcome
+    functionalizer, nodes, constants, canonical = _functionalized(traced.program, module, input_names, examples)
+    results = iter(nodes)
+    memories = tuple(
+        None if leaf is not None else Memory(*functionalizer.memory_of(next(results))) for leaf in outcome.leaves
+    )
+    results = iter(nodes)
+    outputs = tuple(functionalizer.ref_of(next(results)) if leaf is None else leaf[0] for leaf in outcome.leaves)
+    loss = None if outcome.loss_position is None else functionalizer.ref_of(nodes[outcome.loss_position]).name
+    replaced = nodes[len(nodes) - len(outcome.replaced_buffers) :] if outcome.replaced_buffers else ()
+    mutations = functionalizer.mutations()
+    for name, node in zip(outcome.replaced_buffers, replaced, strict=True):
+        mutations[canonical[name]] = functionalizer.gradient_free(functionalizer.ref_of(node))
+    graph = functionalizer.emitter.graph(outputs, loss, tuple(mutations.items()))
+    return graph, constants, functionalizer, memories
+
+
+def _functionalized(
+    program: ExportedProgram, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
+) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
+    """What emitted the program's nodes, the nodes that it returns, the data of its constants, and qualified name of a
+    parameter, buffer or constant -> its value."""
     sources, values, canonical = _module_sources(module)
     constants: dict[str, torch.Tensor] = {}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -281,19 +315,42 @@ def _functional_graph(
     for name, example in zip(input_names, examples, strict=True):
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad))
-    emitter = Emitter(values, sources)
-    functionalizer = Functionalizer(emitter, _PREFIX)
-    _bind_placeholders(functionalizer, traced, {source.value: source for source in sources}, canonical, input_names)
+    functionalizer = Functionalizer(Emitter(values, sources), _PREFIX)
+    _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
     functionalizer.run(program.graph.nodes)
-    results = iter(nodes)
-    outputs = tuple(functionalizer.ref_of(next(results)) if leaf is None else leaf[0] for leaf in outcome.leaves)
-    loss = None if outcome.loss_position is None else functionalizer.ref_of(nodes[outcome.loss_position]).name
-    replaced = nodes[len(nodes) - len(outcome.replaced_buffers) :] if outcome.replaced_buffers else ()
-    mutations = functionalizer.mutations()
-    for name, node in zip(outcome.replaced_buffers, replaced, strict=True):
-        mutations[canonical[name]] = functionalizer.gradient_free(functionalizer.ref_of(node))
-    return emitter.graph(outputs, loss, tuple(mutations.items())), constants, functionalizer
+    return functionalizer, nodes, constants, canonical
+
+
+def _check_state(
+    module: nn.Module,
+    input_names: tuple[str, ...],
+    examples: tuple[torch.Tensor, ...],
+    call: Call,
+    changed: tuple[str, ...],
+) -> None:
+    """Raises CaptureError if the Python state that a call changes makes the next call compute something else, and warns
+    of state that goes on changing: what is captured is the first call."""
+    program, calls = trace_pair(module, examples, call)
+    functionalizer, nodes, constants, _ = _functionalized(program, module, input_names, examples)
+    outputs = tuple(map(functionalizer.ref_of, nodes))
+    graph = eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ()))
+    what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"
+    if what:
+        raise CaptureError(
+            problem(
+                f"the model's forward changes its own Python state, and {what}: {calls.changed}",
+                source=line_of_change(module, examples, call, changed),
+                fix="keep what changes from call to call in a buffer (self.register_buffer), or pass it as an input",
+            )
+        )
+    if calls.kept_changing:
+        warnings.warn(
+            f"forward changes Python state in every call: {calls.kept_changing}. A plan and its program are those of "
+            "the first call, and on ranks it stays as it is",
+            CaptureWarning,
+            stacklevel=2,
+        )
 
 
 def _module_sources(module: nn.Module) -> tuple[list[Source], list[Value], dict[str, str]]:
@@ -316,15 +373,15 @@ def _module_sources(module: nn.Module) -> tuple[list[Source], list[Value], dict[
 
 def _bind_placeholders(
     functionalizer: Functionalizer,
-    traced: Traced,
+    program: ExportedProgram,
     sources: Mapping[str, Source],
     canonical: Mapping[str, str],
     input_names: tuple[str, ...],
 ) -> None:
-    placeholders = [node for node in traced.program.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     inputs = iter(input_names)
     bound: dict[str, Node] = {}
-    for node, spec in zip(placeholders, traced.program.graph_signature.input_specs, strict=True):
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind == InputKind.USER_INPUT:
             name = next(inputs)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):

@@ -83,6 +83,7 @@ class Functionalizer:
         self._prefix = prefix
         self._known: dict[Node, Any] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._contiguous: set[str] = set()
         self._grad = True
         self._detached: dict[str, Ref] = {}
 
@@ -90,6 +91,8 @@ class Functionalizer:
         """Gives a placeholder its value."""
         tensor = Tensor(ref, _storage(node.meta.get("val")), source=source)
         self._known[node] = tensor
+        if node.meta["val"].is_contiguous():
+            self._contiguous.add(source.value)
         if source.kind == "buffer":
             self._buffers[source.value] = tensor
 
@@ -100,6 +103,16 @@ class Functionalizer:
     def ref_of(self, node: Node) -> Ref:
         """The current value of a tensor node."""
         return self.read(self._tensor(node))
+
+    def memory_of(self, node: Node) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...], int] | None]:
+        """A name for the memory that a tensor node has: that of its source, or one that its views have in common; and
+        where it lies in that of a source: size, strides, offset."""
+        root = self._tensor(node).root
+        if root.source is None:
+            return f"#{root.storage}", None
+        val = node.meta["val"]
+        where = tuple(val.shape), tuple(val.stride()), int(val.storage_offset())
+        return root.source.value, where if root.source.value in self._contiguous else None
 
     def mutations(self) -> dict[str, str]:
         """Buffer value -> the value that was written to it last, without gradient."""

@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
-import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from shardwise.errors import CaptureError, problem
-from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.watching import watching
 
 State = tuple[Any, bytes]
 Watching = Callable[[], AbstractContextManager[None]]
-
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
-_NOT_DRAWING = (*NOT_USER_CODE, str(Path(np.__file__).parent))
 
 
 def host_random_state() -> State:
@@ -47,7 +39,7 @@ def reject_host_random(before: State, run: Callable[[Watching], object]) -> None
     if drew == before:
         return
     lines: list[str] = []
-    run(lambda: _watching(lines))
+    run(lambda: watching(lines, host_random_state))
     again = host_random_state()
     _restore(drew)
     if lines and again != drew:
@@ -64,31 +56,3 @@ def reject_host_random(before: State, run: Callable[[Watching], object]) -> None
 def _restore(state: State) -> None:
     random.setstate(state[0])
     np.random.set_state(pickle.loads(state[1]))
-
-
-@contextmanager
-def _watching(lines: list[str]) -> Iterator[None]:
-    """Appends the ``"model.py:41"`` after which the generators differ from before it."""
-    last, here = host_random_state(), ""
-
-    def watch(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal last, here
-        if not _is_users(frame.f_code.co_filename):
-            return None
-        now = host_random_state()
-        if now != last and here:
-            lines.append(here)
-        last, here = now, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        return watch
-
-    before = sys.gettrace()
-    sys.settrace(watch)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def _is_users(filename: str) -> bool:
-    standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
-    return not standard and not filename.startswith(_NOT_DRAWING)

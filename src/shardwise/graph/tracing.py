@@ -30,16 +30,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
+from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
 from shardwise.graph.stand_ins import STAND_INS
+from shardwise.graph.state import BETWEEN_CALLS, snapshot
+from shardwise.graph.trees import constant_key, flatten_output
+from shardwise.graph.watching import watching
 
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 AUTOCAST_FIX = "cast explicitly with .to(dtype), or leave autocast out and plan with precision="
-_CUSTOM_FUNCTION = str(Path(torch.__file__).parent / "autograd" / "function.py")
+_TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
@@ -49,13 +54,30 @@ class Outcome:
 
     ``spec`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in order),
     else ``(constant,)``. The traced tensors are the tensor leaves, then the loss if ``has_loss`` and it is none of them
-    (``loss_position`` says which), then the new values of ``replaced_buffers``.
+    (``loss_position`` says which), then the new values of ``replaced_buffers``. ``changed``: the Python state that the
+    call changed.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[Any] | None, ...]
     loss_position: int | None
     replaced_buffers: tuple[str, ...]
+    changed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TwoCalls:
+    """What a traced pair of calls returned: tensors and constants of the first, the mark, those of the second.
+
+    ``num_tensors``: of one call. ``same_constants``: whether both returned the same tree with the same constants.
+    ``changed``, ``kept_changing``: the Python state that the first call changed, and the second again, as a reader sees
+    it.
+    """
+
+    num_tensors: int
+    same_constants: bool
+    changed: str
+    kept_changing: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +96,7 @@ Call = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor |
 class TracedCall(nn.Module):
     """Calls a module with the tensor leaves of its arguments and flattens what it returns."""
 
-    def __init__(self, module: nn.Module, call: Call, report: Callable[[Outcome], None]) -> None:
+    def __init__(self, module: nn.Module, call: Call, report: Callable[[Any], None]) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
@@ -82,14 +104,8 @@ class TracedCall(nn.Module):
         self._report = report  # export resets attributes that change during the call, so the outcome is kept elsewhere
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before = _buffers_by_owner(self.module)
-        try:
-            output, loss = self._call(self.module, tensors)
-        except ShardwiseError:
-            raise
-        except Exception as error:  # whatever the model raises becomes an error with the model's line
-            raise _explained(error) from error
-        leaves, spec = pytree.tree_flatten(output)
+        before, state = _buffers_by_owner(self.module), snapshot(self.module)
+        leaves, spec, loss = self._leaves(tensors)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = None
         if loss is not None:
@@ -104,9 +120,55 @@ class TracedCall(nn.Module):
                 replaced.append(name)
                 outputs.append(now)
                 owner._buffers[attribute] = buffer
-        kept = tuple(None if isinstance(leaf, torch.Tensor) else (_constant(leaf),) for leaf in leaves)
-        self._report(Outcome(spec, kept, position, tuple(replaced)))
+        kept = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves)
+        changed = state.changed(snapshot(self.module))
+        self._report(Outcome(spec, kept, position, tuple(replaced), changed))
         return tuple(outputs)
+
+    def _leaves(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], pytree.TreeSpec, torch.Tensor | None]:
+        """What a call returns, flattened, and its loss."""
+        try:
+            output, loss = self._call(self.module, tensors)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # whatever the model raises becomes an error with the model's line
+            raise _explained(error) from error
+        leaves, spec = flatten_output(output)
+        return leaves, spec, loss
+
+
+class TracedPair(TracedCall):
+    """Calls a module twice, with its buffers put back in between: whatever else the first call leaves stays."""
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = _buffers_by_owner(self.module)
+        saved = [buffer.clone() for buffer in before.values()]
+        states, trees, results = [snapshot(self.module)], [], []
+        for call in range(2):
+            leaves, spec, _ = self._leaves(tensors)
+            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            with torch.no_grad():
+                for ((_, owner, attribute), buffer), value in zip(before.items(), saved, strict=True):
+                    now = owner._buffers[attribute]
+                    outputs.append(buffer.clone() if now is None else now.clone())
+                    owner._buffers[attribute] = buffer
+                    buffer.copy_(value)
+            states.append(snapshot(self.module))
+            trees.append((spec, [None if isinstance(leaf, torch.Tensor) else constant_key(leaf) for leaf in leaves]))
+            results += outputs
+            if call == 0:
+                num_tensors = len(outputs)
+                results.append(torch.ops.shardwise.mark(torch.zeros(()), BETWEEN_CALLS))
+        first, again = states[0].changed(states[1]), states[1].changed(states[2])
+        self._report(
+            TwoCalls(
+                num_tensors,
+                trees[0] == trees[1],
+                states[0].described(first, states[1]),
+                states[1].described(states[1].without_tensors(again, states[2]), states[2]),
+            )
+        )
+        return tuple(results)
 
 
 def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], torch.Tensor]:
@@ -116,14 +178,6 @@ def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], tor
         for attribute, buffer in owner._buffers.items()
         if buffer is not None
     }
-
-
-def _constant(leaf: Any) -> Any:
-    """A non-tensor output.
-
-    Objects that torch can not flatten, such as a key-value cache, are not carried: they become None.
-    """
-    return leaf if isinstance(leaf, (int, float, complex, bool, str, torch.dtype, torch.device)) else None
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -182,6 +236,15 @@ class UserLines(TorchFunctionMode):
                     fix="pass create_graph=True, or take the gradient outside the model",
                 )
             )
+        if func in _TENSOR_HOOKS and line:
+            raise CaptureError(
+                problem(
+                    f"{func.__name__} in forward: hooks of tensors do not fire under a plan",
+                    source=line,
+                    fix="write what it does to the gradient as a torch.autograd.Function; hooks of parameters are "
+                    "registered before sw.parallelize, outside of forward",
+                )
+            )
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 raise CaptureError(
@@ -199,35 +262,19 @@ class UserLines(TorchFunctionMode):
 def user_line(frame: FrameType | None) -> str:
     """``"model.py:41"`` of the innermost frame of the user's model, or "".
 
-    Raises CaptureError inside a custom autograd function.
+    Raises CaptureError inside a re-entrant checkpoint.
     """
-    line = inner = ""
-    applied: tuple[str, str] | None = None  # by whose apply, and the line inside the innermost custom function
-    while frame is not None and frame.f_code is not TracedCall.forward.__code__:
+    line, reentrant = "", False
+    while frame is not None and frame.f_code is not TracedCall._leaves.__code__:
         name = frame.f_code.co_filename
         if not line and not name.startswith(NOT_USER_CODE):
             line = f"{Path(name).name}:{frame.f_lineno}"
-        if applied is None and name == _CUSTOM_FUNCTION and frame.f_code.co_name == "apply":
-            applied = inner, line
-        inner = name
+        reentrant |= frame.f_code is CheckpointFunction.forward.__code__
         frame = frame.f_back
-    if frame is None:  # outside the model: export itself, perhaps called inside somebody's custom function
-        return ""
-    if applied is not None:
-        _reject_custom_function(applied[0], applied[1] or line)
-    return line
-
-
-def _reject_custom_function(filename: str, line: str) -> None:
-    if filename.endswith("checkpoint.py"):
-        what, fix = "re-entrant activation checkpointing hides its gradients", "checkpoint(..., use_reentrant=False)"
-    else:
-        what = "a torch.autograd.Function is traced through, so its own backward would be lost"
-        fix = (
-            "write its forward with ordinary operators, or call it inside a torch.library.custom_op that "
-            "register_autograd gives the same backward; sw.rule says how that operator may be split"
-        )
-    raise CaptureError(problem(what, source=line, fix=fix))
+    if frame is not None and reentrant:
+        what = "re-entrant activation checkpointing hides its gradients"
+        raise CaptureError(problem(what, source=line, fix="checkpoint(..., use_reentrant=False)"))
+    return "" if frame is None else line  # outside the model: export itself
 
 
 def trace(
@@ -259,17 +306,57 @@ def _inside(context: Callable[[], AbstractContextManager[None]], call: Call) -> 
     return run
 
 
+def trace_pair(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call) -> tuple[ExportedProgram, TwoCalls]:
+    """Exports two calls after each other. Raises CaptureError for what the second call rejects."""
+    try:
+        program, outcome, _ = _export_as(TracedPair, module, examples, call, {})
+    except ShardwiseError:
+        raise
+    except Exception as error:  # whatever a model or export raises becomes an error with the model's line
+        raise _explained(error) from error
+    assert isinstance(outcome, TwoCalls)
+    return program, outcome
+
+
+def line_of_change(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, changed: tuple[str, ...]) -> str:
+    """The first line of the model after which one of these places of its Python state is another."""
+    lines: list[str] = []
+
+    def watched(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
+        def state() -> object:
+            leaves = snapshot(copy).leaves
+            return [leaves.get(place) for place in changed]
+
+        with watching(lines, state):
+            return call(copy, tensors)
+
+    _export(module, examples, watched, {})
+    return lines[0] if lines else ""
+
+
 def _export(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, annotated: dict[str, Region]) -> Traced:
+    program, outcome, regions = _export_as(TracedCall, module, examples, call, annotated)
+    return Traced(program, outcome, regions)
+
+
+def _export_as(
+    kind: type[TracedCall],
+    module: nn.Module,
+    examples: tuple[torch.Tensor, ...],
+    call: Call,
+    annotated: dict[str, Region],
+) -> tuple[ExportedProgram, Any, tuple[Region, ...]]:
     mode = FakeTensorMode()
-    outcomes: list[Outcome] = []
-    traced = TracedCall(fake_copy(module, mode), call, outcomes.append)
+    outcomes: list[Any] = []
+    traced = kind(fake_copy(module, mode), call, outcomes.append)
     inputs = tuple(fake_like(example, mode) for example in examples)
     with _quiet(), recording() as recorder, torch.device("cpu"):
         for path, region in annotated.items():
             recorder.cover(traced.module.get_submodule(path), region)
-        with torch.fx.traceback.preserve_node_meta(), UserLines(), torch.enable_grad():
+        replaced = functions_as_operators(user_line)
+        with torch.fx.traceback.preserve_node_meta(), UserLines(), replaced, torch.enable_grad():
             program = torch.export.export(traced, inputs, strict=False)
-    return Traced(program, outcomes[-1], tuple(recorder.regions))
+    return program, outcomes[-1], tuple(recorder.regions)
 
 
 @contextmanager
@@ -333,7 +420,7 @@ def _line_of(error: BaseException) -> str:
     while step is not None:
         code = step.tb_frame.f_code
         here = f"{Path(code.co_filename).name}:{step.tb_lineno}"
-        if code is TracedCall.forward.__code__:
+        if code is TracedCall._leaves.__code__:
             inside = True
         elif inside and not code.co_filename.startswith(NOT_USER_CODE):
             line = here

@@ -7,7 +7,7 @@ that runs eagerly, and gives it the hashed dropout masks of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -77,6 +77,15 @@ def in_reference_mode() -> bool:
     return _ACTIVE.get()
 
 
+def widened_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The call with float64 in place of every lower floating-point type that it names."""
+    if func in CASTS:
+        return args[0].to(torch.float64)
+    args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROW else a for a in args)
+    kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v in NARROW else v for k, v in kwargs.items()}
+    return func(*args, **kwargs)
+
+
 class _Reference(TorchFunctionMode):
     """Rewrites torch calls: types to float64, dropout and random numbers to the hashed ones, numbered in the order of
     execution."""
@@ -91,11 +100,7 @@ class _Reference(TorchFunctionMode):
         replacement = REPLACED.get(func)
         if replacement is not None:
             return replacement(self, *args, **kwargs)
-        if func in CASTS:
-            return args[0].to(torch.float64)
-        args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROW else a for a in args)
-        kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v in NARROW else v for k, v in kwargs.items()}
-        return func(*args, **kwargs)
+        return widened_call(func, args, kwargs)
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """``x`` under the mask of the next dropout."""

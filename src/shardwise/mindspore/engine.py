@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.graph.capture import leaf_name
+from shardwise.graph.trees import leaf_name
 from shardwise.graph.widen import in_reference_mode
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.capture import Capture, call_arguments, call_module, capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
+from shardwise.graph.trees import flatten, flatten_output
 from shardwise.graph.widen import reference_mode, widen
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
@@ -36,6 +37,7 @@ from shardwise.programs.vjp import Kinds
 from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.runtime.initial.materialize import full_tensors
+from shardwise.runtime.memory_of_outputs import live, taken_apart, whole_buffers, written_back
 from shardwise.runtime.shards import shard
 
 # float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
@@ -128,16 +130,20 @@ def verify(
     args, named = pytree.tree_map_only(torch.Tensor, _widened, (args, named))
     reference = _float64_module(module, seed)
     spmd = program_of(plan, graph, training=module.training, original=captured.graph)
-    single = _Single(reference, captured, loss, plan.optimizer)
+    split = {s.value for s in graph.sources if s.kind in ("parameter", "buffer") and spmd.layouts[s.value].positions}
+    single = _Single(reference, captured, loss, plan.optimizer, split)
     ranks = _Ranks(spmd, captured, reference, spmd.layouts, plan.optimizer)
     worst: dict[tuple[str, str], Difference] = {}
     records: list[tuple[Collective, ...]] = []
+    earlier: list[tuple[Values, list[Values]]] = []
     for step in range(steps):
         expected = single.step(args, named, step)
         actual = ranks.step(args, named, step)
         if step == 0:
             records = [ranks.forward_record, ranks.backward_record]
-        _compare(expected, actual, spmd.layouts, graph, plan, worst)
+        for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
+            _compare(want, have, spmd.layouts, graph, plan, worst)
+        earlier.append((_of_sources(expected, captured), [_of_sources(values, captured) for values in actual]))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     return Report(
         differences=differences,
@@ -149,6 +155,13 @@ def verify(
         matches_plan=_listed(plan, graph, records),
         untraceable=ranks.programs[0].untraceable,
     )
+
+
+def _of_sources(values: Values, captured: Capture) -> Values:
+    """The outputs that have the memory of a parameter, buffer or input on one device."""
+    sources = {source.value for source in captured.graph.sources}
+    names = {f"[{i}]" for i, memory in enumerate(captured.memories) if memory is not None and memory.name in sources}
+    return {key: value for key, value in values.items() if key[0] == "output" and key[1] in names}
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:
@@ -165,7 +178,7 @@ def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> 
 
 
 def _need_values(inputs: Any) -> None:
-    if any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves(inputs)):
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in flatten(inputs)[0]):
         raise ShardwiseError(
             problem(
                 "verify needs inputs with values, not meta tensors",
@@ -204,8 +217,15 @@ class _Single:
     """The module on one device."""
 
     def __init__(
-        self, module: torch.nn.Module, captured: Capture, loss: Callable[..., Any] | None, optimizer: str
+        self,
+        module: torch.nn.Module,
+        captured: Capture,
+        loss: Callable[..., Any] | None,
+        optimizer: str,
+        split: Collection[str],
     ) -> None:
+        """``split``: sources of which ranks return copies, gathered when the module is called."""
+        self.split = split
         self.module, self.captured, self.loss = copy.deepcopy(module), captured, loss
         self.optimizer = _optimizer(optimizer, [p for p in self.module.parameters() if p.requires_grad])
 
@@ -215,11 +235,15 @@ class _Single:
             self.optimizer.zero_grad(set_to_none=True)
         with reference_mode(seed=step):
             output = call_module(self.module, args, kwargs, self.loss)
-        leaves = pytree.tree_leaves(output)
+        leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
-                values["loss" if is_loss else "output", f"[{i}]"] = leaf.detach()
+                memory = self.captured.memories[i]
+                is_copied = memory is not None and memory.name in self.split
+                values["loss" if is_loss else "output", f"[{i}]"] = (
+                    leaf.detach().clone() if is_copied else leaf.detach()
+                )
                 if is_loss and leaf.requires_grad:
                     leaf.backward()
         for name, parameter in self.module.named_parameters():
@@ -269,7 +293,7 @@ class _Ranks:
         for optimizer in self.optimizers:
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         bindings = []
         for own, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
             binding = dict(own)
@@ -301,12 +325,17 @@ class _Ranks:
     def _collect(self, rank: int, values: VirtualValues, gradients: Mapping[str, torch.Tensor]) -> Values:
         collected: Values = {}
         own, program = self.tensors[rank], self.programs[rank]
+        sources_held = {s.value: values[s.value] for s in self.spmd.graph.sources if s.value in values}
+        leaves = [values[program.resolve(o.name)] if isinstance(o, Ref) else None for o in self.spmd.outputs]
+        leaves = taken_apart(leaves, self.captured.memories, sources_held)
+        written_back([own[buffer] for buffer, _ in program.mutations], [values[v] for _, v in program.mutations])
+        leaves = live(
+            leaves, self.captured.memories, {name: own[name] for name in whole_buffers(self.spmd) if name in own}
+        )
         for i, out in enumerate(self.spmd.outputs):
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
-                collected[kind, f"[{i}]"] = values[program.resolve(out.name)]
-        for buffer, value in program.mutations:
-            own[buffer] = values[value].clone()
+                collected[kind, f"[{i}]"] = leaves[i]
         sources = [s for s in self.spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
         for source in sources:
             if source.value in gradients:

@@ -15,6 +15,7 @@ from shardwise.rules.convolution import CONVOLUTION
 from shardwise.rules.dropout import DROPOUT
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.experts import EXPERTS
+from shardwise.rules.functions import FUNCTIONS
 from shardwise.rules.images import IMAGES
 from shardwise.rules.indexing import INDEXING
 from shardwise.rules.joins import JOINS
@@ -64,6 +65,7 @@ RULES: RuleTable = join(
         RECURRENT,
         EXPERTS,
         TRANSFORMS,
+        FUNCTIONS,
     )
 )
 

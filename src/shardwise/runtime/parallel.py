@@ -11,13 +11,21 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
-from shardwise.graph.capture import Capture, capture, leaf_name
+from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
+from shardwise.graph.trees import (
+    check_constants,
+    constant_key,
+    flatten,
+    flatten_with_path,
+    is_constant,
+    leaf_name,
+    unflatten,
+)
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype
@@ -33,8 +41,10 @@ from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.guards.protect import protect
+from shardwise.runtime.hooks import Shards, announce_hooks, carry_hooks
 from shardwise.runtime.hosted import HOST, hosted, matching, with_copies
 from shardwise.runtime.initial.materialize import full_tensors
+from shardwise.runtime.memory_of_outputs import announce_copies, live, taken_apart, whole_buffers, written_back
 from shardwise.runtime.replicas import ReplicaCheck, checked_interval
 from shardwise.runtime.shards import shard
 from shardwise.runtime.step import Step
@@ -57,6 +67,16 @@ class Compiled:
     written: tuple[int, ...]  # per mutation: the position of its buffer among the sources
     seed: int | None  # the position of the seed of random numbers among the sources
     frozen: tuple[tuple[str, int], ...]  # parameters that had no gradient when the module was split: name, position
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values of the sources."""
+        return tuple(source.value for source in self.captured.graph.sources)
+
+    @property
+    def whole_buffers(self) -> tuple[str, ...]:
+        """The values of the buffers that this rank holds whole."""
+        return whole_buffers(self.spmd)
 
     @property
     def program(self) -> torch.fx.GraphModule:
@@ -142,6 +162,7 @@ def parallelize(
     every = from_rank_zero(lambda: checked_interval(check_replicas))
     streams = from_rank_zero(lambda: randomness == "per_shard")
     on_host = from_rank_zero(lambda: matching(module, host))
+    announce_hooks(module)
     return Parallel(module, agreed, loss, inputs, seed, init, device, compile, every, streams, on_host)
 
 
@@ -234,6 +255,9 @@ class Parallel(torch.nn.Module):
             owner, _, leaf = name.rpartition(".")
             if id(parameter) not in shards:
                 shards[id(parameter)] = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
+                layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(parameter.shape))
+                ranks = self._host_ranks if name in self._host else self._ranks
+                carry_hooks(parameter, shards[id(parameter)], layout, name, ranks)
             own = shards[id(parameter)]
             assert isinstance(own, torch.nn.Parameter)
             _container(self, owner).register_parameter(leaf, own)
@@ -258,7 +282,7 @@ class Parallel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, every tensor whole on every rank; differentiable."""
         compiled, _, outputs = self._call(args, kwargs, loss_only=False)
-        return pytree.tree_unflatten(list(outputs), compiled.captured.out_spec)
+        return unflatten(outputs, compiled.captured.out_spec)
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached)."""
@@ -275,10 +299,12 @@ class Parallel(torch.nn.Module):
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool
-    ) -> tuple[Compiled, torch.Tensor | None, tuple[Any, ...]]:
+    ) -> tuple[Compiled, torch.Tensor | None, Sequence[Any]]:
         """(program, loss, flattened outputs) for one batch."""
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        signature = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else ("constant", x) for x in flat)
+        flat, spec = flatten((args, kwargs))
+        if not all(isinstance(x, torch.Tensor) or is_constant(x) for x in flat):
+            check_constants((leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0])
+        signature = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
         key = (self.training, loss_only, spec, signature)
         compiled = self._compiled.get(key)
         self._ranks.calls += 1
@@ -300,9 +326,12 @@ class Parallel(torch.nn.Module):
         else:
             delivered, written = compiled.step(tensors)
         loss, outputs = compiled.results(delivered)
-        with torch.no_grad():
-            for position, value in zip(compiled.written, written, strict=True):
-                tensors[position].copy_(value)
+        sources = dict(zip(compiled.names, tensors, strict=True))
+        if not loss_only:
+            outputs = taken_apart(outputs, compiled.captured.memories, sources)
+        written_back([tensors[position] for position in compiled.written], written)
+        if not loss_only:
+            outputs = live(outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers})
         return compiled, loss, outputs
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
@@ -338,13 +367,13 @@ class Parallel(torch.nn.Module):
             return self._compiled_for(flat, spec, loss_only)
 
     def _compiled_for(self, flat: list[Any], spec: Any, loss_only: bool) -> Compiled:
-        named = pytree.tree_flatten_with_path(pytree.tree_unflatten(flat, spec))[0]
-        given = {leaf_name(path): (x.dtype, tuple(x.shape)) for path, x in named if isinstance(x, torch.Tensor)}
+        named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
+        given = {name: (x.dtype, tuple(x.shape)) for name, x in named if isinstance(x, torch.Tensor)}
         faults = input_faults(self.plan, given)
         if faults:
             raise PlanError("\n".join(["the inputs are not those of the plan:", *(f"  {fault}" for fault in faults)]))
         leaves = [self._example(i, x) if isinstance(x, torch.Tensor) else x for i, x in _numbered(flat)]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        args, kwargs = unflatten(leaves, spec)
         model = self._model[0].train(self.training)
         captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=self._loss))
         spmd = program_of(self.plan, captured.graph, training=self.training)
@@ -371,6 +400,8 @@ class Parallel(torch.nn.Module):
             if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
         )
         delivered = delivered_values(spmd, loss_only=loss_only)
+        if not loss_only:
+            announce_copies(spmd, captured.memories)
         return Compiled(captured, spmd, step, delivered, tuple(tensors), tuple(layouts), written, seed, frozen)
 
     def _step_of(self, spmd: Spmd, loss_only: bool) -> Step:
@@ -516,7 +547,7 @@ def _container(root: torch.nn.Module, path: str) -> torch.nn.Module:
     """The submodule at ``path``, created empty where it is missing."""
     for name in filter(None, path.split(".")):
         if name not in root._modules:
-            root.add_module(name, torch.nn.Module())
+            root.add_module(name, Shards())
         child = root._modules[name]
         assert child is not None
         root = child

@@ -1,0 +1,217 @@
+"""Python state that a model changes while it runs: counters, flags, caches, tensors kept for the next call.
+
+Capture runs the model's Python once, so that whatever one call leaves for the next would be that of the first call ever
+after. State is compared before and after the call; only a model that changed some is called twice in one trace, and the
+second call must compute what the first did:
+
+* structurally: an operator is known by its target and by what its operands are (``_numbers``), so that programs over
+  the same sources are equal if their results have equal numbers;
+* from nothing but the sources: a value that the first call made may be used by the second if it depends on constants
+  alone (a table that is made once and kept).
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.graph.ir import Arg, Graph, Ref
+from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.schema import is_random
+from shardwise.graph.trees import constant_key, is_constant
+
+aten = torch.ops.aten
+
+BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+# Operators that hand on the value that they get.
+_SAME = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a module's attributes, the class attributes of its modules and the numbers in their files.
+
+    ``leaves``: where -> a key that tells values apart; ``texts``: what a reader sees; ``held``: so that no identity is
+    given twice.
+    """
+
+    leaves: Mapping[str, object]
+    texts: Mapping[str, str]
+    held: Sequence[object]
+
+    def changed(self, after: Snapshot) -> tuple[str, ...]:
+        """Where the two differ."""
+        places = dict.fromkeys([*self.leaves, *after.leaves])
+        return tuple(p for p in places if self.leaves.get(p) != after.leaves.get(p))
+
+    def described(self, places: Iterable[str], after: Snapshot) -> str:
+        """``calls (0 -> 1), cache (None -> a tensor)``."""
+        gone = "nothing"
+        shown = [f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places]
+        return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+    def without_tensors(self, places: Iterable[str], after: Snapshot) -> tuple[str, ...]:
+        """The places that hold no tensor afterwards."""
+        return tuple(p for p in places if not str(after.texts.get(p, "")).startswith("a tensor"))
+
+
+def snapshot(module: nn.Module) -> Snapshot:
+    """What a call of the module may change in Python."""
+    reader = _Reader({}, {}, [], set())
+    for path, owner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, value in vars(owner).items():
+            if name not in _OF_TORCH:
+                reader.read(f"{prefix}{name}", value)
+        for kind in type(owner).__mro__:
+            reader.read_class(kind)
+    return Snapshot(reader.leaves, reader.texts, reader.held)
+
+
+@dataclass
+class _Reader:
+    leaves: dict[str, object]
+    texts: dict[str, str]
+    held: list[object]
+    seen: set[int]
+
+    def read(self, place: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._leaf(place, ("tensor", id(value)), f"a tensor {list(value.shape)}", value)
+        elif isinstance(value, (nn.Module, *_SEEN_BY_IDENTITY)):
+            self._leaf(place, id(value), type(value).__name__, value)
+        elif is_constant(value):
+            self._leaf(place, constant_key(value), repr(value)[:40], None)
+        elif id(value) in self.seen:
+            self._leaf(place, id(value), type(value).__name__, value)
+        else:
+            self.seen.add(id(value))
+            self.held.append(value)
+            self._read_parts(place, value)
+
+    def _read_parts(self, place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self._leaf(place, ("items", len(value)), f"{len(value)} items", None)
+            for key, item in value.items():
+                self.read(f"{place}[{key!r}]", item)
+        elif isinstance(value, set):
+            self._leaf(place, ("set", frozenset(map(_item_key, value))), f"{len(value)} items", None)
+        elif isinstance(value, (list, tuple, deque)):
+            self._leaf(place, ("items", len(value)), f"{len(value)} items", None)
+            for i, item in enumerate(value):
+                self.read(f"{place}[{i}]", item)
+        elif hasattr(value, "__dict__"):
+            for name, item in vars(value).items():
+                self.read(f"{place}.{name}", item)
+        else:
+            self._leaf(place, _pickled(value), type(value).__name__, value)
+
+    def read_class(self, kind: type) -> None:
+        """Numbers, texts and containers that are attributes of a user's class, and numbers in the file it is from."""
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        if id(kind) in self.seen or not file or file.startswith(NOT_USER_CODE):
+            return
+        self.seen.add(id(kind))
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and isinstance(value, (bool, int, float, str, list, dict, type(None))):
+                self.read(f"{kind.__name__}.{name}", value)
+        module = sys.modules[kind.__module__]
+        if id(module) not in self.seen:
+            self.seen.add(id(module))
+            for name, value in vars(module).items():
+                if isinstance(value, (bool, int, float)):
+                    self.read(f"{kind.__module__}.{name}", value)
+
+    def _leaf(self, place: str, key: object, text: str, held: object) -> None:
+        self.leaves[place], self.texts[place] = key, text
+        self.held.append(held)
+
+
+def _item_key(item: Any) -> object:
+    return constant_key(item) if is_constant(item) else id(item)
+
+
+def _pickled(value: Any) -> object:
+    """The content of an object that has no attributes (a generator of numbers, an iterator), or its identity."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever an object raises that can not be pickled: it is then known by its identity
+        return id(value)
+
+
+def difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: int) -> str:
+    """What a second call computes otherwise than the first, in a trace of both, or "".
+
+    ``graph``: functional, its outputs those of the first call, then the mark, then those of the second. ``half``: how
+    many are of one call.
+    """
+    numbers = _numbers(graph, constants)
+    outputs = [numbers[o.name] if isinstance(o, Ref) else constant_key(o) for o in graph.outputs]
+    mark = graph.outputs[half]
+    assert isinstance(mark, Ref), "the mark between the calls is a value"
+    if outputs[:half] != outputs[half + 1 :]:
+        return "its next call would compute something else"
+    boundary = next(i for i, op in enumerate(graph.ops) if mark.name in op.results)
+    first = {name for op in graph.ops[:boundary] for name in op.results}
+    constant = {source.value for source in graph.sources if source.kind == "constant"}
+    sources = {numbers[source.value] for source in graph.sources}
+    for op in graph.ops[:boundary]:
+        if not is_random(op.target) and constant.issuperset(op.operands):
+            constant.update(op.results)
+    carried = {n for n in _read_later(graph, boundary, half) & first if n not in constant and numbers[n] not in sources}
+    return "its next call would use a tensor that this one made" if carried else ""
+
+
+def _read_later(graph: Graph, boundary: int, half: int) -> Collection[str]:
+    """What the operators behind the boundary that the second call's outputs need read."""
+    live = {o.name for o in graph.outputs[half + 1 :] if isinstance(o, Ref)}
+    read = set(live)
+    for op in reversed(graph.ops[boundary + 1 :]):
+        if live.intersection(op.results):
+            live.update(op.operands)
+            read.update(op.operands)
+    return read
+
+
+def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Value -> a number that values have in common which are computed alike from the same sources."""
+    known: dict[object, int] = {}
+    of: dict[str, int] = {}
+
+    def number(key: object) -> int:
+        return known.setdefault(key, len(known))
+
+    for source in graph.sources:
+        data = constants.get(source.value)
+        of[source.value] = number(("source", source.value) if data is None else _content(data))
+    for op in graph.ops:
+        if op.target in _SAME:
+            of[op.results[0]] = of[op.operands[0]]
+            continue
+        called = op.target, _argument_key(op.args, of), _argument_key(tuple(v for _, v in op.kwargs), of)
+        of.update((name, number((called, i))) for i, name in enumerate(op.results))
+    return of
+
+
+def _argument_key(arg: Arg, of: Mapping[str, int]) -> object:
+    if isinstance(arg, Ref):
+        return Ref, of[arg.name]
+    return tuple(_argument_key(item, of) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
+
+
+def _content(data: torch.Tensor) -> object:
+    flat = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return data.dtype, tuple(data.shape), flat.numpy().tobytes()
+
+
+__all__ = ["BETWEEN_CALLS", "Snapshot", "difference", "snapshot"]

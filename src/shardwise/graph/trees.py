@@ -1,0 +1,198 @@
+"""Arguments and outputs as flat lists of leaves: tensors, and constants that are a part of the program.
+
+A dataclass is a node, like a tuple: it is registered with ``torch.utils._pytree`` when it is first met. A constant is a
+leaf that says by its value what it is (a number, a string, a dtype, an enum, a function without a closure). Anything
+else may change, or hold tensors, without its identity saying so, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError, ShardwiseError, problem
+
+_BY_VALUE = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, torch.Size, np.generic),
+    *(enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format, type, BuiltinFunctionType),
+)
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and spec. Dataclasses are registered on sight."""
+    return pytree.tree_flatten(tree, is_leaf=_register)
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
+    """Leaves with their paths, and spec. Dataclasses are registered on sight."""
+    return pytree.tree_flatten_with_path(tree, is_leaf=_register)
+
+
+def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
+    """The tree. A spec may come from another process, which knew its dataclasses."""
+    for node in _nodes(spec):
+        if isinstance(node.type, type) and dataclasses.is_dataclass(node.type):
+            _register_type(node.type)
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """``args[0]``, ``kwargs['labels']``, ``args[1]['mask'][0]``."""
+    return ("args" if path[0].idx == 0 else "kwargs") + "".join(map(str, path[1:]))
+
+
+def check_constants(named: Iterable[tuple[str, Any]]) -> None:
+    """Raises CaptureError naming the leaves that are neither tensors nor constants."""
+    unknown = [(name, leaf) for name, leaf in named if not isinstance(leaf, torch.Tensor) and not is_constant(leaf)]
+    if unknown:
+        shown = ", ".join(f"{name} is a {type_name(leaf)}" for name, leaf in unknown[:4])
+        raise CaptureError(problem(f"{shown}: its content can not be seen", fix=_fix(unknown[0][1])))
+
+
+def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and spec of what a model returns. Objects of transformers that are no tree (key-value caches, which models
+    return whether anybody reads them or not) become ``NotCarried``.
+
+    Raises CaptureError naming other objects that torch can not flatten.
+    """
+    pairs, spec = flatten_with_path(output)
+    named = [("".join(map(str, path)), leaf) for path, leaf in pairs]
+    leaves = [NotCarried(type_name(leaf), name) if _is_by_product(leaf) else leaf for name, leaf in named]
+    unknown = [
+        f"output{name} is a {type_name(leaf)}"
+        for (name, _), leaf in zip(named, leaves, strict=True)
+        if not isinstance(leaf, (torch.Tensor, NotCarried)) and not is_constant(leaf)
+    ]
+    if unknown:
+        fix = (
+            "return its tensors (in a tuple, list, dict or dataclass), or register the class with "
+            "torch.utils._pytree.register_pytree_node"
+        )
+        raise CaptureError(problem(f"{', '.join(unknown[:4])}: its tensors can not be returned", fix=fix))
+    return leaves, spec
+
+
+class NotCarried:
+    """Stands in an output for an object that is not carried from ranks. Any use raises ShardwiseError."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.__dict__.update(_kind=kind, _name=name)
+
+    def __reduce__(self) -> Any:
+        return NotCarried, (self.__dict__["_kind"], self.__dict__["_name"])
+
+    def __repr__(self) -> str:
+        return f"<{self.__dict__['_kind']}, not carried>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that are asked for, not used
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse()
+
+    def __iter__(self) -> Any:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        kind, name = self.__dict__["_kind"], self.__dict__["_name"]
+        raise ShardwiseError(
+            problem(f"output{name} is a {kind}, which ranks do not return", fix="use the module on one device for it")
+        )
+
+
+def _is_by_product(leaf: Any) -> bool:
+    return not is_constant(leaf) and any(kind.__module__.startswith("transformers.") for kind in type(leaf).__mro__)
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a leaf says by its value what it is, so that a program may have it built in."""
+    if isinstance(leaf, FunctionType):
+        return leaf.__closure__ is None and not leaf.__defaults__ and not leaf.__kwdefaults__
+    if isinstance(leaf, frozenset):
+        return all(map(is_constant, leaf))
+    return isinstance(leaf, _BY_VALUE)
+
+
+def constant_key(leaf: Any) -> object:
+    """Equal for constants that give the same program, and for no others: ``1``, ``1.0`` and ``True`` differ, so do
+    ``0.0`` and ``-0.0``; ``nan`` is itself."""
+    if isinstance(leaf, FunctionType):
+        return FunctionType, leaf.__code__
+    if isinstance(leaf, (list, tuple, frozenset)) and type(leaf) is not torch.Size:
+        return type(leaf), type(leaf)(map(constant_key, leaf)) if type(leaf) is frozenset else tuple(
+            map(constant_key, leaf)
+        )
+    if isinstance(leaf, np.generic):
+        return type(leaf), leaf.tobytes()
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex, slice)) else leaf
+
+
+def type_name(value: Any) -> str:
+    """``trainer.Batch``, or ``list`` for what is built in."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _fix(leaf: Any) -> str:
+    if isinstance(leaf, np.ndarray):
+        return "pass torch.from_numpy(array)"
+    if isinstance(leaf, FunctionType):
+        return "pass a function without closure and defaults, or make it an attribute of the module"
+    return (
+        "pass its tensors (in a tuple, list, dict or dataclass), or register the class with "
+        "torch.utils._pytree.register_pytree_node"
+    )
+
+
+def _register(node: Any) -> bool:
+    """Registers the class of a dataclass. Never a leaf by itself."""
+    kind = type(node)
+    if dataclasses.is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES and not is_constant(node):
+        _register_type(kind)
+    return False
+
+
+def _register_type(kind: type) -> None:
+    if kind in pytree.SUPPORTED_NODES:
+        return
+    names = tuple(field.name for field in dataclasses.fields(kind))
+
+    def taken(node: Any) -> tuple[list[Any], tuple[str, ...]]:
+        present = tuple(name for name in names if hasattr(node, name))
+        return [getattr(node, name) for name in present], present
+
+    def taken_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        values, present = taken(node)
+        return [(pytree.GetAttrKey(name), value) for name, value in zip(present, values, strict=True)], present
+
+    def made(values: Iterable[Any], present: Any) -> Any:
+        node = object.__new__(kind)  # frozen, with fields that __init__ does not take, or checks in it
+        for name, value in zip(present, values, strict=True):
+            object.__setattr__(node, name, value)
+        return node
+
+    pytree.register_pytree_node(
+        kind,
+        taken,
+        made,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=taken_with_keys,
+    )
+
+
+def _nodes(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
+    yield spec
+    for child in spec.children():
+        yield from _nodes(child)

@@ -1,0 +1,112 @@
+"""Hooks of the original module: those of parameters are carried over to shards, those of modules are announced.
+
+A hook of a parameter sees what it would see on one device: the whole gradient (or parameter), gathered where it is
+split, and its result is split again. Every rank runs it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import CaptureWarning, ShardwiseError, problem
+from shardwise.layouts.layout import Layout
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.shards import shard
+
+_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+
+
+class Shards(nn.Module):
+    """A submodule of a parallel module: it holds shards under their names, and is never called."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardwiseError(
+            problem(
+                "a submodule of a parallel module only holds shards: it is not called, and its hooks would not fire",
+                fix="call the parallel module itself; register hooks on the model before sw.plan and sw.parallelize",
+            )
+        )
+
+    forward = _refuse
+    register_forward_hook = _refuse
+    register_forward_pre_hook = _refuse
+    register_full_backward_hook = _refuse
+    register_full_backward_pre_hook = _refuse
+    register_backward_hook = _refuse
+
+
+def announce_hooks(module: nn.Module) -> None:
+    """Warns of hooks of modules, which are not what they are on one device."""
+    for kinds, what in (
+        (
+            _FORWARD,
+            "forward hooks of {} never fire on ranks: they ran when the model was captured, and what they compute with "
+            "tensors is a part of the program; nothing else of them is",
+        ),
+        (_BACKWARD, "backward hooks of {} never fire under a plan, and what they do to gradients is not done"),
+    ):
+        names = [
+            path or type(owner).__name__
+            for path, owner in module.named_modules()
+            if any(vars(owner).get(kind) for kind in kinds)
+        ]
+        if names:
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            warnings.warn(what.format(listed), CaptureWarning, stacklevel=4)
+
+
+def carry_hooks(original: Tensor, own: Tensor, layout: Layout, name: str, ranks: Communicator) -> None:
+    """Registers the hooks of a parameter on this rank's shard of it."""
+    if not own.requires_grad:
+        return
+    on_gradient: Any = original._backward_hooks or {}
+    on_accumulated: Any = getattr(original, "_post_accumulate_grad_hooks", None) or {}
+    whole = not layout.positions
+    for hook in on_gradient.values():
+        own.register_hook(hook if whole else _of_whole_gradient(hook, layout, name, ranks))
+    for hook in on_accumulated.values():
+        own.register_post_accumulate_grad_hook(hook if whole else _of_whole_parameter(hook, layout, name, ranks))
+
+
+def gathered(local: Tensor, layout: Layout, what: str, ranks: Communicator) -> Tensor:
+    """The whole tensor of which every rank holds its shard in ``layout``; all ranks call this."""
+    coordinates = [ranks.mesh.coordinates(rank) for rank in range(ranks.mesh.num_devices)]
+    index = torch.arange(torch.Size(layout.shape).numel(), device=local.device).reshape(layout.shape)
+    places = [shard(index, layout, own).reshape(-1) for own in coordinates]
+    padded = local.new_zeros(max(place.numel() for place in places))
+    padded[: local.numel()] = local.detach().reshape(-1)
+    full = local.new_empty(index.numel())
+    for place, row in zip(places, ranks.gather_from_all(padded, what), strict=True):
+        full[place] = row[: place.numel()]
+    return full.reshape(layout.shape)
+
+
+def _of_whole_gradient(
+    hook: Callable[[Tensor], Tensor | None], layout: Layout, name: str, ranks: Communicator
+) -> Callable[[Tensor], Tensor | None]:
+    def run(gradient: Tensor) -> Tensor | None:
+        new = hook(gathered(gradient, layout, f"the hook of {name}", ranks))
+        return None if new is None else shard(new, layout, ranks.coordinates).contiguous()
+
+    return run
+
+
+def _of_whole_parameter(
+    hook: Callable[[Tensor], None], layout: Layout, name: str, ranks: Communicator
+) -> Callable[[Tensor], None]:
+    def run(own: Tensor) -> None:
+        what = f"the hook of {name}"
+        full = nn.Parameter(gathered(own, layout, what, ranks))
+        full.grad = None if own.grad is None else gathered(own.grad, layout, what, ranks)
+        hook(full)
+        with torch.no_grad():
+            own.copy_(shard(full, layout, ranks.coordinates))
+        own.grad = None if full.grad is None else shard(full.grad, layout, ranks.coordinates).clone()
+
+    return run

@@ -1,0 +1,83 @@
+"""Memory of what a step returns and writes: separate where it is on one device, shared where it can be.
+
+A graph has values, no memory: a copy is the value that it copies, and a program hands out the tensor that has the
+value. ``capture`` notes which outputs share memory on one device, and here those that do not are taken apart. An output
+that is a buffer, or a view of one, is that of this rank where it holds the whole buffer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CaptureWarning
+from shardwise.graph.capture import Memory
+from shardwise.programs.spmd import Spmd
+
+
+def taken_apart(outputs: Sequence[Any], memories: Sequence[Memory | None], sources: Mapping[str, Tensor]) -> list[Any]:
+    """The outputs, copied where they share memory with another output or with a source and do not on one device.
+
+    ``memories``: per output; ``sources``: value -> the tensor that this rank holds.
+    """
+    owner = {_storage(tensor): name for name, tensor in sources.items() if tensor.numel()}
+    found = []
+    for output, memory in zip(outputs, memories, strict=True):
+        has_memory = isinstance(output, Tensor) and memory is not None and output.numel()
+        if has_memory and owner.setdefault(_storage(output), memory.name) != memory.name:
+            output = output.clone()
+            owner[_storage(output)] = memory.name
+        found.append(output)
+    return found
+
+
+def written_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give buffers their new values, in place. A value that is a buffer (two are exchanged) is read before it is
+    written over."""
+    memories = {_storage(buffer) for buffer in buffers}
+    with torch.no_grad():
+        kept = [value.clone() if _storage(value) in memories else value for value in values]
+        for buffer, value in zip(buffers, kept, strict=True):
+            buffer.copy_(value)
+
+
+def live(outputs: Sequence[Any], memories: Sequence[Memory | None], whole: Mapping[str, Tensor]) -> list[Any]:
+    """The outputs, those that are views of a buffer taken from it. ``whole``: value -> the buffers that this rank holds
+    whole, after the step has written them."""
+    found = []
+    for output, memory in zip(outputs, memories, strict=True):
+        buffer = None if memory is None else whole.get(memory.name)
+        if memory is not None and buffer is not None and memory.geometry is not None:
+            size, stride, offset = memory.geometry
+            if buffer.is_contiguous() and buffer.dtype == output.dtype:
+                output = buffer.as_strided(size, stride, buffer.storage_offset() + offset)
+        found.append(output)
+    return found
+
+
+def whole_buffers(spmd: Spmd) -> tuple[str, ...]:
+    """The values of the buffers that every rank holds whole."""
+    held = [source.value for source in spmd.graph.sources if source.kind == "buffer"]
+    return tuple(name for name in held if not spmd.layouts[name].positions)
+
+
+def announce_copies(spmd: Spmd, memories: Iterable[Memory | None]) -> None:
+    """Warns of outputs that are views of a buffer on one device and copies on ranks, where the step writes to it."""
+    shared = {memory.name for memory in memories if memory is not None}
+    written = shared.intersection(name for name, _ in spmd.mutations) - set(whole_buffers(spmd))
+    if written:
+        names = ", ".join(sorted(spmd.graph.source_of[name].names[0] for name in written))
+        warnings.warn(
+            f"an output is the buffer {names} itself on one device, and follows what later calls write to it; this "
+            "plan splits the buffer, and the output is a copy as of its call",
+            CaptureWarning,
+            stacklevel=6,
+        )
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
