@@ -17,9 +17,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from shardwise.programs.check import BrokenProgram
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Compute, Convert, Copy, Instruction, forms_of, sent_by, shares_of
+from shardwise.programs.instructions import (
+    Compute,
+    Convert,
+    Copy,
+    Instruction,
+    forms_of,
+    sent_by,
+    shares_of,
+    with_operands,
+)
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
 from shardwise.programs.vjp import numbered, typed
@@ -53,8 +64,10 @@ class At:
 
 @dataclass(frozen=True)
 class Divided:
-    """A step as pieces of regions, and the instructions between them."""
+    """A step as pieces of regions, and the instructions between them. ``program``: the step, in which layers have in
+    common what they made of the same values."""
 
+    program: Program
     regions: tuple[Region, ...]
     forward: tuple[At | Instruction, ...]
     backward: tuple[At | Instruction, ...]
@@ -68,6 +81,8 @@ def divide(program: Program, is_kernel: Callable[[Instruction], bool]) -> Divide
 
     cuts = _cuts(program)
     labels = _forward_labels(program.forward, cuts)
+    if cuts:
+        program, labels = _with_common(program, labels, len(cuts))
     of_op = dict(zip((instruction.origin.op for instruction in program.forward), labels, strict=True))
     forward = _float_up(program.forward, labels) if cuts else list(zip(program.forward, labels, strict=True))
     backward = list(zip(program.backward, _backward_labels(program, of_op, len(cuts)), strict=True))
@@ -82,7 +97,7 @@ def divide(program: Program, is_kernel: Callable[[Instruction], bool]) -> Divide
     def renumbered(items: Iterable[At | Instruction]) -> tuple[At | Instruction, ...]:
         return tuple(replace(item, region=place[item.region]) if isinstance(item, At) else item for item in items)
 
-    return Divided(regions, renumbered(first), renumbered(second))
+    return Divided(program, regions, renumbered(first), renumbered(second))
 
 
 def kind_of(region: Region, program: Program) -> object:
@@ -98,7 +113,7 @@ def kind_of(region: Region, program: Program) -> object:
         content = _content(instruction)
         operands = numbers(dict.fromkeys(instruction.operands))
         shares = numbers(name for name in shares_of(instruction) if name is not None)
-        writes = numbers(instruction.writes) if isinstance(instruction, Compute) else ()
+        writes = numbers(_writes(instruction))
         return content, operands, numbers(instruction.results), shares, writes
 
     outside = tuple((program.forms[name], name in static) for name in (*region.inputs, *region.late))
@@ -219,6 +234,81 @@ def _forward_labels(instructions: Sequence[Instruction], cuts: Sequence[int]) ->
             label = bisect_right(cuts, i)
         labels[i] = label
     return labels
+
+
+def _with_common(program: Program, labels: Sequence[int], last: int) -> tuple[Program, list[int]]:
+    """What several layers make of the same values from ahead of them (masks, tables of positions) is made once, ahead
+    of them: so that it is kept once."""
+    ahead = set(program.spmd.graph.source_of)
+    for instruction, label in zip(program.forward, labels, strict=True):
+        if label == 0 and not _of_parameters(instruction):
+            ahead.update(instruction.results)
+    there = set(ahead)
+    written = {name for instruction in program.forward for name in _writes(instruction)}
+    found: dict[object, list[int]] = {}
+    same: dict[str, str] = {}
+
+    def key(instruction: Compute) -> object:
+        operands = tuple(same.get(name, name) for name in dict.fromkeys(instruction.operands))
+        return _content(instruction), operands
+
+    for i, instruction in enumerate(program.forward):
+        if not 0 < labels[i] < last or not isinstance(instruction, Compute):
+            continue
+        seeded = torch.Tag.nondeterministic_seeded in getattr(instruction.target, "tags", ())
+        if seeded or _writes(instruction) or written.intersection((*instruction.results, *instruction.operands)):
+            continue
+        if ahead.issuperset(same.get(name, name) for name in instruction.operands):
+            twins = found.setdefault(key(instruction), [])
+            first = program.forward[twins[0] if twins else i]
+            same.update(zip(instruction.results, first.results, strict=True))
+            ahead.update(first.results)
+            twins.append(i)
+    shared = []
+    for twins in sorted(found.values()):
+        first = program.forward[twins[0]]
+        if len(twins) > 1 and there.issuperset(same.get(name, name) for name in first.operands):
+            there.update(first.results)
+            shared.append(twins)
+    gone = {i for twins in shared for i in twins[1:]}
+    moved = sorted(twins[0] for twins in shared)
+    kept = {name for i in moved for name in program.forward[i].results}
+    names = {name: other for name, other in same.items() if other in kept and name != other}
+    start = next((i for i, label in enumerate(labels) if label > 0), len(labels))
+    order = [
+        *range(start),
+        *moved,
+        *(i for i in range(start, len(labels)) if i not in gone and i not in moved),
+    ]
+    forward = tuple(program.forward[i] for i in order)
+    merged = replace(program, forward=forward, aliases={**program.aliases, **names})
+    return _renamed(merged, names), [0 if i in moved else labels[i] for i in order]
+
+
+def _renamed(program: Program, names: dict[str, str]) -> Program:
+    """The program with some values called otherwise, wherever they are read."""
+    if not names:
+        return program
+
+    def name_of(name: str) -> str:
+        return names.get(name, name)
+
+    def renamed(instruction: Instruction) -> Instruction:
+        return with_operands(instruction, name_of) if set(instruction.operands) & names.keys() else instruction
+
+    return replace(
+        program,
+        forward=tuple(map(renamed, program.forward)),
+        backward=tuple(map(renamed, program.backward)),
+        saved=tuple(dict.fromkeys(map(name_of, program.saved))),
+        delivered=tuple(map(name_of, program.delivered)),
+        mutations=tuple((buffer, name_of(value)) for buffer, value in program.mutations),
+        gradients={source: name_of(name) for source, name in program.gradients.items()},
+    )
+
+
+def _writes(instruction: Instruction) -> tuple[str, ...]:
+    return instruction.writes if isinstance(instruction, Compute) else ()
 
 
 def _backward_labels(program: Program, of_op: dict[str, int], last: int) -> list[int]:
@@ -347,11 +437,10 @@ def _check_writes(program: Program, home: dict[str, tuple[int, int]]) -> None:
     known = [*program.spmd.graph.source_of, *(name for name in program.cotangents if name)]
     root = memories([*program.forward, *program.backward], known)
     for instruction in (*program.forward, *program.backward):
-        for name in instruction.writes if isinstance(instruction, Compute) else ():
+        for name in _writes(instruction):
             maker = home.get(root[name])
             if instruction.results and maker != home.get(instruction.results[0], maker):
                 raise BrokenProgram(f"{instruction.origin.op} overwrites {name!r} of another region")
 
 
 __all__ = ["At", "Divided", "Region", "divide", "kind_of"]
-

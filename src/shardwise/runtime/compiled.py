@@ -15,21 +15,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
-from shardwise.graph.ir import Ref, map_refs
+from shardwise.graph.ir import Ref
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Origin
+from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.rank_program import Program
 from shardwise.programs.regions import At, Region, divide, kind_of
 from shardwise.runtime.communicator import Communicator
@@ -108,9 +106,7 @@ def with_every_cotangent(program: Program, given: Sequence[bool]) -> Program:
             form = program.forms[name]
             kwargs = (("dtype", form.dtype), ("device", None))
             origin = Origin("", "", "input")
-            zeros.append(
-                Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin)
-            )
+            zeros.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
             cotangents[i] = None
     return replace(program, backward=(*zeros, *program.backward), cotangents=tuple(cotangents))
 
@@ -126,8 +122,8 @@ class _Compiler:
     names: dict[str, str] = field(default_factory=dict)  # of values that became another one
 
     def run(self) -> Program:
-        program = self.program
-        divided = divide(program, self._is_kernel)
+        divided = divide(self.program, self._is_kernel)
+        program = self.program = divided.program
         halves = [self._compiled(region) for region in divided.regions]
         forms = dict(program.forms)
         placed = [self._placed(i, region, halves[i], forms) for i, region in enumerate(divided.regions)]
@@ -179,7 +175,6 @@ class _Compiler:
             (halves[0], region.outputs, ".", "forward"),
             (halves[1], region.results, "'", "input"),
         ):
-            names = {name: other for name, other in names.items()}
             made = {name for one in half.parts for name in one.results}
             own: dict[str, str] = {}
             for node, end in zip(half.returned, ends, strict=True):
@@ -213,28 +208,11 @@ class _Compiler:
 
     def _instruction(self, item: At | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
         """The instruction, in the names that there are now."""
-        instruction: Instruction = placed[item.region][item.piece] if isinstance(item, At) else item
-        if isinstance(instruction, Compute):
-            args = tuple(map_refs(arg, self._ref) for arg in instruction.args)
-            kwargs = tuple((key, map_refs(arg, self._ref)) for key, arg in instruction.kwargs)
-            return replace(instruction, args=args, kwargs=kwargs, shares=self._shares(instruction.shares))
-        if isinstance(instruction, Copy):
-            return replace(instruction, value=self._name(instruction.value))
-        if isinstance(instruction, Arrive):
-            return replace(instruction, shares=self._shares(instruction.shares))
+        if isinstance(item, At):
+            return with_operands(placed[item.region][item.piece], self._name)
+        instruction = with_operands(item, self._name)
         # What a piece returns may be kept for backward by another name, so nothing is reduced in place.
-        operands = tuple(map(self._name, instruction.operands))
-        if isinstance(instruction, Depart):
-            return replace(instruction, operands=operands, overwrites=False)
-        return replace(
-            instruction, operands=operands, shares=self._shares(instruction.shares), overwrites=False
-        )
-
-    def _ref(self, name: str) -> Ref:
-        return Ref(self._name(name))
-
-    def _shares(self, shares: Iterable[str | None]) -> tuple[str | None, ...]:
-        return tuple(None if name is None else self._name(name) for name in shares)
+        return replace(instruction, overwrites=False) if isinstance(instruction, (Convert, Depart)) else instruction
 
 
 def _numbered(prefix: str, names: Sequence[str]) -> list[str]:
@@ -242,7 +220,7 @@ def _numbered(prefix: str, names: Sequence[str]) -> list[str]:
     return [f"{prefix}_{i}" for i in range(1, len(names) + 1)]
 
 
-# ------------------------------------------------------------------------------------------------------ a kind of region
+# ----------------------------------------------------------------------------------------------------- a kind of region
 
 
 def _compile_region(compiler: _Compiler, region: Region) -> tuple[_Half, _Half]:
@@ -276,11 +254,12 @@ def _compile_region(compiler: _Compiler, region: Region) -> tuple[_Half, _Half]:
             for half, prefix, ends in ((0, "primals", region.inputs), (1, "tangents", region.late))
             for node, name in zip(_numbered(prefix, ends), ends, strict=True)
         }
-        values = {
-            node.name: node.meta["val"] for node in forward.graph.nodes if node.op == "placeholder"
-        } | dict(zip(_numbered("tangents", region.late), tangents, strict=True))
-        first = _half(compiler.generate, fake_mode, forward, "forward", len(region.forward), first_read, values, len(region.outputs))
-        second = _half(compiler.generate, fake_mode, backward, "backward", len(region.backward), first_read, values, len(region.results))
+        values = {node.name: node.meta["val"] for node in forward.graph.nodes if node.op == "placeholder"} | dict(
+            zip(_numbered("tangents", region.late), tangents, strict=True)
+        )
+        cut = _Cut(compiler.generate, fake_mode, first_read, values)
+        first = cut.half(forward, "forward", len(region.forward), len(region.outputs))
+        second = cut.half(backward, "backward", len(region.backward), len(region.results))
     return first, second
 
 
@@ -341,48 +320,50 @@ def _with_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
-def _half(
-    generate: Generate,
-    fake_mode: FakeTensorMode,
-    module: fx.GraphModule,
-    half: str,
-    num_pieces: int,
-    first_read: Mapping[str, int],
-    values: dict[str, Tensor],
-    num_returned: int,
-) -> _Half:
-    """A half cut into its pieces, each compiled. ``values``: fake tensors of what it reads; its results are added."""
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    ends: list[fx.Node] = list(output.args[0])
-    place = _places(module.graph, half, num_pieces, first_read)
-    parts = []
-    for piece in range(num_pieces):
-        nodes = [node for node in module.graph.nodes if place.get(node) == piece]
-        inside = set(nodes)
-        last = [node for node in nodes if node in ends or any(place.get(user, piece) != piece for user in node.users)]
-        operands = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
-        outputs = [node for node in last if node.op != "get_attr"]
-        part = _subgraph(module, nodes, operands, outputs)
-        fakes = [values[node.name] for node in operands]
-        fixed = [i for i, node in enumerate(outputs) if node in ends[:num_returned]]
-        with fake_mode:
-            found = fx.Interpreter(part).run(*fakes)
-        function, strides = generate(part, fakes, fixed)
-        results = [
-            fake if stride is None or stride == fake.stride() else fake.as_strided(fake.shape, stride)
-            for fake, stride in zip(found, strides, strict=True)
-        ]
-        storage = {_storage(fake): node.name for node, fake in reversed(list(zip(operands, fakes, strict=True)))}
-        kernels = Kernels(function, tuple(tuple(fake.stride()) for fake in fakes))
-        names = tuple(node.name for node in outputs)
-        forms = tuple(Form.of(fake) for fake in results)
-        shares = []
-        for node, fake in zip(outputs, found, strict=True):
-            shares.append(storage.get(_storage(fake)))
-            storage.setdefault(_storage(fake), node.name)
-        parts.append(_Part(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
-        values.update(zip(names, results, strict=True))
-    return _Half(tuple(parts), tuple(node.name for node in ends[:num_returned]))
+@dataclass
+class _Cut:
+    """Cuts halves into pieces and compiles these. ``first_read``: placeholder -> the first piece that reads it;
+    ``values``: fake tensors of what there is so far."""
+
+    generate: Generate
+    fake_mode: FakeTensorMode
+    first_read: Mapping[str, int]
+    values: dict[str, Tensor]
+
+    def half(self, module: fx.GraphModule, half: str, num_pieces: int, num_returned: int) -> _Half:
+        output = next(node for node in module.graph.nodes if node.op == "output")
+        ends: list[fx.Node] = list(output.args[0])
+        place = _places(module.graph, half, num_pieces, self.first_read)
+        parts = []
+        for piece in range(num_pieces):
+            nodes = [node for node in module.graph.nodes if place.get(node) == piece]
+            inside = set(nodes)
+            last = [
+                node for node in nodes if node in ends or any(place.get(user, piece) != piece for user in node.users)
+            ]
+            operands = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+            outputs = [node for node in last if node.op != "get_attr"]
+            part = _subgraph(module, nodes, operands, outputs)
+            fakes = [self.values[node.name] for node in operands]
+            fixed = [i for i, node in enumerate(outputs) if node in ends[:num_returned]]
+            with self.fake_mode:
+                found = fx.Interpreter(part).run(*fakes)
+            function, strides = self.generate(part, fakes, fixed)
+            results = [
+                fake if stride is None or stride == fake.stride() else fake.as_strided(fake.shape, stride)
+                for fake, stride in zip(found, strides, strict=True)
+            ]
+            storage = {_storage(fake): node.name for node, fake in reversed(list(zip(operands, fakes, strict=True)))}
+            kernels = Kernels(function, tuple(tuple(fake.stride()) for fake in fakes))
+            names = tuple(node.name for node in outputs)
+            forms = tuple(Form.of(fake) for fake in results)
+            shares = []
+            for node, fake in zip(outputs, found, strict=True):
+                shares.append(storage.get(_storage(fake)))
+                storage.setdefault(_storage(fake), node.name)
+            parts.append(_Part(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
+            self.values.update(zip(names, results, strict=True))
+        return _Half(tuple(parts), tuple(node.name for node in ends[:num_returned]))
 
 
 def _storage(tensor: Tensor) -> int:
