@@ -205,7 +205,7 @@ def test_a_compiled_step_keeps_no_more_than_torch_compile_of_the_model() -> None
 
 
 def test_operands_are_let_go_while_a_piece_runs() -> None:
-    """A piece gets a list and nobody else holds what is in it."""
+    """A section gets a list and nobody else holds what is in it."""
     program, tensors = written(make_gpt(3), (IDS, LABELS))
     counts: list[int] = []
 
@@ -224,7 +224,7 @@ def test_operands_are_let_go_while_a_piece_runs() -> None:
     results = Step(emitted, lambda given: emitted, lambda: emitted)(tensors)
     counts.clear()
     results[0][0].backward()
-    # The list, the loop variable, the argument of getrefcount; the first piece reads the cotangent that autograd holds.
+    # The list, the loop variable, the argument of getrefcount; the first section reads the cotangent that autograd holds.
     assert max(counts[1:-1]) <= 3, counts
 
 
@@ -254,15 +254,15 @@ def on_two_ranks() -> list[Any]:
             for one in (par.compiled[0].step.emitted.program, program)
         ]
         functions = {id(i.target) for i in (*program.forward, *program.backward) if hasattr(i, "target")}
-        pieces = sum(hasattr(i, "target") for i in (*program.forward, *program.backward))
-        found.append((results, lists, len(functions), pieces))
+        sections = sum(hasattr(i, "target") for i in (*program.forward, *program.backward))
+        found.append((results, lists, len(functions), sections))
     return found
 
 
 def test_messages_keep_their_order_and_results_on_two_ranks(run_ranks: RunRanks) -> None:
     for rank in run_ranks(on_two_ranks, 2, time_limit_seconds=200):
-        for ((losses, parameters), (others, compiled_ones)), (listed, made), functions, pieces in rank:
+        for ((losses, parameters), (others, compiled_ones)), (listed, made), functions, sections in rank:
             assert others == pytest.approx(losses, rel=1e-12)
             torch.testing.assert_close(compiled_ones, parameters, rtol=1e-11, atol=1e-13)
             assert made == listed
-            assert functions < pieces, "layers share their pieces"
+            assert functions < sections, "layers share their sections"

@@ -2,7 +2,7 @@
 
 A compiler decides for a region what is kept between its two halves, and it has to do so once for all regions that are
 equal. So the repeated layers of a model are regions of one *kind*, and what is before, between and behind them is the
-rest. Messages stay where the program has them: a region is cut into *pieces*, runs of kernels without a message in
+rest. Messages stay where the program has them: a region is cut into *sections*, runs of kernels without a message in
 between, and the order of exchanges, which all ranks have in common, is never touched.
 
 Layers are found as a stretch of forward in which the same kernels come again and again, with no look at names
@@ -38,7 +38,7 @@ from shardwise.programs.vjp import numbered, typed
 FEWEST_REPEATS = 3  # of a layer: two are compiled as they are
 FEWEST_KERNELS = 8  # in a layer: what is shorter gains less than it loses at its edges
 Kernel = Compute | Convert  # a conversion without a message
-Piece = tuple[Kernel, ...]
+Section = tuple[Kernel, ...]
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Region:
     """Pieces of forward and of backward. ``inputs``: what forward reads from outside; ``late``: what else backward
     does; ``outputs``, ``results``: what forward and backward make that others read."""
 
-    forward: tuple[Piece, ...]
-    backward: tuple[Piece, ...]
+    forward: tuple[Section, ...]
+    backward: tuple[Section, ...]
     inputs: tuple[str, ...]
     late: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -56,15 +56,15 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The place of a piece in a list: the number of its region, and that of the piece in this half of the region."""
+    """The place of a section in a list: the number of its region, and that of the section in this half of the region."""
 
     region: int
-    piece: int
+    section: int
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A step as pieces of regions, and the instructions between them. ``program``: the step, in which layers have in
+    """A step as sections of regions, and the instructions between them. ``program``: the step, in which layers have in
     common what they made of the same values."""
 
     program: Program
@@ -88,10 +88,10 @@ def divide(program: Program, is_kernel: Callable[[Instruction], bool]) -> Divide
     backward = list(zip(program.backward, _backward_labels(program, of_op, len(cuts)), strict=True))
     if cuts:
         backward = _sink(_sorted(backward, inside))
-    first, pieces = _pieces(forward, inside)
-    second, late_pieces = _pieces(backward, inside)
-    numbers = sorted({*pieces, *late_pieces})
-    regions = _regions(program, [(pieces.get(n, []), late_pieces.get(n, [])) for n in numbers])
+    first, sections = _sections(forward, inside)
+    second, late_sections = _sections(backward, inside)
+    numbers = sorted({*sections, *late_sections})
+    regions = _regions(program, [(sections.get(n, []), late_sections.get(n, [])) for n in numbers])
     place = {number: i for i, number in enumerate(numbers)}
 
     def renumbered(items: Iterable[At | Instruction]) -> tuple[At | Instruction, ...]:
@@ -118,7 +118,7 @@ def kind_of(region: Region, program: Program) -> object:
 
     outside = tuple((program.forms[name], name in static) for name in (*region.inputs, *region.late))
     ends = numbers(region.inputs), numbers(region.late)
-    halves = tuple(tuple(tuple(map(kernel, piece)) for piece in half) for half in (region.forward, region.backward))
+    halves = tuple(tuple(tuple(map(kernel, section)) for section in half) for half in (region.forward, region.backward))
     return outside, ends, halves, numbers(region.outputs), numbers(region.results)
 
 
@@ -367,12 +367,12 @@ def _may_pass(other: Labelled, item: Labelled, needed: set[str]) -> bool:
     return isinstance(other[0], Compute) and other[1] == item[1] and not needed
 
 
-def _pieces(
+def _sections(
     instructions: Sequence[Labelled], inside: Callable[[Instruction], bool]
-) -> tuple[list[At | Instruction], dict[int, list[Piece]]]:
-    """The list with runs of kernels of one region as pieces, and the pieces of each region."""
+) -> tuple[list[At | Instruction], dict[int, list[Section]]]:
+    """The list with runs of kernels of one region as sections, and the sections of each region."""
     found: list[At | Instruction] = []
-    pieces: dict[int, list[list[Kernel]]] = {}
+    sections: dict[int, list[list[Kernel]]] = {}
     current: int | None = None
     for instruction, label in instructions:
         if not inside(instruction):
@@ -380,21 +380,21 @@ def _pieces(
             current = None
             continue
         assert isinstance(instruction, (Compute, Convert))
-        of_region = pieces.setdefault(label, [])
+        of_region = sections.setdefault(label, [])
         if label != current:
             found.append(At(label, len(of_region)))
             of_region.append([])
         of_region[-1].append(instruction)
         current = label
-    return found, {label: [tuple(piece) for piece in of_region] for label, of_region in pieces.items()}
+    return found, {label: [tuple(section) for section in of_region] for label, of_region in sections.items()}
 
 
-def _regions(program: Program, halves: Sequence[tuple[Sequence[Piece], Sequence[Piece]]]) -> tuple[Region, ...]:
-    """Regions of pieces, with what goes in and out."""
+def _regions(program: Program, halves: Sequence[tuple[Sequence[Section], Sequence[Section]]]) -> tuple[Region, ...]:
+    """Regions of sections, with what goes in and out."""
     home: dict[str, tuple[int, int]] = {}  # name -> (region, half)
     for number, both in enumerate(halves):
-        for side, pieces in enumerate(both):
-            home.update({name: (number, side) for piece in pieces for k in piece for name in k.results})
+        for side, sections in enumerate(both):
+            home.update({name: (number, side) for section in sections for k in section for name in k.results})
     outside: dict[str, None] = dict.fromkeys(
         (
             *program.delivered,
@@ -402,7 +402,7 @@ def _regions(program: Program, halves: Sequence[tuple[Sequence[Piece], Sequence[
             *program.gradients.values(),
         )
     )
-    mine = {id(k) for both in halves for pieces in both for piece in pieces for k in piece}
+    mine = {id(k) for both in halves for sections in both for section in sections for k in section}
     for instruction in (*program.forward, *program.backward):
         if id(instruction) not in mine:
             outside.update(dict.fromkeys(instruction.operands))
@@ -410,7 +410,7 @@ def _regions(program: Program, halves: Sequence[tuple[Sequence[Piece], Sequence[
     late: list[tuple[str, ...]] = []
     for number, both in enumerate(halves):
         own = {name for name, (region, _) in home.items() if region == number}
-        read = [dict.fromkeys(n for piece in pieces for k in piece for n in k.operands) for pieces in both]
+        read = [dict.fromkeys(n for section in sections for k in section for n in k.operands) for sections in both]
         inputs.append(tuple(name for name in read[0] if name not in own))
         late.append(tuple(name for name in read[1] if name not in own and name not in read[0]))
         outside.update(dict.fromkeys((*inputs[-1], *late[-1])))

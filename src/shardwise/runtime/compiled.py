@@ -1,9 +1,9 @@
 """Compiled steps: the kernels of a program's regions (``programs.regions``) made into fewer ones by PyTorch's compiler.
 
 Compiling is a pass. A region's forward and backward are traced as one graph, PyTorch's partitioner decides what is kept
-between them (what is cheap is made again in backward), each half is cut into pieces where messages leave or arrive, and
-Inductor generates code for each piece. The compiled program is a program like others, whose instructions are pieces and
-exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their pieces, so a
+between them (what is cheap is made again in backward), each half is cut into sections where messages leave or arrive, and
+Inductor generates code for each section. The compiled program is a program like others, whose instructions are sections and
+exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their sections, so a
 layer is compiled once, however often it occurs.
 
 What is asked of PyTorch is here only: ``min_cut_rematerialization_partition``, Inductor's joint passes and
@@ -45,7 +45,7 @@ Generate = Callable[
 
 @dataclass(frozen=True)
 class Kernels(Boxed):
-    """A piece as one function. ``strides``: those that its operands must have."""
+    """A section as one function. ``strides``: those that its operands must have."""
 
     function: Callable[[list[Tensor]], Sequence[Tensor]]
     strides: tuple[tuple[int, ...], ...]
@@ -68,7 +68,7 @@ def _same_order(tensor: Tensor, stride: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """A compiled piece, in the names of its region's graphs. ``shares``: per result the operand with its memory."""
+    """A compiled section, in the names of its region's graphs. ``shares``: per result the operand with its memory."""
 
     kernels: Kernels
     operands: tuple[str, ...]
@@ -79,7 +79,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Half:
-    """The pieces of half a region, and what is returned, in the order of ``Region.outputs`` or ``Region.results``."""
+    """The sections of half a region, and what is returned, in the order of ``Region.outputs`` or ``Region.results``."""
 
     parts: tuple[_Part, ...]
     returned: tuple[str, ...]
@@ -92,7 +92,7 @@ def compiled_program(
     on_host: frozenset[str] = frozenset(),
     generate: Generate | None = None,
 ) -> Program:
-    """The program with its kernels compiled. ``generate``: makes a function of a piece (by default Inductor does)."""
+    """The program with its kernels compiled. ``generate``: makes a function of a section (by default Inductor does)."""
     compiler = _Compiler(program, ranks, device, on_host, generate or inductor)
     return compiler.run()
 
@@ -167,7 +167,7 @@ class _Compiler:
     def _placed(
         self, number: int, region: Region, halves: tuple[_Half, _Half], forms: dict[str, Form]
     ) -> tuple[list[Compute], list[Compute]]:
-        """The pieces of a region as instructions, in the names of the program."""
+        """The sections of a region as instructions, in the names of the program."""
         names = dict(zip(_numbered("primals", region.inputs), region.inputs, strict=True))
         names |= dict(zip(_numbered("tangents", region.late), region.late, strict=True))
         found = []
@@ -209,9 +209,9 @@ class _Compiler:
     def _instruction(self, item: At | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
         """The instruction, in the names that there are now."""
         if isinstance(item, At):
-            return with_operands(placed[item.region][item.piece], self._name)
+            return with_operands(placed[item.region][item.section], self._name)
         instruction = with_operands(item, self._name)
-        # What a piece returns may be kept for backward by another name, so nothing is reduced in place.
+        # What a section returns may be kept for backward by another name, so nothing is reduced in place.
         return replace(instruction, overwrites=False) if isinstance(instruction, (Convert, Depart)) else instruction
 
 
@@ -246,7 +246,7 @@ def _compile_region(compiler: _Compiler, region: Region) -> tuple[_Half, _Half]:
         else:
             forward, backward = _nothing(), joint
         reads = [
-            [frozenset(name for kernel in piece for name in kernel.operands) for piece in half]
+            [frozenset(name for kernel in section for name in kernel.operands) for section in half]
             for half in (region.forward, region.backward)
         ]
         first_read = {
@@ -276,16 +276,16 @@ def _nothing() -> fx.GraphModule:
 def _traced(
     compiler: _Compiler, region: Region, primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> fx.GraphModule:
-    """Both halves as one graph of the operators that Inductor has code for. Nodes know the piece that they come from
-    (``_piece_of``)."""
+    """Both halves as one graph of the operators that Inductor has code for. Nodes know the section that they come from
+    (``_section_of``)."""
     from torch._inductor.decomposition import select_decomp_table  # takes long to import
 
-    pieces = [("forward", i, piece) for i, piece in enumerate(region.forward)]
-    pieces += [("backward", i, piece) for i, piece in enumerate(region.backward)]
+    sections = [("forward", i, section) for i, section in enumerate(region.forward)]
+    sections += [("backward", i, section) for i, section in enumerate(region.backward)]
     module = kernels_graph(
         compiler.program,
         compiler.ranks,
-        [((half, i), piece) for half, i, piece in pieces],
+        [((half, i), section) for half, i, section in sections],
         (*region.inputs, *region.late),
         (*region.outputs, *region.results),
         device=compiler.device,
@@ -322,7 +322,7 @@ def _with_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass
 class _Cut:
-    """Cuts halves into pieces and compiles these. ``first_read``: placeholder -> the first piece that reads it;
+    """Cuts halves into sections and compiles these. ``first_read``: placeholder -> the first section that reads it;
     ``values``: fake tensors of what there is so far."""
 
     generate: Generate
@@ -330,16 +330,18 @@ class _Cut:
     first_read: Mapping[str, int]
     values: dict[str, Tensor]
 
-    def half(self, module: fx.GraphModule, half: str, num_pieces: int, num_returned: int) -> _Half:
+    def half(self, module: fx.GraphModule, half: str, num_sections: int, num_returned: int) -> _Half:
         output = next(node for node in module.graph.nodes if node.op == "output")
         ends: list[fx.Node] = list(output.args[0])
-        place = _places(module.graph, half, num_pieces, self.first_read)
+        place = _places(module.graph, half, num_sections, self.first_read)
         parts = []
-        for piece in range(num_pieces):
-            nodes = [node for node in module.graph.nodes if place.get(node) == piece]
+        for section in range(num_sections):
+            nodes = [node for node in module.graph.nodes if place.get(node) == section]
             inside = set(nodes)
             last = [
-                node for node in nodes if node in ends or any(place.get(user, piece) != piece for user in node.users)
+                node
+                for node in nodes
+                if node in ends or any(place.get(user, section) != section for user in node.users)
             ]
             operands = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
             outputs = [node for node in last if node.op != "get_attr"]
@@ -370,8 +372,8 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _places(graph: fx.Graph, half: str, num_pieces: int, first_read: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The piece of every node: that of the instruction that it comes from, or of what it reads if this is there later.
+def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[str, int]) -> dict[fx.Node, int]:
+    """The section of every node: that of the instruction that it comes from, or of what it reads if this is there later.
     What is made again in backward is made where it is first read."""
     there: dict[fx.Node, int] = {}  # where it is there
     waits: set[fx.Node] = set()  # for something that comes in this half
@@ -382,20 +384,20 @@ def _places(graph: fx.Graph, half: str, num_pieces: int, first_read: Mapping[str
             if half == "forward" or node.name.startswith("tangents"):
                 waits.add(node)
         elif node.op in ("call_function", "get_attr"):
-            own = _piece_of(node, half)
+            own = _section_of(node, half)
             there[node] = max([own or 0, *(there[operand] for operand in node.all_input_nodes)])
             if own is not None or waits.intersection(node.all_input_nodes):
                 waits.add(node)
             place[node] = there[node]
     for node in reversed(graph.nodes):
         if node in place and node not in waits:
-            place[node] = min((place[user] for user in node.users if user in place), default=num_pieces - 1)
+            place[node] = min((place[user] for user in node.users if user in place), default=num_sections - 1)
     return place
 
 
-def _piece_of(node: fx.Node, half: str) -> int | None:
-    """The piece of this half that a node comes from, if it does."""
-    origin = (node.meta.get("custom") or {}).get("piece")
+def _section_of(node: fx.Node, half: str) -> int | None:
+    """The section of this half that a node comes from, if it does."""
+    origin = (node.meta.get("custom") or {}).get("section")
     return origin[1] if origin is not None and origin[0] == half else None
 
 
@@ -419,7 +421,7 @@ def _subgraph(
 def inductor(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
-    """Code from Inductor. What only pieces of this program read has the strides that Inductor likes."""
+    """Code from Inductor. What only sections of this program read has the strides that Inductor likes."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     fake_mode = next((t.fake_mode for t in operands), None) or FakeTensorMode()  # type: ignore[attr-defined]

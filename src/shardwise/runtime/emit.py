@@ -64,7 +64,7 @@ def kernels_graph(
     device: torch.device,
 ) -> fx.GraphModule:
     """Some instructions of a program by themselves: operands -> results. ``parts``: (a mark, instructions); the nodes
-    of these have the mark as ``meta["custom"]["piece"]``."""
+    of these have the mark as ``meta["custom"]["section"]``."""
     return _Writer(program, ranks, ranks, device, frozenset()).kernels(parts, operands, results)
 
 
@@ -125,7 +125,7 @@ class _Writer:
             self._write(instructions, count)
             count += len(instructions)
             for node in list(self.graph.nodes)[before:]:
-                node.meta["custom"] = {"piece": mark}
+                node.meta["custom"] = {"section": mark}
         return self._module("Kernels", tuple(self.nodes[name] for name in results))
 
     def _module(self, name: str, output: Any) -> fx.GraphModule:
@@ -174,8 +174,8 @@ class _Writer:
         args = [self._fill(arg, device) for arg in instruction.args]
         kwargs = {key: self._fill(arg, device) for key, arg in instruction.kwargs}
         if isinstance(target, Boxed):
-            self.root.add_module(f"piece_{index}", _Opaque(target))
-            call = self.graph.call_module(f"piece_{index}", (self.graph.call_function(boxed, tuple(args)),))
+            self.root.add_module(f"section_{index}", _Opaque(target))
+            call = self.graph.call_module(f"section_{index}", (self.graph.call_function(boxed, tuple(args)),))
         elif not isinstance(target, torch._ops.OpOverload):  # autograd inside (``programs.opaque``)
             self.root.add_module(f"opaque_{index}", _Opaque(target))
             call = self.graph.call_module(f"opaque_{index}", tuple(args))
