@@ -56,7 +56,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The place of a section in a list: the number of its region, and that of the section in this half of the region."""
+    """The place of a section in a list: the number of its region, and its own in this half of the region."""
 
     region: int
     section: int

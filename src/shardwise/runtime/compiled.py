@@ -1,9 +1,9 @@
 """Compiled steps: the kernels of a program's regions (``programs.regions``) made into fewer ones by PyTorch's compiler.
 
 Compiling is a pass. A region's forward and backward are traced as one graph, PyTorch's partitioner decides what is kept
-between them (what is cheap is made again in backward), each half is cut into sections where messages leave or arrive, and
-Inductor generates code for each section. The compiled program is a program like others, whose instructions are sections and
-exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their sections, so a
+between them (what is cheap is made again in backward), each half is cut into sections where messages leave or arrive,
+and Inductor generates code for each. The compiled program is a program like others, whose instructions are sections
+and exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their sections, so a
 layer is compiled once, however often it occurs.
 
 What is asked of PyTorch is here only: ``min_cut_rematerialization_partition``, Inductor's joint passes and
