@@ -1,7 +1,7 @@
 """Compiling: seconds and distinct functions by depth, and bytes kept for backward beside ``torch.compile``.
 
-``make bench-compile``, or ``python benchmarks/compile.py --layers 2 8 32``. A GPT of ``examples/``, on one device; nothing
-is kept on disk between runs (``TORCHINDUCTOR_FORCE_DISABLE_CACHES``). Ratios are to the first number of layers.
+``make bench-compile``, or ``python benchmarks/compile.py --layers 2 8 32``. A GPT of ``examples/``, on one device;
+nothing is kept on disk between runs (``TORCHINDUCTOR_FORCE_DISABLE_CACHES``). Ratios are to the first number of layers.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_a_compiled_step_keeps_no_more_than_torch_compile_of_the_model() -> None
     assert 0 < sum(ours.values()) <= 1.002 * sum(theirs.values()) < sum(eager.values())
 
 
-def test_operands_are_let_go_while_a_piece_runs() -> None:
+def test_operands_are_let_go_while_a_section_runs() -> None:
     """A section gets a list and nobody else holds what is in it."""
     program, tensors = written(make_gpt(3), (IDS, LABELS))
     counts: list[int] = []
@@ -224,7 +224,7 @@ def test_operands_are_let_go_while_a_piece_runs() -> None:
     results = Step(emitted, lambda given: emitted, lambda: emitted)(tensors)
     counts.clear()
     results[0][0].backward()
-    # The list, the loop variable, the argument of getrefcount; the first section reads the cotangent that autograd holds.
+    # The list, the loop variable, the argument of getrefcount; autograd holds the first section's cotangent.
     assert max(counts[1:-1]) <= 3, counts
 
 

@@ -3,8 +3,8 @@
 Compiling is a pass. A region's forward and backward are traced as one graph, PyTorch's partitioner decides what is kept
 between them (what is cheap is made again in backward), each half is cut into sections where messages leave or arrive,
 and Inductor generates code for each. The compiled program is a program like others, whose instructions are sections
-and exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their sections, so a
-layer is compiled once, however often it occurs.
+and exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their
+sections, so a layer is compiled once, however often it occurs.
 
 What is asked of PyTorch is here only: ``min_cut_rematerialization_partition``, Inductor's joint passes and
 ``compile_fx_inner``.
@@ -373,7 +373,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The section of every node: that of the instruction that it comes from, or of what it reads if this is there later.
+    """The section of every node: that of its instruction, or of what it reads if this is there later.
     What is made again in backward is made where it is first read."""
     there: dict[fx.Node, int] = {}  # where it is there
     waits: set[fx.Node] = set()  # for something that comes in this half
