@@ -336,15 +336,16 @@ class _Cut:
         place = _places(module.graph, half, num_sections, self.first_read)
         parts = []
         for section in range(num_sections):
-            nodes = [node for node in module.graph.nodes if place.get(node) == section]
+            called = [node for node in module.graph.nodes if place.get(node) == section]
+            constants = dict.fromkeys(n for node in called for n in node.all_input_nodes if n.op == "get_attr")
+            nodes = [*constants, *called]
             inside = set(nodes)
-            last = [
+            outputs = [
                 node
-                for node in nodes
+                for node in called
                 if node in ends or any(place.get(user, section) != section for user in node.users)
             ]
             operands = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
-            outputs = [node for node in last if node.op != "get_attr"]
             part = _subgraph(module, nodes, operands, outputs)
             fakes = [self.values[node.name] for node in operands]
             fixed = [i for i, node in enumerate(outputs) if node in ends[:num_returned]]
@@ -383,7 +384,9 @@ def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[s
             there[node] = first_read.get(node.name, 0) if half == "forward" or node.name.startswith("tangents") else 0
             if half == "forward" or node.name.startswith("tangents"):
                 waits.add(node)
-        elif node.op in ("call_function", "get_attr"):
+        elif node.op == "get_attr":  # every section has its own
+            there[node] = 0
+        elif node.op == "call_function":
             own = _section_of(node, half)
             there[node] = max([own or 0, *(there[operand] for operand in node.all_input_nodes)])
             if own is not None or waits.intersection(node.all_input_nodes):
