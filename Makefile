@@ -16,6 +16,7 @@
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
 #   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
+#   make bench-compile  seconds of compiling by depth, and bytes kept for backward beside torch.compile (BENCH_ARGS='--layers 2 8')
 #   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
@@ -26,7 +27,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test golden operators zoo zoo-breadth bench-step bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test golden operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -46,6 +47,9 @@ test: install
 
 bench-step: install
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+
+bench-compile: install
+	$(BIN)/python benchmarks/compile.py $(BENCH_ARGS)
 
 bench-auto: install
 	$(BIN)/python benchmarks/auto_plans.py $(BENCH_ARGS)

@@ -7,10 +7,11 @@ something else says that, too (``shares``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardwise.graph.ir import Arg, refs
+from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.forms import Form
 from shardwise.programs.steps import Conversion
@@ -124,11 +125,46 @@ class Copy:
 Instruction = Compute | Convert | Depart | Arrive | Copy
 
 
+def forms_of(instruction: Instruction) -> tuple[Form, ...]:
+    """Those of its results."""
+    if isinstance(instruction, Copy):
+        return (instruction.form,)
+    return () if isinstance(instruction, Depart) else instruction.forms
+
+
 def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
     """Per result the name of a value that has the same memory, or None."""
     if isinstance(instruction, Copy):
         return (None,)
     return () if isinstance(instruction, Depart) else instruction.shares
+
+
+def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> Instruction:
+    """The instruction with the names of what it reads replaced."""
+    if isinstance(instruction, Compute):
+
+        def renamed(name: str) -> Arg:
+            return Ref(name_of(name))
+
+        return replace(
+            instruction,
+            args=tuple(map_refs(arg, renamed) for arg in instruction.args),
+            kwargs=tuple((key, map_refs(arg, renamed)) for key, arg in instruction.kwargs),
+            shares=_renamed_shares(instruction.shares, name_of),
+            writes=tuple(map(name_of, instruction.writes)),
+        )
+    if isinstance(instruction, Copy):
+        return replace(instruction, value=name_of(instruction.value))
+    if isinstance(instruction, Arrive):
+        return replace(instruction, shares=_renamed_shares(instruction.shares, name_of))
+    operands = tuple(map(name_of, instruction.operands))
+    if isinstance(instruction, Depart):
+        return replace(instruction, operands=operands)
+    return replace(instruction, operands=operands, shares=_renamed_shares(instruction.shares, name_of))
+
+
+def _renamed_shares(shares: tuple[str | None, ...], name_of: Callable[[str], str]) -> tuple[str | None, ...]:
+    return tuple(None if name is None else name_of(name) for name in shares)
 
 
 def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tuple[Collective, ...]:

@@ -102,7 +102,7 @@ class Kinds:
     untraceable: dict[str, str] = field(default_factory=dict)  # target -> why autograd keeps its backward
 
     def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardKind:
-        key = _typed(call), operands
+        key = typed(call), operands
         kind = self._forward.get(key)
         if kind is None:
             kind = self._forward[key] = _traced_forward(call, operands, self.device)
@@ -110,7 +110,7 @@ class Kinds:
 
     def backward(self, call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardKind:
         """``cotangents``: forms of those of the results, None where there is none."""
-        key = _typed(call), operands, cotangents
+        key = typed(call), operands, cotangents
         kind = self._backward.get(key)
         if kind is None:
             try:
@@ -134,7 +134,7 @@ def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], 
     return (target, numbered_args, named), tuple(place)
 
 
-def _typed(call: Call) -> object:
+def typed(call: Call) -> object:
     """A key that tells 1, 1.0 and True apart."""
 
     def typed(arg: Arg) -> object:

@@ -49,6 +49,30 @@ def emit(
     return Emitted(program, writer.forward(), writer.backward())
 
 
+class Boxed:
+    """A target of an instruction that is called with its operands in a list, which it empties: whoever called holds
+    nothing any more while it runs."""
+
+
+def kernels_graph(
+    program: Program,
+    ranks: Communicator,
+    parts: Sequence[tuple[object, Sequence[Instruction]]],
+    operands: Sequence[str],
+    results: Sequence[str],
+    *,
+    device: torch.device,
+) -> fx.GraphModule:
+    """Some instructions of a program by themselves: operands -> results. ``parts``: (a mark, instructions); the nodes
+    of these have the mark as ``meta["custom"]["section"]``."""
+    return _Writer(program, ranks, ranks, device, frozenset()).kernels(parts, operands, results)
+
+
+def boxed(*operands: Any) -> list[Any]:
+    """The operands in a list."""
+    return list(operands)
+
+
 def take_all(values: list[Any]) -> tuple[Any, ...]:
     """The content of a list, which is empty afterwards: whoever called holds nothing any more."""
     taken = tuple(values)
@@ -89,14 +113,29 @@ class _Writer:
         self._write(self.program.backward)
         return self._module("Backward", tuple(self.nodes[name] for name in self.program.gradients.values()))
 
+    def kernels(
+        self, parts: Sequence[tuple[object, Sequence[Instruction]]], operands: Sequence[str], results: Sequence[str]
+    ) -> fx.GraphModule:
+        self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
+        for index, operand in enumerate(operands):
+            self.nodes[operand] = self.graph.placeholder(f"operand_{index}")
+        count = 0
+        for mark, instructions in parts:
+            before = len(self.graph.nodes)
+            self._write(instructions, count)
+            count += len(instructions)
+            for node in list(self.graph.nodes)[before:]:
+                node.meta["custom"] = {"section": mark}
+        return self._module("Kernels", tuple(self.nodes[name] for name in results))
+
     def _module(self, name: str, output: Any) -> fx.GraphModule:
         for value, node in self.nodes.items():
             node.meta["value"] = value
         self.graph.output(output)
         return fx.GraphModule(self.root, self.graph, name)
 
-    def _write(self, instructions: Sequence[Instruction]) -> None:
-        for index, instruction in enumerate(instructions):
+    def _write(self, instructions: Sequence[Instruction], first: int = 0) -> None:
+        for index, instruction in enumerate(instructions, first):
             if isinstance(instruction, Compute):
                 self._compute(index, instruction)
             elif isinstance(instruction, Convert):
@@ -134,7 +173,10 @@ class _Writer:
         device = HOST if self.on_host.intersection(instruction.results) else self.device
         args = [self._fill(arg, device) for arg in instruction.args]
         kwargs = {key: self._fill(arg, device) for key, arg in instruction.kwargs}
-        if not isinstance(target, torch._ops.OpOverload):  # autograd inside (``programs.opaque``)
+        if isinstance(target, Boxed):
+            self.root.add_module(f"section_{index}", _Opaque(target))
+            call = self.graph.call_module(f"section_{index}", (self.graph.call_function(boxed, tuple(args)),))
+        elif not isinstance(target, torch._ops.OpOverload):  # autograd inside (``programs.opaque``)
             self.root.add_module(f"opaque_{index}", _Opaque(target))
             call = self.graph.call_module(f"opaque_{index}", tuple(args))
         else:

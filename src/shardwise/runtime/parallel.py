@@ -34,11 +34,12 @@ from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import LocalOp, LocalProgram, localize
-from shardwise.programs.rank_program import delivered_values
+from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import compiled_program, with_every_cotangent
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.hooks import Shards, announce_hooks, carry_hooks
@@ -415,20 +416,35 @@ class Parallel(torch.nn.Module):
             self._host_ranks.create_groups(move.axes for c in on_host for move in c.moves)
         kinds = Kinds(self.device.type if self.device.type != "meta" else "cpu")
 
-        def emitted(**settings: Any) -> Emitted:
-            program = differentiate(
-                placed.program, kinds, loss_only=loss_only, overlap=not self._compile_programs, **settings
-            )
-            program, on_host = with_copies(program, placed.values)
+        def written(**settings: Any) -> tuple[Program, frozenset[str]]:
+            program = differentiate(placed.program, kinds, loss_only=loss_only, **settings)
+            return with_copies(program, placed.values)
+
+        def emitted(program: Program, on_host: frozenset[str]) -> Emitted:
             return emit(program, self._ranks, device=self.device, on_host=on_host, host_ranks=self._host_ranks)
 
-        whole = emitted()
+        def compiled(**settings: Any) -> tuple[Program, frozenset[str]]:
+            program, on_host = written(**settings)
+            if self._compile_programs:
+                program = compiled_program(program, self._ranks, self.device, on_host)
+            return program, on_host
+
+        def compiled_step() -> Step:
+            program, on_host = compiled()
+
+            def for_some(given: tuple[bool, ...]) -> Emitted:
+                reached, _ = written(reached=given)
+                return emitted(with_every_cotangent(program, given, reached.gradients), on_host)
+
+            return Step(emitted(program, on_host), for_some, lambda: emitted(*compiled(with_gradients=False)))
+
+        whole = emitted(*written())
         self._announce(whole.program.untraceable)
         return Step(
             whole,
-            lambda given: emitted(reached=given),
-            lambda: emitted(with_gradients=False),
-            self._compile_programs,
+            lambda given: emitted(*written(reached=given)),
+            lambda: emitted(*compiled(with_gradients=False)),
+            compiled_step if self._compile_programs else None,
         )
 
     def _announce(self, untraceable: Mapping[str, str]) -> None:

@@ -29,15 +29,16 @@ EmitFor = Callable[[tuple[bool, ...]], Emitted]
 @dataclass
 class Step:
     """A program that can be called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some
-    of the delivered values; ``forward_only``: emits it without a backward; ``compiled``: by ``torch.compile``."""
+    of the delivered values; ``forward_only``: emits it without a backward; ``compiled``: makes the step that trains
+    instead of this one, unless that is observed (``runtime.compiled``)."""
 
     emitted: Emitted
     emit_for: EmitFor
     forward_only: Callable[[], Emitted]
-    compiled: bool = False
+    compiled: Callable[[], Step] | None = None
     _backward: dict[tuple[bool, ...], Emitted] = field(default_factory=dict)
     _plain: Any = None
-    _joint: Any = None
+    _compiled: Step | None = None
 
     def __post_init__(self) -> None:
         program = self.emitted.program
@@ -55,8 +56,9 @@ class Step:
         needs = torch.is_grad_enabled() and any(tensors[i].requires_grad for i in self.positions.values())
         if not needs:
             delivered, written, _ = (observed or self._forward_alone())(*tensors)
-        elif self.compiled and observed is None:
-            return self._compiled_step(tensors)
+        elif self.compiled is not None and observed is None:
+            self._compiled = self._compiled or self.compiled()
+            return self._compiled(tensors)
         else:
             run = observed or self.emitted.forward.forward
             results = _Step.apply(self, run, *tensors)  # type: ignore[no-untyped-call]
@@ -65,16 +67,8 @@ class Step:
 
     def _forward_alone(self) -> Forward:
         if self._plain is None:
-            module = self.forward_only().forward
-            self._plain = torch.compile(module, dynamic=False) if self.compiled else module.forward
+            self._plain = self.forward_only().forward.forward
         return self._plain  # type: ignore[no-any-return]
-
-    def _compiled_step(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Both halves given to the compiler as one, so that its partitioner decides what is kept between them."""
-        if self._joint is None:
-            self._joint = torch.compile(_joint(self), dynamic=False)
-        results = self._joint(*tensors)
-        return results[: self.num_delivered], results[self.num_delivered :]
 
     def backward_for(self, given: tuple[bool, ...]) -> Emitted:
         """The program for cotangents of some delivered values."""
@@ -167,11 +161,11 @@ def _changed(program: Program, name: str) -> ShardwiseError:
                 fix="run backward before optimizer.step() or any other change of parameters and buffers",
             )
         )
-    maker = next(one.origin for one in program.forward if name in one.results)
+    op = program.spmd.graph.producer.get(name)  # it may be converted
+    made = f"the output of {op.name} ({op.source})" if op else "an output of the call"
     return ShardwiseError(
         problem(
-            f"the output of {maker.op} ({maker.source}) was changed in place after the call, and backward needs the "
-            "values that it had",
+            f"{made} was changed in place after the call, and backward needs the values that it had",
             fix="write out.mul(2) instead of out.mul_(2), or change a copy: out.clone()",
         )
     )
@@ -195,41 +189,3 @@ def _apart(delivered: Sequence[Tensor]) -> list[Tensor]:
         apart.append(tensor.detach() if id(tensor) in seen or tensor._is_view() else tensor)
         seen.add(id(tensor))
     return apart
-
-
-def _joint(step: Step) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of the sources' tensors that ``torch.compile`` can trace, with its backward."""
-    program, forward, backward = step.emitted.program, step.emitted.forward, step.emitted.backward
-    flows = step.differentiable
-    positions = tuple(step.positions.values())
-    count = len(program.spmd.graph.sources)
-    root = memories(program.forward, program.spmd.graph.source_of)
-    ends = {root[name] for name in program.delivered} | program.spmd.graph.source_of.keys()
-    # The compiler takes no view of an argument or a result from one half to the other.
-    shared = tuple(root[name] in ends and name not in program.spmd.graph.source_of for name in program.saved)
-
-    class Joint(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-            delivered, written, saved = forward(*tensors)
-            kept = [value.clone() if looks else value for value, looks in zip(saved, shared, strict=True)]
-            ctx.save_for_backward(*kept)
-            ctx.mark_non_differentiable(
-                *[value for value, differs in zip(delivered, flows, strict=True) if not differs], *written
-            )
-            return (*delivered, *written)
-
-        @staticmethod
-        def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-            given = [cotangent for cotangent, differs in zip(cotangents, flows, strict=False) if differs]
-            found = backward(list(ctx.saved_tensors), *given)
-            gradients: list[Any] = [None] * count
-            for position, gradient in zip(positions, found, strict=True):
-                gradients[position] = gradient
-            return tuple(gradients)
-
-    def joint(*tensors: Tensor) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = Joint.apply(*tensors)  # type: ignore[no-untyped-call]
-        return result
-
-    return joint

@@ -1,0 +1,446 @@
+"""Compiled steps: the kernels of a program's regions (``programs.regions``) made into fewer ones by PyTorch's compiler.
+
+Compiling is a pass. A region's forward and backward are traced as one graph, PyTorch's partitioner decides what is kept
+between them (what is cheap is made again in backward), each half is cut into sections where messages leave or arrive,
+and Inductor generates code for each. The compiled program is a program like others, whose instructions are sections
+and exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their
+sections, so a layer is compiled once, however often it occurs.
+
+What is asked of PyTorch is here only: ``min_cut_rematerialization_partition``, Inductor's joint passes and
+``compile_fx_inner``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardwise.graph.ir import Ref
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, with_operands
+from shardwise.programs.rank_program import Program
+from shardwise.programs.regions import At, Region, divide, kind_of
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.emit import Boxed, kernels_graph
+
+aten = torch.ops.aten
+
+# (a graph of kernels, its operands on a fake device, the outputs whose strides matter) ->
+# (a function of the operands in a list, which it empties; the strides of its results, None where they are the graph's).
+Generate = Callable[
+    [fx.GraphModule, Sequence[Tensor], Sequence[int]],
+    tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]],
+]
+
+
+@dataclass(frozen=True)
+class Kernels(Boxed):
+    """A section as one function. ``strides``: those that its operands must have."""
+
+    function: Callable[[list[Tensor]], Sequence[Tensor]]
+    strides: tuple[tuple[int, ...], ...]
+
+    def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
+        for i, (operand, stride) in enumerate(zip(operands, self.strides, strict=True)):
+            if operand.stride() != stride and not _same_order(operand, stride):
+                operands[i] = torch.empty_strided(
+                    operand.shape, stride, dtype=operand.dtype, device=operand.device
+                ).copy_(operand)
+        return self.function(operands)
+
+
+def _same_order(tensor: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether strides differ only where there is nothing to step over."""
+    return 0 in tensor.shape or all(
+        size == 1 or own == wanted for size, own, wanted in zip(tensor.shape, tensor.stride(), stride, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A compiled section, in the names of its region's graphs. ``shares``: per result the operand with its memory."""
+
+    kernels: Kernels
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    forms: tuple[Form, ...]
+    shares: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class _Half:
+    """The sections of half a region, and what is returned, in the order of ``Region.outputs`` or ``Region.results``."""
+
+    parts: tuple[_Part, ...]
+    returned: tuple[str, ...]
+
+
+def compiled_program(
+    program: Program,
+    ranks: Communicator,
+    device: torch.device,
+    on_host: frozenset[str] = frozenset(),
+    generate: Generate | None = None,
+) -> Program:
+    """The program with its kernels compiled. ``generate``: makes a function of a section (by default Inductor does)."""
+    compiler = _Compiler(program, ranks, device, on_host, generate or inductor)
+    return compiler.run()
+
+
+def with_every_cotangent(program: Program, given: Sequence[bool], reached: Iterable[str]) -> Program:
+    """The program for cotangents of some delivered values: the others are zeros. ``reached``: the sources that these
+    have gradients for; the others get none."""
+    zeros: list[Instruction] = []
+    cotangents = list(program.cotangents)
+    for i, (name, there) in enumerate(zip(program.cotangents, given, strict=True)):
+        if name is not None and not there:
+            form = program.forms[name]
+            kwargs = (("dtype", form.dtype), ("device", None))
+            origin = Origin("", "", "input")
+            zeros.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
+            cotangents[i] = None
+    gradients = {source: program.gradients[source] for source in reached}
+    backward = (*zeros, *program.backward)
+    return replace(program, backward=backward, cotangents=tuple(cotangents), gradients=gradients)
+
+
+@dataclass
+class _Compiler:
+    program: Program
+    ranks: Communicator
+    device: torch.device
+    on_host: frozenset[str]
+    generate: Generate
+    kinds: dict[object, tuple[_Half, _Half]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # of values that became another one
+
+    def run(self) -> Program:
+        divided = divide(self.program, self._is_kernel)
+        program = self.program = divided.program
+        halves = [self._compiled(region) for region in divided.regions]
+        forms = dict(program.forms)
+        placed = [self._placed(i, region, halves[i], forms) for i, region in enumerate(divided.regions)]
+        forward = [self._instruction(item, [first for first, _ in placed]) for item in divided.forward]
+        backward = [self._instruction(item, [second for _, second in placed]) for item in divided.backward]
+        gradients = {source: self._name(name) for source, name in program.gradients.items()}
+        made = {name for instruction in forward for name in instruction.results} | set(program.spmd.graph.source_of)
+        read = (name for instruction in backward for name in instruction.operands)
+        saved = tuple(name for name in dict.fromkeys((*read, *gradients.values())) if name in made)
+        return replace(
+            program,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            saved=saved,
+            delivered=tuple(map(self._name, program.delivered)),
+            mutations=tuple((buffer, self._name(value)) for buffer, value in program.mutations),
+            gradients=gradients,
+            aliases={name: self._name(other) for name, other in program.aliases.items()} | self.names,
+            forms=forms,
+        )
+
+    def _is_kernel(self, instruction: Instruction) -> bool:
+        """Whether the compiler gets it: no call that autograd keeps, nothing on the host."""
+        if self.on_host.intersection((*instruction.results, *instruction.operands)):
+            return False
+        return isinstance(instruction, Convert) or isinstance(
+            getattr(instruction, "target", None), torch._ops.OpOverload
+        )
+
+    def _name(self, name: str) -> str:
+        while name in self.names:
+            name = self.names[name]
+        return name
+
+    def _compiled(self, region: Region) -> tuple[_Half, _Half]:
+        key = kind_of(region, self.program)
+        if key not in self.kinds:
+            self.kinds[key] = _compile_region(self, region)
+        return self.kinds[key]
+
+    def _placed(
+        self, number: int, region: Region, halves: tuple[_Half, _Half], forms: dict[str, Form]
+    ) -> tuple[list[Compute], list[Compute]]:
+        """The sections of a region as instructions, in the names of the program."""
+        names = dict(zip(_numbered("primals", region.inputs), region.inputs, strict=True))
+        names |= dict(zip(_numbered("tangents", region.late), region.late, strict=True))
+        found = []
+        for half, ends, mark, part in (
+            (halves[0], region.outputs, ".", "forward"),
+            (halves[1], region.results, "'", "input"),
+        ):
+            made = {name for one in half.parts for name in one.results}
+            own: dict[str, str] = {}
+            for node, end in zip(half.returned, ends, strict=True):
+                if node in made and node not in own:
+                    own[node] = end
+                elif node in made:
+                    self.names[end] = own[node]
+                else:
+                    self.names[end] = names[node]
+            for node in made:
+                own.setdefault(node, f"region {number}{mark}{node}")
+            names |= own
+            instructions = []
+            for one in half.parts:
+                results = tuple(names[node] for node in one.results)
+                forms.update(zip(results, one.forms, strict=True))
+                instructions.append(
+                    Compute(
+                        one.kernels,
+                        tuple(Ref(names[node]) for node in one.operands),
+                        (),
+                        results,
+                        tuple((i,) for i in range(len(results))),
+                        one.forms,
+                        tuple(None if node is None else names[node] for node in one.shares),
+                        Origin(f"region {number}", "", part),  # type: ignore[arg-type]
+                    )
+                )
+            found.append(instructions)
+        return found[0], found[1]
+
+    def _instruction(self, item: At | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
+        """The instruction, in the names that there are now."""
+        if isinstance(item, At):
+            return with_operands(placed[item.region][item.section], self._name)
+        instruction = with_operands(item, self._name)
+        # What a section returns may be kept for backward by another name, so nothing is reduced in place.
+        return replace(instruction, overwrites=False) if isinstance(instruction, (Convert, Depart)) else instruction
+
+
+def _numbered(prefix: str, names: Sequence[str]) -> list[str]:
+    """What ``make_fx`` calls the items of a list."""
+    return [f"{prefix}_{i}" for i in range(1, len(names) + 1)]
+
+
+# ----------------------------------------------------------------------------------------------------- a kind of region
+
+
+def _compile_region(compiler: _Compiler, region: Region) -> tuple[_Half, _Half]:
+    program, device = compiler.program, compiler.device
+    fake_mode = FakeTensorMode()
+    with torch.inference_mode(False), torch.no_grad():
+        with fake_mode:
+            primals = [_empty(program.forms[name], device) for name in region.inputs]
+            tangents = [_empty(program.forms[name], device) for name in region.late]
+            joint = _traced(compiler, region, primals, tangents)
+        with _inductor_context(fake_mode):
+            joint = _with_joint_passes(joint)
+        static = {source.value for source in program.spmd.graph.sources if source.kind == "parameter"}
+        if region.backward and region.forward:
+            forward, backward = min_cut_rematerialization_partition(
+                joint,
+                [*primals, *tangents],
+                num_fwd_outputs=len(region.outputs),
+                static_lifetime_input_indices=[i for i, name in enumerate(region.inputs) if name in static],
+            )
+        elif region.forward:
+            forward, backward = joint, _nothing()
+        else:
+            forward, backward = _nothing(), joint
+        reads = [
+            [frozenset(name for kernel in section for name in kernel.operands) for section in half]
+            for half in (region.forward, region.backward)
+        ]
+        first_read = {
+            node: next((i for i, names in enumerate(reads[half]) if name in names), 0)
+            for half, prefix, ends in ((0, "primals", region.inputs), (1, "tangents", region.late))
+            for node, name in zip(_numbered(prefix, ends), ends, strict=True)
+        }
+        values = {node.name: node.meta["val"] for node in forward.graph.nodes if node.op == "placeholder"} | dict(
+            zip(_numbered("tangents", region.late), tangents, strict=True)
+        )
+        cut = _Cut(compiler.generate, fake_mode, first_read, values)
+        first = cut.half(forward, "forward", len(region.forward), len(region.outputs))
+        second = cut.half(backward, "backward", len(region.backward), len(region.results))
+    return first, second
+
+
+def _empty(form: Form, device: torch.device) -> Tensor:
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+
+
+def _nothing() -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(())
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _traced(
+    compiler: _Compiler, region: Region, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> fx.GraphModule:
+    """Both halves as one graph of the operators that Inductor has code for. Nodes know the section that they come from
+    (``_section_of``)."""
+    from torch._inductor.decomposition import select_decomp_table  # takes long to import
+
+    sections = [("forward", i, section) for i, section in enumerate(region.forward)]
+    sections += [("backward", i, section) for i, section in enumerate(region.backward)]
+    module = kernels_graph(
+        compiler.program,
+        compiler.ranks,
+        [((half, i), section) for half, i, section in sections],
+        (*region.inputs, *region.late),
+        (*region.outputs, *region.results),
+        device=compiler.device,
+    )
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+        return list(fx.Interpreter(module).run(*primals, *tangents))
+
+    with fx_traceback.preserve_node_meta():
+        traced: fx.GraphModule = make_fx(
+            torch.func.functionalize(joint), decomposition_table=select_decomp_table(), tracing_mode="real"
+        )(list(primals), list(tangents))
+    traced.graph.set_codegen(fx.graph.CodeGen())
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
+
+
+@contextlib.contextmanager
+def _inductor_context(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """What Inductor asks for the mode of the tensors that it sees."""
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):  # type: ignore[no-untyped-call]
+        yield
+
+
+def _with_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    result: fx.GraphModule = joint_graph_passes(joint)
+    return result
+
+
+@dataclass
+class _Cut:
+    """Cuts halves into sections and compiles these. ``first_read``: placeholder -> the first section that reads it;
+    ``values``: fake tensors of what there is so far."""
+
+    generate: Generate
+    fake_mode: FakeTensorMode
+    first_read: Mapping[str, int]
+    values: dict[str, Tensor]
+
+    def half(self, module: fx.GraphModule, half: str, num_sections: int, num_returned: int) -> _Half:
+        output = next(node for node in module.graph.nodes if node.op == "output")
+        ends: list[fx.Node] = list(output.args[0])
+        place = _places(module.graph, half, num_sections, self.first_read)
+        parts = []
+        for section in range(num_sections):
+            called = [node for node in module.graph.nodes if place.get(node) == section]
+            constants = dict.fromkeys(n for node in called for n in node.all_input_nodes if n.op == "get_attr")
+            nodes = [*constants, *called]
+            inside = set(nodes)
+            outputs = [
+                node
+                for node in called
+                if node in ends or any(place.get(user, section) != section for user in node.users)
+            ]
+            operands = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+            part = _subgraph(module, nodes, operands, outputs)
+            fakes = [self.values[node.name] for node in operands]
+            fixed = [i for i, node in enumerate(outputs) if node in ends[:num_returned]]
+            with self.fake_mode:
+                found = fx.Interpreter(part).run(*fakes)
+            function, strides = self.generate(part, fakes, fixed)
+            results = [
+                fake if stride is None or stride == fake.stride() else fake.as_strided(fake.shape, stride)
+                for fake, stride in zip(found, strides, strict=True)
+            ]
+            storage = {_storage(fake): node.name for node, fake in reversed(list(zip(operands, fakes, strict=True)))}
+            kernels = Kernels(function, tuple(tuple(fake.stride()) for fake in fakes))
+            names = tuple(node.name for node in outputs)
+            forms = tuple(Form.of(fake) for fake in results)
+            shares = []
+            for node, fake in zip(outputs, found, strict=True):
+                shares.append(storage.get(_storage(fake)))
+                storage.setdefault(_storage(fake), node.name)
+            parts.append(_Part(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
+            self.values.update(zip(names, results, strict=True))
+        return _Half(tuple(parts), tuple(node.name for node in ends[:num_returned]))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[str, int]) -> dict[fx.Node, int]:
+    """The section of every node: that of its instruction, or of what it reads if this is there later.
+    What is made again in backward is made where it is first read."""
+    there: dict[fx.Node, int] = {}  # where it is there
+    waits: set[fx.Node] = set()  # for something that comes in this half
+    place: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            there[node] = first_read.get(node.name, 0) if half == "forward" or node.name.startswith("tangents") else 0
+            if half == "forward" or node.name.startswith("tangents"):
+                waits.add(node)
+        elif node.op == "get_attr":  # every section has its own
+            there[node] = 0
+        elif node.op == "call_function":
+            own = _section_of(node, half)
+            there[node] = max([own or 0, *(there[operand] for operand in node.all_input_nodes)])
+            if own is not None or waits.intersection(node.all_input_nodes):
+                waits.add(node)
+            place[node] = there[node]
+    for node in reversed(graph.nodes):
+        if node in place and node not in waits:
+            place[node] = min((place[user] for user in node.users if user in place), default=num_sections - 1)
+    return place
+
+
+def _section_of(node: fx.Node, half: str) -> int | None:
+    """The section of this half that a node comes from, if it does."""
+    origin = (node.meta.get("custom") or {}).get("section")
+    return origin[1] if origin is not None and origin[0] == half else None
+
+
+def _subgraph(
+    module: fx.GraphModule, nodes: Iterable[fx.Node], operands: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for operand in operands:
+        copies[operand] = graph.placeholder(operand.name)
+        copies[operand].meta = dict(operand.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(module, graph)
+
+
+# ---------------------------------------------------------------------------------------------------------------- code
+
+
+def inductor(
+    module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
+) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
+    """Code from Inductor. What only sections of this program read has the strides that Inductor likes."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    fake_mode = next((t.fake_mode for t in operands), None) or FakeTensorMode()  # type: ignore[attr-defined]
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    output.meta["user_visible_output_idxs"] = list(fixed)
+    with _inductor_context(fake_mode), TracingContext.report_output_strides() as found:
+        function: Any = compile_fx_inner(module, list(operands))
+    strides = [None if one is None else tuple(map(int, one)) for one in found or ()]
+    return function, strides or [None] * len(output.args[0])
+
+
+def interpreted(
+    module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
+) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
+    """No code: the graph is run kernel by kernel."""
+    return fx.Interpreter(module).boxed_run, [None] * len(next(reversed(module.graph.nodes)).args[0])

@@ -1,0 +1,268 @@
+"""Compiled programs: equal layers are compiled once, what is kept for backward, and results on one rank and on two.
+
+No code is generated here, which takes long (``compiled.interpreted``); ``test_transit`` has a case with Inductor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from runtime.small_gpt import example_module
+from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.instructions import sent_by
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import Program
+from shardwise.programs.regions import At, divide, kind_of
+from shardwise.programs.vjp import Kinds
+from shardwise.runtime import compiled
+from shardwise.runtime.compiled import compiled_program, with_every_cotangent
+from shardwise.runtime.emit import emit
+from shardwise.runtime.step import Step
+
+RunRanks = Callable[..., list[Any]]
+CPU = torch.device("cpu")
+IDS, LABELS = torch.randint(0, 50, (2, 4, 8), generator=torch.Generator().manual_seed(1))
+
+
+def make_gpt(layers: int) -> nn.Module:
+    gpt = example_module("gpt")
+    torch.manual_seed(0)
+    model: nn.Module = gpt.GPT(gpt.GPTConfig(vocab=50, layers=layers, heads=2, width=24, context=8, tied=True)).double()
+    return model
+
+
+class Masked(nn.Module):
+    """Layers that each make the same mask, a tied table, two outputs, one of which is a view of what backward needs,
+    and a running mean."""
+
+    def __init__(self, layers: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, width)
+        self.first, self.second = (nn.ModuleList(nn.Linear(width, width) for _ in range(layers)) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.last = nn.BatchNorm1d(8)
+
+    def forward(self, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.table(ids)
+        for norm, first, second in zip(self.norms, self.first, self.second, strict=True):
+            h = norm(x)
+            scores = first(h) @ h.transpose(1, 2)
+            mask = torch.zeros(keep.shape, dtype=x.dtype).masked_fill(~keep, -1e9)[:, None, :] * 0.5
+            x = x + torch.tanh(second(F.softmax(scores + mask, -1) @ h))
+        x = self.last(x)
+        return (x @ self.table.weight.t()).square().mean(), x.flatten(0, 1)
+
+
+def written(model: nn.Module, args: Sequence[Tensor], loss: Any = None) -> tuple[Program, list[Tensor]]:
+    """The step on one device, and the tensors of its sources."""
+    plan = sw.plan(model, tuple(args), 1, mesh=sw.Mesh(dp=1), search="sharding_propagation", loss=loss)
+    captured = capture(model, tuple(args), {}, loss=loss)
+    program = differentiate(localize(program_of(plan, captured.graph), rank=0), Kinds(), loss_only=False)
+    inputs = iter(args)
+    tensors = []
+    for source in captured.graph.sources:
+        if source.kind == "constant":
+            tensors.append(captured.constants[source.value])
+        elif source.kind == "input":
+            tensors.append(next(inputs))
+        else:
+            owner, _, leaf = source.names[0].rpartition(".")
+            tensors.append(getattr(model.get_submodule(owner), leaf))
+    return program, tensors
+
+
+def step_of(program: Program, *, compile: bool) -> Step:
+    nowhere: Any = None  # one device sends nothing
+    if compile:
+        program = compiled_program(program, nowhere, CPU, generate=compiled.interpreted)
+    emitted = emit(program, nowhere, device=CPU)
+    variant = lambda given: emit(with_every_cotangent(program, given), nowhere, device=CPU)  # noqa: E731
+    return Step(emitted, variant, lambda: emitted)
+
+
+def gradients(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    wanted = [t for t in tensors if t.requires_grad]
+    return list(torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True))
+
+
+@contextmanager
+def keeping(known: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes that autograd keeps, by their place in memory; those of ``known`` tensors are not counted."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in known}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in places:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def inside(_: Any) -> bool:
+    return True
+
+
+def test_equal_layers_are_one_kind_and_are_found_where_one_value_is_alive() -> None:
+    layers = 5
+    program, _ = written(make_gpt(layers), (IDS, LABELS))
+    divided = divide(program, inside)
+    kinds = [kind_of(region, divided.program) for region in divided.regions]
+    assert len(divided.regions) == layers + 2
+    assert len(set(kinds)) == 3, "ahead of the layers, a layer, behind them"
+    for region in divided.regions[1:-1]:
+        assert len(region.outputs) == 1
+    assert all(isinstance(item, At) for item in (*divided.forward, *divided.backward))
+
+
+def test_two_layers_are_not_divided_and_different_ones_are_not_mixed_up() -> None:
+    program, _ = written(make_gpt(2), (IDS, LABELS))
+    assert len(divide(program, inside).regions) == 1
+    model = make_gpt(4)
+    blocks: Any = model.blocks
+    for norm in (m for m in blocks[2].modules() if isinstance(m, nn.LayerNorm)):
+        norm.eps = 1e-3
+    divided = divide(written(model, (IDS, LABELS))[0], inside)
+    kinds = [kind_of(region, divided.program) for region in divided.regions]
+    assert len(divided.regions) == 1 or len(set(kinds)) > 3
+
+
+@pytest.mark.parametrize("model", ["gpt", "masked"])
+def test_a_compiled_step_computes_what_the_program_computes(model: str) -> None:
+    """The same kernels of float64 with sums in another order: 1e-12 of the largest."""
+    torch.manual_seed(0)
+    if model == "gpt":
+        net, args = make_gpt(4), (IDS, LABELS)
+    else:
+        net, args = Masked().double(), (IDS, torch.arange(8).expand(4, 8) < torch.tensor([[3], [8], [5], [7]]))
+    program, tensors = written(net, args)
+    plain, made = step_of(program, compile=False), step_of(program, compile=True)
+    (want, want_written), (found, found_written) = plain(tensors), made(tensors)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found_written, want_written, rtol=1e-12, atol=1e-13)
+    for chosen in ([0], [1], [0, 1]):
+        if max(chosen) < len(want):  # a cotangent that is not given counts as zeros
+            pairs = zip(
+                gradients([made(tensors)[0][i] for i in chosen], tensors),
+                gradients([plain(tensors)[0][i] for i in chosen], tensors),
+                strict=True,
+            )
+            for have, expected in pairs:
+                assert have is not None
+                expected = torch.zeros_like(have) if expected is None else expected
+                torch.testing.assert_close(have, expected, rtol=1e-11, atol=1e-12)
+    loss = made(tensors)[0][0]
+    first = gradients_twice(loss, tensors)
+    torch.testing.assert_close(first[0], first[1], rtol=0, atol=0)
+    with pytest.raises(sw.ShardwiseError, match="differentiated already"):
+        loss.backward()
+
+
+def gradients_twice(loss: Tensor, tensors: Sequence[Tensor]) -> list[list[Tensor | None]]:
+    wanted = [t for t in tensors if t.requires_grad]
+    return [list(torch.autograd.grad(loss, wanted, retain_graph=i == 0, allow_unused=True)) for i in range(2)]
+
+
+def test_a_mask_that_every_layer_makes_is_kept_once() -> None:
+    keep = torch.arange(8).expand(4, 8) < torch.tensor([[3], [8], [5], [7]])
+    program, _ = written(Masked().double(), (IDS, keep))
+    divided = divide(program, inside)
+    fills = [i for i in divided.program.forward if "masked_fill" in str(getattr(i, "target", ""))]
+    assert len([i for i in program.forward if "masked_fill" in str(getattr(i, "target", ""))]) == 4
+    assert len(fills) == 1
+
+
+def test_a_compiled_step_keeps_no_more_than_torch_compile_of_the_model() -> None:
+    """Kept between forward and backward, parameters, buffers and inputs aside: 0.2 % are for what is kept at the edge
+    of the layers, where the whole graph has none (here the positions' rows, 1.5 kB whatever the depth)."""
+    model = make_gpt(3)
+    program, tensors = written(model, (IDS, LABELS))
+    step = step_of(program, compile=True)
+    known = [*tensors, IDS, LABELS]
+    with keeping(known) as ours:
+        step(tensors)
+    with keeping(known) as eager:
+        step_of(program, compile=False)(tensors)
+    torch._dynamo.reset()
+    reference = torch.compile(model, backend="aot_eager_decomp_partition")
+    reference(IDS, LABELS)
+    with keeping(known) as theirs:
+        reference(IDS, LABELS)
+    assert 0 < sum(ours.values()) <= 1.002 * sum(theirs.values()) < sum(eager.values())
+
+
+def test_operands_are_let_go_while_a_section_runs() -> None:
+    """A section gets a list and nobody else holds what is in it."""
+    program, tensors = written(make_gpt(3), (IDS, LABELS))
+    counts: list[int] = []
+
+    def watching(module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]) -> Any:
+        function, strides = compiled.interpreted(module, operands, fixed)
+
+        def run(given: list[Tensor]) -> Any:
+            counts.append(min(sys.getrefcount(tensor) for tensor in given))
+            return function(given)
+
+        return run, strides
+
+    nowhere: Any = None
+    made = compiled_program(program, nowhere, CPU, generate=watching)
+    emitted = emit(made, nowhere, device=CPU)
+    results = Step(emitted, lambda given: emitted, lambda: emitted)(tensors)
+    counts.clear()
+    results[0][0].backward()
+    # The list, the loop variable, the argument of getrefcount; autograd holds the first section's cotangent.
+    assert max(counts[1:-1]) <= 3, counts
+
+
+def on_two_ranks() -> list[Any]:
+    compiled.inductor = compiled.interpreted
+    found = []
+    tensor_parallel = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp"}
+    for mesh, strategies in ((sw.Mesh(dp=2), None), (sw.Mesh(tp=2), tensor_parallel)):
+        plan = sw.plan(make_gpt(4), (IDS, LABELS), 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
+        results = []
+        for choice in (False, True):
+            par = sw.parallelize(make_gpt(4), plan, compile=choice)
+            losses = []
+            optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                losses.append(par.step(IDS, LABELS).item())
+                optimizer.step()
+            with torch.no_grad():
+                losses.append(par(IDS, LABELS).item())
+            results.append((losses, {name: p.detach() for name, p in par.named_parameters()}))
+            step = par.latest.step
+        assert step._compiled is not None
+        program = step._compiled.emitted.program
+        lists = [
+            [str(sent_by(i)) for i in (*one.forward, *one.backward) if sent_by(i)]
+            for one in (par.compiled[0].step.emitted.program, program)
+        ]
+        functions = {id(i.target) for i in (*program.forward, *program.backward) if hasattr(i, "target")}
+        sections = sum(hasattr(i, "target") for i in (*program.forward, *program.backward))
+        found.append((results, lists, len(functions), sections))
+    return found
+
+
+def test_messages_keep_their_order_and_results_on_two_ranks(run_ranks: RunRanks) -> None:
+    for rank in run_ranks(on_two_ranks, 2, time_limit_seconds=200):
+        for ((losses, parameters), (others, compiled_ones)), (listed, made), functions, sections in rank:
+            assert others == pytest.approx(losses, rel=1e-12)
+            torch.testing.assert_close(compiled_ones, parameters, rtol=1e-11, atol=1e-13)
+            assert made == listed
+            assert functions < sections, "layers share their sections"
