@@ -87,7 +87,7 @@ def step_of(program: Program, *, compile: bool) -> Step:
     if compile:
         program = compiled_program(program, nowhere, CPU, generate=compiled.interpreted)
     emitted = emit(program, nowhere, device=CPU)
-    variant = lambda given: emit(with_every_cotangent(program, given), nowhere, device=CPU)  # noqa: E731
+    variant = lambda given: emit(with_every_cotangent(program, given, program.gradients), nowhere, device=CPU)  # noqa: E731
     return Step(emitted, variant, lambda: emitted)
 
 
@@ -194,14 +194,12 @@ def test_a_compiled_step_keeps_no_more_than_torch_compile_of_the_model() -> None
     known = [*tensors, IDS, LABELS]
     with keeping(known) as ours:
         step(tensors)
-    with keeping(known) as eager:
-        step_of(program, compile=False)(tensors)
     torch._dynamo.reset()
     reference = torch.compile(model, backend="aot_eager_decomp_partition")
     reference(IDS, LABELS)
     with keeping(known) as theirs:
         reference(IDS, LABELS)
-    assert 0 < sum(ours.values()) <= 1.002 * sum(theirs.values()) < sum(eager.values())
+    assert 0 < sum(ours.values()) <= 1.002 * sum(theirs.values())
 
 
 def test_operands_are_let_go_while_a_section_runs() -> None:
@@ -246,7 +244,7 @@ def on_two_ranks() -> list[Any]:
             with torch.no_grad():
                 losses.append(par(IDS, LABELS).item())
             results.append((losses, {name: p.detach() for name, p in par.named_parameters()}))
-            step = par.latest.step
+            step = par.compiled[0].step  # the one that trained
         assert step._compiled is not None
         program = step._compiled.emitted.program
         lists = [

@@ -13,6 +13,7 @@ What is asked of PyTorch is here only: ``min_cut_rematerialization_partition``, 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,8 +94,9 @@ def compiled_program(
     generate: Generate | None = None,
 ) -> Program:
     """The program with its kernels compiled. ``generate``: makes a function of a section (by default Inductor does)."""
-    compiler = _Compiler(program, ranks, device, on_host, generate or inductor)
-    return compiler.run()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch(\.|$)")  # what Inductor says of itself when it is imported
+        return _Compiler(program, ranks, device, on_host, generate or inductor).run()
 
 
 def with_every_cotangent(program: Program, given: Sequence[bool], reached: Iterable[str]) -> Program:
