@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.costs.prices import Precision
     from shardwise.errors import (
         CaptureError,
+        CaptureWarning,
         CollectiveError,
         LaunchError,
         LayoutError,
@@ -44,6 +45,7 @@ _HOMES = {
     "shardwise.costs.prices": ("Precision",),
     "shardwise.errors": (
         "CaptureError",
+        "CaptureWarning",
         "CollectiveError",
         "LaunchError",
         "LayoutError",
@@ -84,6 +86,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "CaptureError",
+    "CaptureWarning",
     "Cluster",
     "CollectiveError",
     "LaunchError",

@@ -290,13 +290,10 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 # Architecture -> why it fails today.
-_FUNCTION = "a torch.autograd.Function, whose backward capture would lose: "
 _CONTROL_FLOW = "control flow depends on data: "
 KNOWN: dict[str, str] = {
-    "bloom": _FUNCTION + "GeLUFunction; nn.GELU(approximate='tanh') is the same",
-    "phimoe": _FUNCTION + "the experts' mixer (mp)",
-    "recurrent_gemma": _FUNCTION + "SqrtBoundDerivative",
-    "sew-d": _FUNCTION + "XDropout",
+    "recurrent_gemma": "keeps its recurrent states in attributes from call to call, and the next call reads them",
+    "sew-d": "XDropout, a torch.autograd.Function that draws random numbers",
     "ibert": _CONTROL_FLOW + "assert that an activation has no nan",
     "xlm": _CONTROL_FLOW + "assert on the longest text",
     "prophetnet": _CONTROL_FLOW + "assert on the labels",

@@ -42,15 +42,22 @@ def saved_by(op: Op, operands: Sequence[Value]) -> Saved:
         return map_refs(arg, lambda _: Ref(str(next(position))))
 
     call = op.target, tuple(map(numbered, op.args)), tuple((key, numbered(arg)) for key, arg in op.kwargs)
-    return _saved(call, tuple(Form.of_value(value) for value in operands))
+    saved = _saved(call, tuple(Form.of_value(value) for value in operands))
+    if saved is None:  # autograd itself does its backward (``programs.opaque``), and the tape holds everything
+        return Saved(tuple(range(len(operands))), tuple(range(len(op.results))))
+    return saved
 
 
 @lru_cache(maxsize=4096)
-def _saved(call: Call, operands: tuple[Form, ...]) -> Saved:
+def _saved(call: Call, operands: tuple[Form, ...]) -> Saved | None:
+    """None where there is no kernel for tensors without memory."""
     kept: list[torch.Tensor] = []
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeping(kept), _unpacked):
         inputs = [_empty(form) for form in operands]
-        outputs = _run(call, inputs)
+        try:
+            outputs = _run(call, inputs)
+        except NotImplementedError:
+            return None
     owner: dict[int, tuple[str, int]] = {}
     for kind, group in (("result", outputs), ("operand", inputs)):
         for position in reversed(range(len(group))):

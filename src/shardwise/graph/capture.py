@@ -36,10 +36,19 @@ from shardwise.graph.ir import Graph, Ref, Source, Value
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
-from shardwise.graph.schema import is_random, operator_name
+from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.state import difference
-from shardwise.graph.tracing import Call, Traced, line_of_change, trace, trace_pair
+from shardwise.graph.tracing import (
+    AUTOCAST_FIX,
+    CONSTRUCTS,
+    TRANSFORMS,
+    Call,
+    Traced,
+    line_of_change,
+    trace,
+    trace_pair,
+)
 from shardwise.graph.trees import check_constants, flatten_with_path, leaf_name, unflatten
 from shardwise.graph.verify import verify_graph
 
@@ -92,6 +101,7 @@ def capture(
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
+    refuse_autocast("around sw.plan, sw.verify or capture")
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = flatten_with_path((args, kwargs))
     check_constants((leaf_name(path), leaf) for path, leaf in leaves)
@@ -112,6 +122,7 @@ def capture(
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
     traced = trace(module, examples, call, regions)
+    _announce_unrecomputed(module)
     if traced.outcome.changed:
         _check_state(module, names, examples, call, traced.outcome.changed)
     graph, constants, scopes, memories = _to_graph(traced, module, names, examples)
@@ -121,6 +132,27 @@ def capture(
         if scope and region.strategy is not None
     )
     return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories)
+
+
+def refuse_autocast(where: str) -> None:
+    """Raises CaptureError where torch.autocast is active: a graph has the dtypes that the model's own code gives."""
+    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if active:
+        raise CaptureError(
+            problem(f'torch.autocast("{active[0]}") is active {where}: it is not executed', fix=AUTOCAST_FIX)
+        )
+
+
+def _announce_unrecomputed(module: nn.Module) -> None:
+    """Warns of models that ask for recomputation by an attribute, as those of transformers do."""
+    asking = [path or type(m).__name__ for path, m in module.named_modules() if vars(m).get("gradient_checkpointing")]
+    if asking and module.training:
+        warnings.warn(
+            f"gradient checkpointing is enabled (of {asking[0]}), and changes nothing under a plan yet: nothing is "
+            "recomputed, and what backward needs is kept",
+            CaptureWarning,
+            stacklevel=3,
+        )
 
 
 def call_arguments(
@@ -245,6 +277,7 @@ def _to_graph(
     its outputs."""
     raw, constants, functionalizer, memories = _functional_graph(traced, module, input_names, examples)
     # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
+    _announce_dense(raw)
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
     graph = eliminate_dead_code(raw, keep=drawing)
     _reject_initial_draws(graph, functionalizer.initial)
@@ -258,6 +291,18 @@ def _to_graph(
     verify_graph(graph)
     used = {source.value for source in graph.sources if source.kind == "constant"}
     return graph, {name: data for name, data in constants.items() if name in used}, scopes, memories
+
+
+def _announce_dense(graph: Graph) -> None:
+    """Warns of lookups that ask for a sparse gradient: under a plan it is dense."""
+    for op in graph.ops:
+        if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
+            warnings.warn(
+                f"{op.module} ({op.source}) asks for a sparse gradient (sparse=True); under a plan it is dense, with "
+                "the same numbers: use an optimizer for dense gradients",
+                CaptureWarning,
+                stacklevel=4,
+            )
 
 
 def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
@@ -281,7 +326,9 @@ def _functional_graph(
 ) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[Memory | None, ...]]:
     """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
     outcome = traced.outcome
-    functionalizer, nodes, constants, canonical = _functionalized(traced.program, module, input_names, examples)
+    functionalizer, nodes, constants, canonical = _functionalized(
+        traced.program, module, input_names, examples, traced.transformed
+    )
     results = iter(nodes)
     memories = tuple(
         None if leaf is not None else Memory(*functionalizer.memory_of(next(results))) for leaf in outcome.leaves
@@ -298,7 +345,11 @@ def _functional_graph(
 
 
 def _functionalized(
-    program: ExportedProgram, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
+    program: ExportedProgram,
+    module: nn.Module,
+    input_names: tuple[str, ...],
+    examples: tuple[torch.Tensor, ...],
+    transformed: str = "",
 ) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
     """What emitted the program's nodes, the nodes that it returns, the data of its constants, and qualified name of a
     parameter, buffer or constant -> its value."""
@@ -308,7 +359,7 @@ def _functionalized(
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind == InputKind.CONSTANT_TENSOR:
             name = _unprefixed(spec.target)
-            constants[name] = _constant_data(program.constants[str(spec.target)], node)
+            constants[name] = _constant_data(program.constants[str(spec.target)], node, transformed)
             sources.append(Source(name, "constant", (name,)))
             values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
             canonical[name] = name
@@ -401,12 +452,16 @@ def _unprefixed(target: str | None) -> str:
     return str(target).removeprefix(f"{_PREFIX}.")
 
 
-def _constant_data(data: Any, node: Node) -> torch.Tensor:
+def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor:
     """The data of a tensor that the model made from Python numbers or holds as an attribute.
 
     ``node``: its placeholder.
     """
     assert isinstance(data, torch.Tensor), f"the constant {node} is a {type(data).__name__}"
+    if is_fake(data) and transformed:
+        raise CaptureError(
+            problem(f"{TRANSFORMS} in forward can not be captured", source=transformed, fix=CONSTRUCTS[TRANSFORMS])
+        )
     if is_fake(data):
         raise CaptureError(
             problem(

@@ -26,8 +26,10 @@ import torch.fx.traceback
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd import Function
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.origins import LINE
@@ -150,7 +152,8 @@ def filled(arguments: str, operands: Sequence[Tensor]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------- tracing
 
 _ORIGINALS: dict[type, dict[str, Any]] = {}  # of the classes whose forward is replaced at the moment
-_TORCH = "torch."
+# Identities that call backward hooks of modules, which are announced; re-entrant checkpoints, which are refused.
+_TRACED_THROUGH = (BackwardHookFunction, CheckpointFunction)
 
 
 @dataclass
@@ -163,7 +166,7 @@ class _Replacing:
     structures: dict[object, tuple[Any, ...]] = field(default_factory=dict)
 
     def meet(self, kind: type) -> None:
-        if kind in _ORIGINALS or self.inside or _is_torchs(kind):
+        if kind in _ORIGINALS or self.inside or kind in _TRACED_THROUGH:
             return
         name = _name(kind)
         self.kinds.setdefault(name, []).append(kind)
@@ -232,11 +235,6 @@ def functions_as_operators(line_of: Callable[[FrameType | None], str]) -> Iterat
             yield
         finally:
             replacing.restore()
-
-
-def _is_torchs(kind: type) -> bool:
-    """Torch's own, such as what calls the backward hooks of modules; re-entrant checkpoints are refused elsewhere."""
-    return kind.__module__.startswith(_TORCH) or kind.__module__.startswith("shardwise.")
 
 
 class _Watched(TorchDispatchMode):

@@ -14,6 +14,12 @@ from shardwise.graph.schema import operator_name, tensor_results
 _READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work on 0-dim tensors"
 _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
 
+_LOOP = "write the loop in Python: its iterations are captured one after the other"
+_CONSTRUCTS = {  # what torch has in place of Python
+    "cond": "compute both sides and choose with torch.where, or decide by Python numbers",
+    **dict.fromkeys(("while_loop", "scan", "associative_scan", "map_impl", "map"), _LOOP),
+}
+
 _REJECTED = {
     "item": ("reads a number out of a tensor", _READ_A_NUMBER),
     "_local_scalar_dense": ("reads a number out of a tensor", _READ_A_NUMBER),
@@ -40,7 +46,7 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
         name = getattr(target, "__name__", str(target))
         what, fix = (
             f"{name} is not an operator",
-            "call ordinary torch operators; write torch.func transforms out with batched ones",
+            _CONSTRUCTS.get(name, "call ordinary torch operators; write torch.func transforms out with batched ones"),
         )
     elif operator_name(target) in _REJECTED:
         name = operator_name(target)

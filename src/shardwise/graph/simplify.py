@@ -111,6 +111,16 @@ def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return (emitter.emit(op.target, full, arguments(op)["dim"] % len(rest.shape)),)
 
 
+def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """A lookup whose gradient would be sparse, with a dense one."""
+    args = arguments(op)
+    if not args["sparse"]:
+        return None
+    positional = tuple(False if name == "sparse" else value for name, value in args.items())
+    found = emitter.emit(op.target, *positional)
+    return found if isinstance(found, tuple) else (found,)
+
+
 def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Pairs must be adjacent in memory; the copies that saw to it were dropped."""
     packed = emitter.emit_as_is(aten.clone.default, _operand(op), memory_format=torch.contiguous_format)
@@ -139,4 +149,5 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
     aten.view_as_complex.default: _complex_view,
+    aten.embedding.default: _dense,
 }

@@ -8,12 +8,15 @@ verification, in float64; PyTorch traces it in bfloat16 alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.graph.grouped import grouped_mm
 
@@ -122,6 +125,36 @@ def _grouped_mm(
     rows, experts = input.shape[0], mat2.shape[0]
     product: Tensor = grouped_mm(input, mat2, offs, [rows], [0], [rows], [experts], [0], [experts])
     return product
+
+
+def _cumulative_batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:
+    """Training-mode batch norm with ``momentum=None``, whose running statistics are averages over all batches so far:
+    PyTorch's reads the number of batches out of its tensor."""
+    assert norm.running_mean is not None, "statistics are tracked"
+    assert norm.running_var is not None, "statistics are tracked"
+    assert norm.num_batches_tracked is not None, "batches are counted"
+    norm._check_input_dim(input)
+    norm.num_batches_tracked.add_(1)
+    factor = 1.0 / norm.num_batches_tracked.to(norm.running_mean.dtype)
+    mean, variance = norm.running_mean.clone(), norm.running_var.clone()
+    result = F.batch_norm(input, mean, variance, norm.weight, norm.bias, True, 1.0, norm.eps)
+    with torch.no_grad():  # mean and variance are those of the batch now
+        for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
+            running.copy_(running * (1.0 - factor) + new * factor)
+    return result
+
+
+@contextmanager
+def cumulative_averages() -> Iterator[None]:
+    """While a model is traced: batch norms with ``momentum=None`` compute their factor as a tensor."""
+    original = _BatchNorm.forward
+
+    def forward(norm: _BatchNorm, input: Tensor) -> Tensor:
+        counts = norm.training and norm.momentum is None and norm.track_running_stats
+        return _cumulative_batch_norm(norm, input) if counts else original(norm, input)
+
+    with patch.object(_BatchNorm, "forward", forward):
+        yield
 
 
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -37,7 +37,7 @@ from shardwise.graph.annotate import Region, recording
 from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
-from shardwise.graph.stand_ins import STAND_INS
+from shardwise.graph.stand_ins import STAND_INS, cumulative_averages
 from shardwise.graph.state import BETWEEN_CALLS, snapshot
 from shardwise.graph.trees import constant_key, flatten_output
 from shardwise.graph.watching import watching
@@ -82,11 +82,15 @@ class TwoCalls:
 
 @dataclass(frozen=True)
 class Traced:
-    """An exported call: the program, what it returned, and the annotated regions in order of their numbers."""
+    """An exported call: the program, what it returned, and the annotated regions in order of their numbers.
+
+    ``transformed``: the first line of the model under a transform of torch.func, or "".
+    """
 
     program: ExportedProgram
     outcome: Outcome
     regions: tuple[Region, ...]
+    transformed: str
 
 
 # (the module's copy, the tensor leaves of the call) -> (output, loss)
@@ -224,8 +228,14 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 class UserLines(TorchFunctionMode):
     """Notes the user's line with every operator that is traced while the mode is active."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformed = ""  # the first line under a transform of torch.func
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = user_line(sys._getframe(1))
+        if line and not self.transformed and torch._C._functorch.maybe_current_level() is not None:
+            self.transformed = line
         if torch.is_inference_mode_enabled():
             raise CaptureError(problem("torch.inference_mode hides its region", source=line, fix="use torch.no_grad"))
         if func is torch.autograd.grad and not (kwargs or {}).get("create_graph"):
@@ -309,7 +319,7 @@ def _inside(context: Callable[[], AbstractContextManager[None]], call: Call) -> 
 def trace_pair(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call) -> tuple[ExportedProgram, TwoCalls]:
     """Exports two calls after each other. Raises CaptureError for what the second call rejects."""
     try:
-        program, outcome, _ = _export_as(TracedPair, module, examples, call, {})
+        program, outcome, *_ = _export_as(TracedPair, module, examples, call, {})
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
@@ -335,8 +345,7 @@ def line_of_change(module: nn.Module, examples: tuple[torch.Tensor, ...], call: 
 
 
 def _export(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, annotated: dict[str, Region]) -> Traced:
-    program, outcome, regions = _export_as(TracedCall, module, examples, call, annotated)
-    return Traced(program, outcome, regions)
+    return Traced(*_export_as(TracedCall, module, examples, call, annotated))
 
 
 def _export_as(
@@ -345,18 +354,19 @@ def _export_as(
     examples: tuple[torch.Tensor, ...],
     call: Call,
     annotated: dict[str, Region],
-) -> tuple[ExportedProgram, Any, tuple[Region, ...]]:
+) -> tuple[ExportedProgram, Any, tuple[Region, ...], str]:
     mode = FakeTensorMode()
     outcomes: list[Any] = []
     traced = kind(fake_copy(module, mode), call, outcomes.append)
     inputs = tuple(fake_like(example, mode) for example in examples)
-    with _quiet(), recording() as recorder, torch.device("cpu"):
+    lines = UserLines()
+    with _quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages():
         for path, region in annotated.items():
             recorder.cover(traced.module.get_submodule(path), region)
         replaced = functions_as_operators(user_line)
-        with torch.fx.traceback.preserve_node_meta(), UserLines(), replaced, torch.enable_grad():
+        with torch.fx.traceback.preserve_node_meta(), lines, replaced, torch.enable_grad():
             program = torch.export.export(traced, inputs, strict=False)
-    return program, outcomes[-1], tuple(recorder.regions)
+    return program, outcomes[-1], tuple(recorder.regions), lines.transformed
 
 
 @contextmanager
@@ -376,6 +386,18 @@ def _quiet() -> Iterator[None]:
         for logger, was in zip(loggers, disabled, strict=True):
             logger.disabled = was
 
+
+TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
+_LOOP = "write the loop in Python: its iterations are captured one after the other"
+CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
+    "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
+    "torch.while_loop": _LOOP,
+    "torch.scan": _LOOP,
+    "torch.associative_scan": _LOOP,
+    "torch.map": _LOOP,
+    TRANSFORMS: "write it out with batched operators; gradients inside the model are torch.autograd.grad(..., "
+    "create_graph=True)",
+}
 
 _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode",
@@ -407,9 +429,31 @@ def _explained(error: Exception) -> CaptureError:
     fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"
     if "autocast" in first:
         fix = AUTOCAST_FIX
+    used = next((name for name in map(_construct, _files_of(error)) if name), "")
+    if used:
+        return CaptureError(
+            problem(f"{used} in forward can not be captured ({first})", source=source, fix=CONSTRUCTS[used])
+        )
     return CaptureError(
         problem(f"the model can not be captured: {type(error).__name__}: {first}", source=source, fix=fix)
     )
+
+
+def _files_of(error: BaseException | None) -> list[str]:
+    """The files that an error, and those that it came from, passed through."""
+    files: list[str] = []
+    while error is not None:
+        files += [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        error = error.__cause__ or error.__context__
+    return files
+
+
+def _construct(filename: str) -> str:
+    """Which of ``CONSTRUCTS`` a file of torch belongs to, or ""."""
+    path = Path(filename)
+    if path.parent.name == "_higher_order_ops":
+        return next((name for name in CONSTRUCTS if name.rpartition(".")[2] == path.stem), "")
+    return TRANSFORMS if path.parent.name == "_functorch" and path.stem in ("vmap", "eager_transforms", "apis") else ""
 
 
 def _line_of(error: BaseException) -> str:

@@ -248,6 +248,8 @@ class _Single:
                     leaf.backward()
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
+                if parameter.grad.is_sparse:  # ranks have dense ones, which other optimizers take as well
+                    parameter.grad = parameter.grad.to_dense()
                 values["gradient", name] = parameter.grad.clone()
         for name, buffer in self.module.named_buffers():
             values["buffer", name] = buffer.clone()

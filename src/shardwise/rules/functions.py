@@ -96,14 +96,17 @@ class _Kernels(TorchDispatchMode):
         returned = func(*args, **kwargs)
         if func.namespace == "prim":  # asks a tensor for its device and the like
             return returned
+        if func in _RESHAPING and returned.shape == args[0].shape:  # the sizes that it names are those of the operand
+            args, kwargs = args[:1], {}
         leaves = tree_leaves((args, kwargs))
         self.shapes.update(tuple(t.shape) for t in (*leaves, *tree_leaves(returned)) if isinstance(t, Tensor))
-        self.known &= _functional(func) in ELEMENTWISE or func in _SAME
+        self.known &= _functional(func) in ELEMENTWISE or func in _SAME or (len(args) == 1 and func in _RESHAPING)
         constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self.calls.append((func, tuple(constant_key(c) if is_constant(c) else str(c) for c in constants)))
         return returned
 
 
+_RESHAPING = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
 _SAME = frozenset({aten.detach.default, aten.alias.default, aten.view_as.default, aten.empty_like.default})
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
-from shardwise.graph.capture import Capture, capture
+from shardwise.graph.capture import Capture, capture, refuse_autocast
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
@@ -302,6 +302,7 @@ class Parallel(torch.nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool
     ) -> tuple[Compiled, torch.Tensor | None, Sequence[Any]]:
         """(program, loss, flattened outputs) for one batch."""
+        refuse_autocast("around a call of a parallel module")
         flat, spec = flatten((args, kwargs))
         if not all(isinstance(x, torch.Tensor) or is_constant(x) for x in flat):
             check_constants((leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0])

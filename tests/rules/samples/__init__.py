@@ -5,6 +5,7 @@ from __future__ import annotations
 from rules.samples.calls import Sample, bits, call, describe, ids, leaf, plain, unit, unsplit, x
 from rules.samples.constructors import CONSTRUCTORS, DROPOUT
 from rules.samples.elementwise import ELEMENTWISE_SAMPLES
+from rules.samples.functions import FUNCTIONS
 from rules.samples.indexing import INDEXING
 from rules.samples.losses import LABEL_TERMS, LOSSES
 from rules.samples.products import ATTENTION, CONTRACTIONS, EXPERTS, RECURRENT
@@ -31,5 +32,6 @@ SAMPLES: tuple[Sample, ...] = (
     *RECURRENT,
     *EXPERTS,
     *TRANSFORMS,
+    *FUNCTIONS,
     *ELEMENTWISE_SAMPLES,
 )

@@ -1,0 +1,92 @@
+"""What a model asks for and a plan does not do is refused by name, or announced."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.graph.capture import capture
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.function(self, x).sum()
+
+
+TRANSFORMED = {
+    "vmap": lambda self, x: torch.vmap(lambda row: self.weight @ row)(x),
+    "grad": lambda self, x: torch.func.grad(lambda w: (x @ w).sin().sum())(self.weight),
+    "jacrev": lambda self, x: torch.func.jacrev(lambda w: (x @ w).sum(0))(self.weight),
+    "cond": lambda self, x: torch.cond(x.sum() > 0, lambda y: y @ self.weight, lambda y: y * 2, (x,)),
+    "scan": lambda self, x: torch._higher_order_ops.scan(lambda c, r: (c + r, c * 1), x[0] @ self.weight, x)[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_constructs_of_torch_are_refused_with_their_own_mend(name):
+    with pytest.raises(CaptureError) as refused:
+        capture(Calls(TRANSFORMED[name]), (torch.ones(4, 4),))
+    message = str(refused.value)
+    assert ".data" not in message
+    assert ".cuda()" not in message
+    assert {"cond": "torch.where", "scan": "loop in Python"}.get(name, "batched") in message, message
+    assert "test_announced.py" in message
+
+
+def test_autocast_around_capture_and_around_everything_is_refused_by_name():
+    net, x = nn.Linear(4, 4), torch.ones(4, 4)
+    plan = sw.plan(net, x, 2, mode="data_parallel")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for call in (lambda: sw.plan(net, x, 2), lambda: sw.verify(net, x, plan)):
+            with pytest.raises(CaptureError, match=r"torch\.autocast"):
+                call()
+        with torch.autocast("cpu", enabled=False):
+            sw.plan(net, x, 2, mode="data_parallel")
+
+
+def test_gradient_checkpointing_that_is_enabled_is_announced():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].gradient_checkpointing = True
+    with pytest.warns(CaptureWarning, match="of 1.*nothing is recomputed"):
+        capture(net, (torch.ones(4, 4),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(net.eval(), (torch.ones(4, 4),))
+        net[1].gradient_checkpointing = False
+        capture(net.train(), (torch.ones(4, 4),))
+
+
+def test_sparse_gradients_are_dense_and_announced_under_a_priced_plan():
+    net, ids = nn.Sequential(nn.Embedding(16, 4, sparse=True, padding_idx=1), nn.Linear(4, 4)), torch.arange(8)
+    with pytest.warns(CaptureWarning, match="sparse=True"):
+        plan = sw.plan(net, ids, 4, loss=lambda out: out.square().mean())
+    with pytest.warns(CaptureWarning, match="sparse=True"):
+        report = sw.verify(net, ids, plan, loss=lambda out: out.square().mean())
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_that_averages_over_all_batches(affine):
+    net = nn.Sequential(nn.Conv2d(2, 4, 1, bias=False), nn.BatchNorm2d(4, momentum=None, affine=affine), nn.Flatten())
+    x = torch.randn(8, 2, 3, 3)
+    for options in ({"mode": "data_parallel"}, {}):
+        plan = sw.plan(net, x, 4, loss=lambda out: out.sin().mean(), **options)
+        report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
+        assert report.ok, report
+
+
+def test_a_loss_whose_backward_has_no_kernel_without_memory_is_planned():
+    net, x, y = nn.Linear(4, 6), torch.randn(8, 4), torch.randint(6, (8,))
+    plan = sw.plan(net, (x, y), 4, loss=F.multi_margin_loss)
+    assert sw.verify(net, (x, y), plan, loss=F.multi_margin_loss).ok

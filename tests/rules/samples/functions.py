@@ -1,0 +1,46 @@
+"""Captured functions: one that is element-wise, by an in-place kernel, and one that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rules.samples.calls import call, unsplit, x
+from shardwise.graph.functions import FUNCTION
+
+
+class Cubed(torch.autograd.Function):
+    """Its backward is thrice what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return (x * x).mul_(x) * factor
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 9 * x.square() * cotangent * ctx.factor, None
+
+
+class Centered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x - x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+FUNCTIONS = [
+    call(FUNCTION, [x(4, 6)], _named(Cubed), "({'operand'}, 0.5)", torch.float32),
+    unsplit(FUNCTION, [x(4, 6)], _named(Centered), "({'operand'},)", torch.float32),
+]
