@@ -52,9 +52,9 @@ def _apply(operands: Sequence[Tensor], function: str, arguments: str, lowest: to
     call_args = filled(arguments, operands)
     if lowest == torch.float64:
         with _Widened():
-            results = function_of(function).apply(*call_args)  # type: ignore[no-untyped-call]
+            results = function_of(function).apply(*call_args)
     else:
-        results = function_of(function).apply(*call_args)  # type: ignore[no-untyped-call]
+        results = function_of(function).apply(*call_args)
     return [r for r in (results if isinstance(results, tuple) else (results,)) if isinstance(r, Tensor)]
 
 
@@ -84,7 +84,8 @@ def _name(kind: type) -> str:
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [sub for direct in kind.__subclasses__() for sub in (direct, *_subclasses(direct))]
+    direct: list[type] = kind.__subclasses__()
+    return [sub for one in direct for sub in (one, *_subclasses(one))]
 
 
 def _check_alike(name: str, kinds: Sequence[type]) -> None:
@@ -165,7 +166,7 @@ class _Replacing:
     kinds: dict[str, list[type]] = field(default_factory=dict)
     structures: dict[object, tuple[Any, ...]] = field(default_factory=dict)
 
-    def meet(self, kind: type) -> None:
+    def meet(self, kind: Any) -> None:
         if kind in _ORIGINALS or self.inside or kind in _TRACED_THROUGH:
             return
         name = _name(kind)
@@ -174,7 +175,7 @@ class _Replacing:
         _KNOWN[name] = kind
         has_setup = kind.setup_context is not Function.setup_context
         _ORIGINALS[kind] = {n: vars(kind).get(n) for n in ("forward", "setup_context")}
-        forward, setup = kind.forward, kind.setup_context  # type: ignore[attr-defined]
+        forward, setup = kind.forward, kind.setup_context
 
         def replaced(*given: Any) -> Any:
             if self.inside:
@@ -184,9 +185,9 @@ class _Replacing:
         def replaced_setup(*given: Any) -> Any:
             return setup(*given) if self.inside else None
 
-        kind.forward = staticmethod(replaced)  # type: ignore[attr-defined]
+        kind.forward = staticmethod(replaced)
         if has_setup:
-            kind.setup_context = staticmethod(replaced_setup)  # type: ignore[assignment]
+            kind.setup_context = staticmethod(replaced_setup)
 
     def call(self, kind: type, call_args: Sequence[Any]) -> Any:
         name, line = _name(kind), self.line_of(sys._getframe(2))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -89,7 +89,8 @@ class _Reader:
         if isinstance(value, torch.Tensor):
             self._leaf(place, ("tensor", id(value)), f"a tensor {list(value.shape)}", value)
         elif isinstance(value, (nn.Module, *_SEEN_BY_IDENTITY)):
-            self._leaf(place, id(value), type(value).__name__, value)
+            kind: type = type(value)
+            self._leaf(place, id(value), kind.__name__, value)
         elif is_constant(value):
             self._leaf(place, constant_key(value), repr(value)[:40], None)
         elif id(value) in self.seen:
@@ -172,7 +173,7 @@ def difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: int) -
     return "its next call would use a tensor that this one made" if carried else ""
 
 
-def _read_later(graph: Graph, boundary: int, half: int) -> Collection[str]:
+def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
     """What the operators behind the boundary that the second call's outputs need read."""
     live = {o.name for o in graph.outputs[half + 1 :] if isinstance(o, Ref)}
     read = set(live)

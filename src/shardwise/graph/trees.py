@@ -178,7 +178,7 @@ def _register_type(kind: type) -> None:
         return [(pytree.GetAttrKey(name), value) for name, value in zip(present, values, strict=True)], present
 
     def made(values: Iterable[Any], present: Any) -> Any:
-        node = object.__new__(kind)  # frozen, with fields that __init__ does not take, or checks in it
+        node: Any = object.__new__(kind)  # frozen, with fields that __init__ does not take, or checks in it
         for name, value in zip(present, values, strict=True):
             object.__setattr__(node, name, value)
         return node

@@ -314,7 +314,7 @@ def _inductor_context(fake_mode: FakeTensorMode) -> Iterator[None]:
     """What Inductor asks for the mode of the tensors that it sees."""
     from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):  # type: ignore[no-untyped-call]
+    with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
         yield
 
 

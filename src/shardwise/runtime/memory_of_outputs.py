@@ -27,10 +27,10 @@ def taken_apart(outputs: Sequence[Any], memories: Sequence[Memory | None], sourc
     owner = {_storage(tensor): name for name, tensor in sources.items() if tensor.numel()}
     found = []
     for output, memory in zip(outputs, memories, strict=True):
-        has_memory = isinstance(output, Tensor) and memory is not None and output.numel()
-        if has_memory and owner.setdefault(_storage(output), memory.name) != memory.name:
-            output = output.clone()
-            owner[_storage(output)] = memory.name
+        if memory is not None and isinstance(output, Tensor) and output.numel():
+            if owner.setdefault(_storage(output), memory.name) != memory.name:
+                output = output.clone()
+                owner[_storage(output)] = memory.name
         found.append(output)
     return found
 

@@ -327,14 +327,15 @@ class Parallel(torch.nn.Module):
             delivered, written = check.run(compiled.step, tensors, batch)
         else:
             delivered, written = compiled.step(tensors)
-        loss, outputs = compiled.results(delivered)
+        loss, flat_outputs = compiled.results(delivered)
+        outputs: Sequence[Any] = flat_outputs
         sources = dict(zip(compiled.names, tensors, strict=True))
         if not loss_only:
             outputs = taken_apart(outputs, compiled.captured.memories, sources)
         written_back([tensors[position] for position in compiled.written], written)
         if not loss_only:
             outputs = live(outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers})
-        return compiled, loss, outputs
+        return compiled, loss, tuple(outputs)
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
         """The seed of the random numbers of this call: another one for every call in training.
