@@ -58,7 +58,9 @@ class MatMul(Primitive):
         if strategy is None or not any(a < b for a, b in zip(first[:-2], second[:-2], strict=True)):
             return None
         counts = self.counts_by_name(strategy, shapes, args)
-        wanted = dict(zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True))
+        wanted = dict(
+            zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
+        )
         mesh = sw.Mesh({engine.AXIS: context.options().devices})
         choices = axes_of_counts(wanted, mesh)
         return " ".join(
