@@ -157,7 +157,6 @@ LATER: dict[str, Any] = {
 MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False, "enable_alltoall": False}
 ALGO_MEANINGLESS: dict[str, Any] = {
     "fully_use_devices": False,
-    "elementwise_op_strategy_follow": True,
     "enable_algo_approxi": True,
     "tensor_slice_align_enable": True,
 }
@@ -207,6 +206,19 @@ def test_what_means_nothing_here_says_why() -> None:
             set_algo_parameters(**{name: value})
         set_algo_parameters(**{name: not value})
     assert context.algo_parameters() == AlgoParameters()
+
+
+def test_elementwise_operators_may_be_asked_to_follow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "_told", set())
+    set_algo_parameters(elementwise_op_strategy_follow=True)
+    assert context.algo_parameters().elementwise_op_strategy_follow
+    assert "follow their neighbours here unless the search finds another split cheaper" in capsys.readouterr().err
+    set_algo_parameters(elementwise_op_strategy_follow=False)
+    assert not capsys.readouterr().err
+    with pytest.raises(TypeError, match="not True or False"):
+        set_algo_parameters(elementwise_op_strategy_follow=1)
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

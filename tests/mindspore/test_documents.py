@@ -196,7 +196,9 @@ def test_every_rank_of_the_quick_start_saves_its_parts(quick_start: Path) -> Non
         names = {path.name for path in (quick_start / f"device/{rank}").iterdir()}
         assert names == {"CKP-4_4.ckpt", *(f"CKP-5_{step}.ckpt" for step in range(1, 5))}
         saved = torch.load(quick_start / f"device/{rank}/CKP-5_4.ckpt", weights_only=True)["parameters"]
-        assert {name: tuple(own["data"].shape) for name, own in saved.items()} == {"w": (8, 16), "w2": (4, 16)}
+        parts = {"w": (8, 16), "w2": (4, 16)}
+        states = {f"moments.{name}": part for name, part in parts.items()} | {"global_step": ()}
+        assert {name: tuple(own["data"].shape) for name, own in saved.items()} == parts | states
 
 
 def test_every_rank_of_the_quick_start_prints_its_programs(quick_start: Path) -> None:

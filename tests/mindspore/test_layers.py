@@ -108,7 +108,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], Tensor, Callable[[Any, Tensor], Tenso
     "GELU": (lambda: nn.GELU(False), ROWS, lambda c, x: x / 2 * (1 + torch.erf(x / 2**0.5)), ""),
     "ELU": (lambda: nn.ELU(0.5), ROWS, lambda c, x: torch.where(x > 0, x, 0.5 * (x.exp() - 1)), ""),
     "LeakyReLU": (lambda: nn.LeakyReLU(), ROWS, lambda c, x: torch.where(x > 0, x, 0.2 * x), ""),
-    "PReLU": (lambda: nn.PReLU(3).to_float(torch.float64), IMAGES, lambda c, x: torch.where(x > 0, x, 0.25 * x), "w"),
+    "PReLU": (lambda: nn.PReLU(3).to(torch.float64), IMAGES, lambda c, x: torch.where(x > 0, x, 0.25 * x), "w"),
     "Softmax": (lambda: nn.Softmax(0), ROWS, lambda c, x: x.exp() / x.exp().sum(0), ""),
     "LogSoftmax": (lambda: nn.LogSoftmax(), ROWS, lambda c, x: x - x.exp().sum(1, True).log(), ""),
 }  # fmt: skip

@@ -147,6 +147,11 @@ def test_wrong_arguments_of_operators_are_refused_with_the_numbers() -> None:
         P.Squeeze(0)(X)
     with pytest.raises(ValueError, match=r"pad_mode is 'full'.*\n?.*valid, same, pad"):
         P.Conv2D(8, 3, pad_mode="full")
+    assert P.Conv2D(8, 3, stride=(1, 1, 2, 3)).stride == (2, 3)
+    for stride, words in (((2, 2, 1, 1), r"first two are not 1(.|\n)*\(1, 1, 1, 1\)"), ((1, 2, 2), "or two"),
+                          (0, "whole numbers from 1"), ((1, True), "whole numbers from 1")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"stride is(.|\n)*{words}"):
+            P.Conv2D(8, 3, stride=stride)
     with pytest.raises(ValueError, match="pad is 1 with pad_mode 'valid'"):
         P.Conv2D(8, 3, pad=1)
     with pytest.raises(ValueError, match="reduction is 'max'"):

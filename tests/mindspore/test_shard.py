@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
-from mindspore.applied import equal_to_one_device, planned
+from mindspore.applied import Applied, equal_to_one_device, planned
 from shardwise.mindspore.ops import operations as P
 
 
@@ -43,6 +43,24 @@ def test_a_strategy_may_be_tuples_or_lists_in_one_argument_or_several(give: Any)
     assert give(operator) is operator
     assert operator.in_strategy == WANT
     assert operator.attrs["in_strategy"] == WANT
+
+
+def test_batch_dims_of_a_product_come_first_in_the_device_order() -> None:
+    """Also where only the second operand has them (case mm-6)."""
+    product = P.MatMul(transpose_b=True).shard(((2, 2), (2, 1, 1, 2)))
+    cell = Applied(product, (torch.randn(8, 16).double(), torch.randn(2, 4, 8, 16).double()))
+    strategy = equal_to_one_device(cell, (), 8).strategies["/matmul"]
+    assert sorted(strategy.split()) == ["b0@data.0", "k@data.2", "m@data.1"]
+
+
+def test_shapes_that_do_not_fit_are_named_with_the_cause_in_the_document() -> None:
+    """Row G5: ``get_dataset`` of document 003, called in the order of its last lines."""
+    with pytest.raises(
+        ValueError, match=r"MatMul: \[2, 4\] times \[32, 16\]: 4 columns, 32 rows(.|\n)*order of its arg"
+    ):
+        P.MatMul()(torch.ones(2, 4), torch.ones(32, 16))
+    with pytest.raises(ValueError, match=r"there is no in_strategy(.|\n)*give both"):
+        P.ReLU().shard(None, ((2, 1),))
 
 
 def test_one_operand_in_both_ways() -> None:

@@ -93,7 +93,7 @@ def test_a_cell_with_strategies_keeps_its_parameters(method: bool) -> None:
     class Outer(nn.Cell):
         def __init__(self) -> None:
             super().__init__()
-            inner = nn.Dense(8, 8).to_float(ms.float64)
+            inner = nn.Dense(8, 8).to(ms.float64)
             self.inner = inner.shard(((2, 2),), ((4, 1),)) if method else ms.shard(inner, ((2, 2),), ((4, 1),))
 
         def construct(self, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradie
 ms.set_seed(1)
 
 config = BertConfig(num_layers=options.layers)
-network = BertLoss(BertForPreTraining(config)).to_float(ms.float64)
+network = BertLoss(BertForPreTraining(config)).to(ms.float64)
 optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
 loss_scaler = DynamicLossScaler(scale_value=1024, scale_factor=2, scale_window=2)
 

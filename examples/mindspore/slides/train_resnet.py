@@ -44,7 +44,7 @@ init()
 ms.set_seed(1)
 net = ResNet(options.layers, options.classes, options.width)
 if options.float64:
-    net.to_float(ms.float64)
+    net.to(ms.float64)
 numbers = np.random.RandomState(0 if options.same_rows else get_rank())
 images = numbers.rand(options.rows, 3, options.image, options.image)
 images = images if options.float64 else images.astype(np.float32)

@@ -48,6 +48,7 @@ from shardwise.mindspore.train import (
     ModelCheckpoint,
     TimeMonitor,
     load_checkpoint,
+    load_distributed_checkpoint,
     load_param_into_net,
     save_checkpoint,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "int32",
     "int64",
     "load_checkpoint",
+    "load_distributed_checkpoint",
     "load_param_into_net",
     "nn",
     "ops",

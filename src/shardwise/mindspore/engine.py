@@ -34,7 +34,7 @@ from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.options import Options
-from shardwise.mindspore.tensor import Tensor
+from shardwise.mindspore.tensor import Tensor, plain
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.shards import shard
 
@@ -89,6 +89,15 @@ def hold(parameter: torch.Tensor, shard: torch.Tensor, shape: tuple[int, ...], l
     """Let a parameter be this rank's ``shard`` of a whole of ``shape``."""
     parameter.data = shard
     setattr(parameter, _HELD, Held(shape, layout))
+
+
+def own_shard(value: Any, parameter: torch.Tensor) -> Any:
+    """Of a tensor in the whole shape of a split parameter, this rank's part; anything else as it is."""
+    holding = held(parameter)
+    if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or value.shape == parameter.shape:
+        return value
+    assert tuple(value.shape) == holding.shape, "a state has the shape of its parameter"
+    return shard(value, holding.layout, holding.layout.mesh.coordinates(dist.get_rank())).clone()
 
 
 def is_split() -> bool:
@@ -357,10 +366,6 @@ def copies(parameter: torch.Tensor) -> int:
 
 def detached(result: Any) -> Any:
     return pytree.tree_map(lambda x: _ours(x.detach()) if isinstance(x, torch.Tensor) else x, result)
-
-
-def plain(x: Any) -> Any:
-    return x.as_subclass(torch.Tensor) if isinstance(x, Tensor) else x
 
 
 def _ours(x: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from shardwise.errors import problem
 from shardwise.launch.ranks import rank, world_size
 from shardwise.mindspore.checks import Check, closest, entries, flag, fraction, later, meaningless, one_of, text, whole
+from shardwise.mindspore.notes import note
 from shardwise.programs.buckets import BUCKET_BYTES
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # of dataset_strategy
@@ -310,11 +311,19 @@ class AlgoParameters:
     tensor_slice_align_size: int = 16
 
 
+def _follow(name: str, value: Any) -> bool:
+    """Kept, with a note: it asks for what is so unless it costs more."""
+    if flag(name, value):
+        note(
+            "elementwise_op_strategy_follow=True: elementwise operators without a strategy follow their neighbours "
+            "here unless the search finds another split cheaper"
+        )
+    return bool(value)
+
+
 ALGO_CHECKS: dict[str, Check] = {
     "fully_use_devices": meaningless(flag, True, "the search prices splits over all devices and over fewer of them"),
-    "elementwise_op_strategy_follow": meaningless(
-        flag, False, "the search prices conversions, so that elementwise operators follow where that is cheaper"
-    ),
+    "elementwise_op_strategy_follow": _follow,
     "enable_algo_approxi": meaningless(flag, False, "the search keeps what can be best, and a plan tells its gap"),
     "algo_approxi_epsilon": fraction,
     "tensor_slice_align_enable": meaningless(flag, False, "no device here computes in units of one slice size"),

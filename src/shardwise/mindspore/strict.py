@@ -116,13 +116,13 @@ def _check_shared(primitive: Primitive, strategy: Strategy, shapes: Shapes, args
                 continue
             other, place, other_dim = seen.setdefault(own, (count, index, dim))
             if other != count:
+                first = (*strategy[: place + 1], *((),) * (len(shapes) - place - 1))
                 raise failure(
                     primitive.title,
                     f"the strategy {strategy} splits dim {other_dim} of input {place} {list(shapes[place])} in {other} "
                     f"parts, and dim {dim} of input {index} {list(shapes[index])} in {count}: Strategies of relevant "
                     "dimensions are not equal",
-                    "the same number for both: "
-                    f"{primitive.completed((*strategy[: place + 1], *((),) * (len(shapes) - place - 1)), shapes, args)}",
+                    f"the same number for both: {primitive.completed(first, shapes, args)}",
                 )
 
 

@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import problem
+from shardwise.mindspore.tensor_methods import METHODS
 
 
 class Tensor(torch.Tensor):
-    """``Tensor(data, dtype=None)``: a torch tensor with ``asnumpy`` and ``astype``. What operators return of it is one
-    again; ``Tensor(None, dtype, shape, init)`` waits for nothing and holds zeros, or what ``init`` fills in."""
+    """``Tensor(data, dtype=None)``: a torch tensor with the reference's methods (``tensor_methods``). What operators
+    return of it is one again; ``Tensor(None, dtype, shape, init)`` waits for nothing and holds zeros, or what ``init``
+    fills in.
+
+    While a cell is captured it is torch's own, which a graph can hold as a constant.
+    """
 
     def __new__(
         cls, input_data: Any = None, dtype: torch.dtype | None = None, shape: Any = None, init: Any = None
@@ -35,13 +42,35 @@ class Tensor(torch.Tensor):
                 data = initializer(init, tuple(shape or ()), data.dtype)
         else:
             data = as_torch(input_data, dtype)
-        return data.as_subclass(cls)
+        return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_exporting():
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        args, kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
         return np.asarray(self.detach().as_subclass(torch.Tensor).cpu().numpy())
 
-    def astype(self, dtype: torch.dtype) -> Tensor:
-        return self.to(dtype).as_subclass(Tensor)
+    vars().update(METHODS)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = plain(self).detach().clone().as_subclass(Tensor).requires_grad_(self.requires_grad)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+
+def plain(x: Any) -> Any:
+    """A ``Tensor`` as torch's own, with the same memory; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    if not torch.compiler.is_exporting():
+        return x.as_subclass(torch.Tensor)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a constant, which no tracing should see made
+        return x.as_subclass(torch.Tensor)
 
 
 class Parameter(nn.Parameter):
@@ -124,10 +153,10 @@ class ParameterTuple(tuple[Parameter, ...]):
 def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Data of any kind as a plain torch tensor. Python's floats become float32, arrays keep their dtype."""
     if isinstance(data, torch.Tensor):
-        plain = data.detach() if isinstance(data, nn.Parameter) else data
-        plain = plain.as_subclass(torch.Tensor)
+        tensor = data.detach() if isinstance(data, nn.Parameter) else plain(data)
+        tensor = tensor if torch.compiler.is_exporting() else tensor.as_subclass(torch.Tensor)
     elif isinstance(data, np.ndarray):
-        plain = torch.from_numpy(np.ascontiguousarray(data)) if data.flags.writeable else torch.from_numpy(data.copy())
+        tensor = torch.from_numpy(np.ascontiguousarray(data) if data.flags.writeable else data.copy())
     else:
-        plain = torch.as_tensor(data)
-    return plain if dtype is None else plain.to(dtype)
+        tensor = torch.as_tensor(data)
+    return tensor if dtype is None else tensor.to(dtype)

@@ -3,33 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from shardwise.errors import problem
 from shardwise.mindspore import engine
+from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Parameter
 
 LATER = "follows in a later version"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
 
 
 class Cell(nn.Module):
     """The base of networks: override ``construct`` (or ``forward``). Cells and torch modules may hold each other.
 
-    As in the reference a cell starts in evaluation mode; ``Model.train`` and ``set_train`` change it. ``auto_prefix``
-    and ``flags`` are accepted and mean nothing here.
+    A cell may say its own backward: ``bprop(self, *inputs, out, dout)`` returns a tuple with a gradient per input of
+    ``construct`` (``own_backward``). As in the reference a cell starts in evaluation mode; ``Model.train`` and
+    ``set_train`` change it. ``auto_prefix`` and ``flags`` are accepted and mean nothing here.
     """
+
+    is_wrapper = False  # of a network: it does not lengthen the names of parameters
+    casts_parameters = True  # to_float: False where the operator takes them as they are
+    _own_backward: type[torch.autograd.Function] | None = None  # of a class with bprop
 
     def __init__(self, auto_prefix: bool = True, flags: Any = None) -> None:
         super().__init__()
         self.training = False
+        self._stage: int | None = None
+        self._float: torch.dtype | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "bprop"):
+            return
+        if cls.forward is not Cell.forward:
+            fix = "call it construct: what forward does, bprop could not replace the gradient of"
+            raise TypeError(problem(f"{cls.__name__} has a bprop and a forward", fix=fix))
+        cls._own_backward = own_backward.function_of(cls)
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines neither construct nor forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._float is None:
+            return self._constructed(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        with self._parameters_cast():
+            return self._constructed(*args, **kwargs)
+
+    def _constructed(self, *args: Any, **kwargs: Any) -> Any:
+        if self._own_backward is not None:
+            return own_backward.applied(self, self._own_backward, args, kwargs)
         return self.construct(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +68,12 @@ class Cell(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "bprop":
+            raise TypeError(
+                problem(
+                    f"bprop is assigned to a {type(self).__name__}", fix="define it in the class: def bprop(self, ...)"
+                )
+            )
         if isinstance(value, Primitive) and not value.instance_name:
             value.instance_name = name
         if isinstance(value, nn.Module) and not isinstance(value, Cell):
@@ -89,9 +125,34 @@ class Cell(nn.Module):
         return self
 
     def to_float(self, dtype: torch.dtype) -> Cell:
-        """The cell's parameters and computation in another dtype."""
-        self.to(dtype)
+        """Compute in another dtype, ``float16``, ``bfloat16`` or ``float32``, in all cells inside too: inputs and
+        parameters are cast where they are used. The parameters themselves, their gradients and their updates stay."""
+        if dtype not in FLOATS:
+            names = ", ".join(str(known).removeprefix("torch.") for known in FLOATS)
+            fix = f"one of {names}; net.to(dtype) converts the parameters"
+            raise ValueError(problem(f"to_float({dtype})", op=type(self).__name__, fix=fix))
+        for module in self.modules():
+            if isinstance(module, Cell):
+                module._float = dtype
         return self
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._float) if tensor.is_floating_point() else tensor
+
+    @contextmanager
+    def _parameters_cast(self) -> Iterator[None]:
+        """Casts stand for the parameters of this cell, and of torch modules in it; those of cells inside are theirs."""
+        owners, masters = [self, *_torch_modules(self)], []
+        try:
+            for owner in owners if self.casts_parameters else ():
+                masters.append((owner, dict(owner._parameters)))
+                for name, parameter in masters[-1][1].items():
+                    if parameter is not None:
+                        owner._parameters[name] = self._cast(parameter)  # type: ignore[assignment]
+            yield
+        finally:
+            for owner, parameters in masters:
+                owner._parameters.update(parameters)
 
     def shard(self, in_strategy: Any, out_strategy: Any = None, device: str = "", level: int = 0) -> Any:
         """The cell with a strategy of its inputs and outputs: see ``ms.shard``."""
@@ -117,14 +178,28 @@ class Cell(nn.Module):
 
     @property
     def pipeline_stage(self) -> int | None:
-        return None
+        """The stage that was set. Today there is one, which has the whole job: 0."""
+        return self._stage
 
     @pipeline_stage.setter
     def pipeline_stage(self, stage: int) -> None:
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise ValueError(problem(f"pipeline_stage is {stage!r}", fix="a whole number from 0"))
+        if stage == 0:  # the only stage that there is
+            self._stage = stage
+            return
         raise NotImplementedError(
             f"{type(self).__name__}.pipeline_stage = {stage}: pipeline stages {LATER}; operator-level, data-parallel "
             "and automatic plans need none"
         )
+
+
+def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside a cell that are no cells and in none of its cells."""
+    for child in cell.children():
+        if not isinstance(child, Cell):
+            yield child
+            yield from _torch_modules(child)
 
 
 class SequentialCell(Cell):
@@ -162,11 +237,23 @@ class CellList(nn.ModuleList):
         super().__init__(listed)
 
 
+def _without_wrappers(module: nn.Module, path: str) -> str:
+    """A parameter's path without the cells that only wrap a network."""
+    *names, leaf = path.split(".")
+    kept = []
+    for name in names:
+        if not getattr(module, "is_wrapper", False):
+            kept.append(name)
+        module = module.get_submodule(name)
+    return ".".join([*kept, leaf])
+
+
 def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Parameter]:
     """The name of every parameter in checkpoints: the one it was given, else its path. Raises ValueError where two
     parameters have the same."""
     named: dict[str, nn.Parameter] = {}
-    for path, parameter in module.named_parameters(recurse=recurse):
+    for full_path, parameter in module.named_parameters(recurse=recurse):
+        path = _without_wrappers(module, full_path)
         leaf = path.rpartition(".")[2]
         param_name = getattr(parameter, "param_name", None)
         name = path if param_name is None or param_name == leaf else param_name
@@ -174,3 +261,8 @@ def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Pa
             raise ValueError(f"two parameters are called {name!r}: give Parameter(..., name=...) different names")
         named[name] = parameter
     return named
+
+
+def checkpoint_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The name of every buffer in checkpoints."""
+    return {_without_wrappers(module, path): buffer for path, buffer in module.named_buffers()}

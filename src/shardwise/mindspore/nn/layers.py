@@ -165,7 +165,7 @@ class Conv2dTranspose(Cell):
         _positive("Conv2dTranspose", in_channels=in_channels, out_channels=out_channels, group=group)
         self.out_channels, self.has_bias = out_channels, has_bias
         self.kernel_size, self.stride = pair("kernel_size", kernel_size), pair("stride", stride)
-        self.dilation, self.output_padding = pair("dilation", dilation), pair("output_padding", output_padding)
+        self.dilation, self.output_padding = pair("dilation", dilation), pair("output_padding", output_padding, 0)
         init = HeUniform(HE) if weight_init is None else weight_init
         self.weight = Parameter(
             initializer(init, [in_channels, out_channels // group, *self.kernel_size], dtype), "weight"
@@ -200,6 +200,7 @@ class _BatchNorm(Cell):
     weight ``1 - momentum``; otherwise by these. ``use_batch_statistics``: always, or never, by the batch's."""
 
     dims: tuple[int, ...] = (4,)
+    casts_parameters = False  # moving statistics and their sums keep their precision
 
     def __init__(
         self,
@@ -237,7 +238,8 @@ class _BatchNorm(Cell):
             )
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
         mean, variance, weight = self.moving_mean, self.moving_variance, 1 - self.momentum
-        return F.batch_norm(x, mean, variance, self.gamma, self.beta, batch, weight, self.eps)
+        wide = x if self._float is None else x.to(mean.dtype)
+        return F.batch_norm(wide, mean, variance, self.gamma, self.beta, batch, weight, self.eps).to(x.dtype)
 
 
 class BatchNorm1d(_BatchNorm):

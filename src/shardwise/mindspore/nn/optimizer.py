@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.errors import problem
 from shardwise.mindspore import engine
 
+STATES = {"momentum_buffer": "moments"}  # torch's word -> the reference's, in checkpoints
 Rate = Any  # a number, one number per step, or a callable from the step to a number
 
 
@@ -60,6 +61,7 @@ class Optimizer:
             for group in groups
         ]
         self._torch: torch.optim.Optimizer | None = None
+        self._loaded: list[tuple[str, nn.Parameter, str, engine.Held | None]] = []  # states, before their first step
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         raise NotImplementedError
@@ -73,21 +75,78 @@ class Optimizer:
             raise ValueError(
                 problem(f"{len(gradients)} gradients for {len(self.parameters)} parameters", fix="one each, in order")
             )
-        if self._torch is None:
-            self._torch = self.build([{**group, "lr": 0.0} for group in self._groups])
-        for group, rate in zip(self._torch.param_groups, self.rates, strict=True):
+        optimizer = self._built()
+        self._place_loaded()
+        for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate(self.global_step)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             plain = gradient.as_subclass(torch.Tensor)
             parameter.grad = plain if self.loss_scale == 1.0 else plain / self.loss_scale
         with engine.inside(), torch.no_grad():
-            self._torch.step()
+            optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
         self.global_step += 1
         return True
 
     construct = __call__
+
+    def _built(self) -> torch.optim.Optimizer:
+        if self._torch is None:
+            self._torch = self.build([{**group, "lr": 0.0} for group in self._groups])
+        return self._torch
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """By their names; those of which several have one are numbered by their places."""
+        names = [getattr(parameter, "name", None) or "parameter" for parameter in self.parameters]
+        return {
+            name if names.count(name) == 1 else f"{name}.{place}": parameter
+            for place, (name, parameter) in enumerate(zip(names, self.parameters, strict=True))
+        }
+
+    def states(self) -> dict[str, tuple[torch.Tensor, nn.Parameter | None]]:
+        """What a checkpoint keeps, and the parameter to which each belongs: ``moments.w`` or ``moment1.w``, and so on,
+        and ``global_step``."""
+        found: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {
+            "global_step": (torch.tensor(self.global_step), None)
+        }
+        for name, parameter in self._named_parameters().items():
+            for key, state in self._built().state.get(parameter, {}).items():
+                if state is not None:
+                    found[f"{STATES.get(key, key)}.{name}"] = torch.as_tensor(state), parameter
+        return found
+
+    def load_states(self, entries: dict[str, torch.Tensor]) -> list[str]:
+        """Take the states of a checkpoint, by their names. Returns the names of those that were taken."""
+        taken = []
+        if "global_step" in entries:
+            self.global_step = int(entries["global_step"])
+            taken.append("global_step")
+        keys = {name: key for key, name in STATES.items()}
+        for name, parameter in self._named_parameters().items():
+            for own in [own for own in entries if own.partition(".")[2] == name]:
+                key, value = own.partition(".")[0], entries[own].detach().as_subclass(torch.Tensor).clone()
+                state = int(value) if value.dim() == 0 and not value.is_floating_point() else value.to(parameter.device)
+                self._built().state[parameter][keys.get(key, key)] = state
+                self._loaded.append((own, parameter, keys.get(key, key), getattr(entries[own], "held", None)))
+                taken.append(own)
+        return taken
+
+    def _place_loaded(self) -> None:
+        """Give parameters, which are split by now, their parts of the states that were loaded."""
+        for name, parameter, key, of in self._loaded:
+            now = engine.held(parameter)
+            if of is not None and of.layout.positions and of != now:
+                here = "whole" if now is None else f"split as {now.layout}"
+                raise RuntimeError(
+                    problem(
+                        f"{name} was loaded as a part, split as {of.layout}, and its parameter is {here}",
+                        fix="load_distributed_checkpoint(net, files), and give what it returns to the optimizer",
+                    )
+                )
+            state = self._built().state[parameter]
+            state[key] = engine.own_shard(state[key], parameter)
+        self._loaded = []
 
 
 def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any], float]]:

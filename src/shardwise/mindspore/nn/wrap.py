@@ -17,6 +17,8 @@ from shardwise.mindspore.ops.functional import differentiate
 class WithLossCell(Cell):
     """``loss_fn(backbone(data), label)``."""
 
+    is_wrapper = True
+
     def __init__(self, backbone: nn.Module, loss_fn: Any) -> None:
         super().__init__()
         self._backbone, self._loss_fn = backbone, loss_fn
@@ -49,6 +51,8 @@ class TrainOneStepCell(Cell):
 
     In data_parallel and hybrid_parallel mode the gradients are reduced over the ranks.
     """
+
+    is_wrapper = True
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
         super().__init__()

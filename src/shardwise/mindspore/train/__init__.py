@@ -12,7 +12,12 @@ from shardwise.mindspore.train.callback import (
 )
 from shardwise.mindspore.train.metrics import MAE, MSE, Accuracy, Loss, Metric
 from shardwise.mindspore.train.model import Model
-from shardwise.mindspore.train.serialization import load_checkpoint, load_param_into_net, save_checkpoint
+from shardwise.mindspore.train.serialization import (
+    load_checkpoint,
+    load_distributed_checkpoint,
+    load_param_into_net,
+    save_checkpoint,
+)
 
 __all__ = [
     "MAE",
@@ -31,6 +36,7 @@ __all__ = [
     "RunContext",
     "TimeMonitor",
     "load_checkpoint",
+    "load_distributed_checkpoint",
     "load_param_into_net",
     "save_checkpoint",
 ]

@@ -248,7 +248,8 @@ class ModelCheckpoint(Callback):
                 info["step_num"] = params.cur_step_num
             else:
                 raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
-        save_checkpoint(self._config.saved_network or params.network, str(path), append_dict=info)
+        saved = self._config.saved_network or params.network
+        save_checkpoint(saved, str(path), append_dict=info, optimizer=params.optimizer)
         self._files.append(path)
         self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
         while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:

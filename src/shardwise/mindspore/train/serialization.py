@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +11,24 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
+from shardwise.launch.ranks import rank
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
-from shardwise.mindspore import engine
-from shardwise.mindspore.nn.cell import checkpoint_names
+from shardwise.mindspore import context, engine
+from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
+from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.tensor import Parameter, as_torch
+from shardwise.runtime.shards import shard
 
 FORMAT = "shardwise-rank-checkpoint"
 
 
 class Slice(Parameter):
-    """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one."""
+    """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one. ``is_state``: of an
+    optimizer."""
 
     held: engine.Held | None = None
+    is_state = False
 
 
 def save_checkpoint(
@@ -29,68 +36,125 @@ def save_checkpoint(
     ckpt_file_name: str,
     integrated_save: bool = False,
     append_dict: dict[str, Any] | None = None,
+    optimizer: Optimizer | None = None,
 ) -> None:
     """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them.
 
-    Buffers (running statistics) are saved, too.
+    Buffers (running statistics) are saved, too, and the states of an optimizer: of ``optimizer``, or of a cell that
+    trains (``nn.TrainOneStepCell``).
     """
     if isinstance(save_obj, nn.Module):
-        tensors: dict[str, torch.Tensor] = {**checkpoint_names(save_obj), **dict(save_obj.named_buffers())}
+        trains = getattr(save_obj, "optimizer", None)
+        optimizer = optimizer or (trains if isinstance(trains, Optimizer) else None)
+        tensors: dict[str, torch.Tensor] = {**checkpoint_names(save_obj), **checkpoint_buffers(save_obj)}
     elif isinstance(save_obj, dict):
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
-    entries: dict[str, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        holding = engine.held(tensor)
-        entries[name] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
-        if holding is not None:
-            entries[name] |= {
-                "shape": list(holding.shape),
-                "mesh": list(holding.layout.mesh.axes),
-                "layout": format_layout(holding.layout),
-            }
+    entries = {name: _entry(tensor, engine.held(tensor)) for name, tensor in tensors.items()}
+    for name, (state, parameter) in ({} if optimizer is None else optimizer.states()).items():
+        of_parameter = parameter is not None and state.shape == parameter.shape
+        holding = engine.held(parameter) if of_parameter and parameter is not None else None
+        entries[name] = {**_entry(state, holding), "state": True}
     path = Path(ckpt_file_name)
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": FORMAT, "parameters": entries, "info": append_dict or {}}, path)
+    torch.save({"format": FORMAT, "rank": rank(), "parameters": entries, "info": append_dict or {}}, path)
+
+
+def _entry(tensor: torch.Tensor, holding: engine.Held | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
+    if holding is not None:
+        entry |= {
+            "shape": list(holding.shape),
+            "mesh": list(holding.layout.mesh.axes),
+            "layout": format_layout(holding.layout),
+        }
+    return entry
 
 
 def load_checkpoint(ckpt_file_name: str, net: nn.Module | None = None, strict_load: bool = False) -> dict[str, Any]:
     """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. Raises ValueError for another kind
     of file."""
-    path = Path(ckpt_file_name)
+    parameters, info, _ = _read(ckpt_file_name)
+    if net is not None:
+        load_param_into_net(net, parameters, strict_load)
+    return {**parameters, **info}
+
+
+def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
+    """The parameters of a file, what was appended, and the rank that wrote it."""
+    path = Path(file)
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
     content = torch.load(path, weights_only=True)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(problem(f"{path} is no checkpoint of this library", fix="one that save_checkpoint wrote"))
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Slice] = {}
     for name, entry in content["parameters"].items():
         piece = Slice(entry["data"], name, requires_grad=entry["data"].is_floating_point())
+        piece.is_state = "state" in entry
         if "layout" in entry:
             mesh = Mesh([(axis, size) for axis, size in entry["mesh"]])
             piece.held = engine.Held(tuple(entry["shape"]), parse_layout(entry["layout"], mesh))
         parameters[name] = piece
-    if net is not None:
-        load_param_into_net(net, parameters, strict_load)
-    return {**parameters, **content["info"]}
+    return parameters, content["info"], content["rank"]
+
+
+def load_distributed_checkpoint(network: Any, checkpoint_filenames: Sequence[str]) -> dict[str, Any]:
+    """Join the files of all ranks, whatever their number was, and give the whole to a network, or an optimizer; None:
+    to nobody. Returns it. Raises RuntimeError where a part is missing."""
+    files = [_read(file) for file in checkpoint_filenames]
+    if not files:
+        raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
+    joined: dict[str, Any] = {name: _joined(name, files) for name in files[0][0]}
+    if network is not None:
+        load_param_into_net(network, joined)
+    return {**joined, **files[0][1]}
+
+
+def _joined(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
+    """The whole of a parameter of which every file has a part."""
+    first = files[0][0][name]
+    if first.held is None or not first.held.layout.positions:
+        first.held = None
+        return first
+    shape, layout = first.held.shape, first.held.layout
+    places = torch.arange(prod(shape)).reshape(shape)
+    whole, missing = first.detach().new_zeros(prod(shape)), torch.ones(prod(shape), dtype=torch.bool)
+    for pieces, _, writer in files:
+        if pieces[name].held != first.held:
+            told = f"{name} is split as {layout} in one file and otherwise in another"
+            raise RuntimeError(problem(told, fix="the files of one checkpoint, one of every rank"))
+        own = shard(places, layout, layout.mesh.coordinates(writer)).reshape(-1)
+        whole[own], missing[own] = pieces[name].detach().reshape(-1), False
+    if missing.any():
+        writers = ", ".join(str(writer) for *_, writer in files)
+        told = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
+        raise RuntimeError(problem(told, fix=f"the files of all {layout.mesh.num_devices} ranks"))
+    joined = Slice(whole.reshape(shape).as_subclass(torch.Tensor), name, requires_grad=first.requires_grad)
+    joined.is_state = first.is_state
+    return joined
 
 
 def load_param_into_net(
-    net: nn.Module, parameter_dict: dict[str, Any], strict_load: bool = False
+    net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Give a network the parameters of a checkpoint. Returns the names that the checkpoint lacks and those that the
-    network lacks.
+    """Give a network, or an optimizer, what is its own in a checkpoint. Returns the names that the checkpoint lacks and
+    those that the network lacks.
 
-    A part of a parameter fits a network that is split in the same way, or not yet split: it is split so then. Raises
-    RuntimeError for other shapes; nothing is changed then.
+    A part of a parameter fits a network that is split in the same way, or not yet split: it is split so then. Whole
+    parameters fit every network. Raises RuntimeError for other shapes; nothing is changed then.
     """
-    targets: dict[str, torch.Tensor] = {**checkpoint_names(net), **dict(net.named_buffers())}
+    entries = {name: entry for name, entry in parameter_dict.items() if isinstance(entry, torch.Tensor)}
+    if isinstance(net, Optimizer):
+        taken = net.load_states({name: entry for name, entry in entries.items() if getattr(entry, "is_state", False)})
+        return [name for name in net.states() if name not in taken], [name for name in entries if name not in taken]
+    targets: dict[str, torch.Tensor] = {**checkpoint_names(net), **checkpoint_buffers(net)}
     loads = []
     for name, target in targets.items():
-        entry = parameter_dict.get(name)
-        if not isinstance(entry, torch.Tensor):
+        entry = entries.get(name)
+        if entry is None:
             continue
         of, now = getattr(entry, "held", None), engine.held(target)
         whole = tuple(entry.shape) if of is None else of.shape
@@ -102,27 +166,36 @@ def load_param_into_net(
                     fix="load into the network that was saved",
                 )
             )
-        if now is not None and of != now:
-            kept = "whole" if of is None else str(of.layout)
-            raise RuntimeError(
-                problem(
-                    f"{name} is split as {now.layout} and was saved as {kept}: converting checkpoints follows in a "
-                    "later version",
-                    fix="load before the network is first called: it is then split as it was saved",
-                )
-            )
+        _check_part(name, of, now)
         loads.append((target, entry, of))
     for target, entry, of in loads:
         data = entry.detach().as_subclass(torch.Tensor).to(dtype=target.dtype, device=target.device)
         if of is None or engine.held(target) is not None:
             with torch.no_grad():
-                target.copy_(data)
+                target.copy_(engine.own_shard(data, target))
         else:
             engine.hold(target, data.clone(), of.shape, of.layout)
+    if isinstance(getattr(net, "optimizer", None), Optimizer):
+        load_param_into_net(net.optimizer, parameter_dict)
     missing = [name for name in targets if name not in parameter_dict]
-    extra = [
-        name for name, tensor in parameter_dict.items() if isinstance(tensor, torch.Tensor) and name not in targets
-    ]
+    extra = [name for name in entries if name not in targets]
     if strict_load and missing:
         raise RuntimeError(problem(f"the checkpoint lacks {', '.join(missing)}", fix="strict_load=False skips them"))
     return missing, extra
+
+
+def _check_part(name: str, of: engine.Held | None, now: engine.Held | None) -> None:
+    """Raises RuntimeError where a part of a parameter is not the one that this rank needs."""
+    if of is None or of == now:
+        return
+    ranks = of.layout.mesh.num_devices
+    split = now is None and engine.is_split() and context.options().devices == ranks
+    if split or (now is None and not of.layout.positions):
+        return
+    here = "whole" if now is None else f"split as {now.layout}"
+    raise RuntimeError(
+        problem(
+            f"{name} is {here} here, and the file has a part of it, split as {of.layout} over {ranks} ranks",
+            fix="load_distributed_checkpoint(net, files), with the files of all of these ranks",
+        )
+    )

@@ -1,0 +1,163 @@
+"""Methods of ``Tensor`` that the reference has and torch has not, or means otherwise.
+
+The reference counts dims as ``axis``, reduces over all of them by default, keeps them with ``keep_dims`` or
+``keepdims``, and its ``max`` is a value, its ``std`` and ``var`` those of a population. A call in torch's own words
+(``dim=``, ``keepdim=``, ``unbiased=``, ``correction=``) is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.checks import closest
+
+TORCHS = frozenset(("dim", "keepdim", "unbiased", "correction"))
+DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+Axes = int | Sequence[int] | None
+
+
+class Count(int):
+    """The number of elements, ``x.size``; called, as torch has it, the shape: ``x.size()``, ``x.size(0)``."""
+
+    shape: torch.Size
+
+    def __call__(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+
+def size(x: torch.Tensor) -> Count:
+    count = Count(prod(x.shape))
+    count.shape = x.shape
+    return count
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """A dtype, its name, or numpy's or Python's."""
+    if isinstance(name, torch.dtype):
+        return name
+    word = name if isinstance(name, str) else np.dtype(name).name
+    if word not in DTYPES:
+        raise TypeError(problem(f"there is no dtype {name!r}", fix=closest(word, DTYPES)))
+    return DTYPES[word]
+
+
+def _dims(x: torch.Tensor, axis: Axes) -> tuple[int, ...]:
+    return tuple(range(x.dim())) if axis is None or axis == () else (axis,) if isinstance(axis, int) else tuple(axis)
+
+
+def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
+    """``keep_dims`` under either name. Raises TypeError for other arguments."""
+    kept = bool(others.pop("keepdims", keep_dims))
+    if others:
+        raise TypeError(problem(f"there is no argument {', '.join(others)}", fix="axis, keep_dims"))
+    return kept
+
+
+def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``x.name(axis=None, keep_dims=False)`` by ``function(x, dims, keep)``."""
+
+    def reduce(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
+        if TORCHS & set(others):
+            given = () if axis is None else (axis,)
+            return getattr(torch.Tensor, name)(x, *given, **others)
+        return function(x, _dims(x, axis), _kept(keep_dims, others))
+
+    reduce.__name__ = name
+    return reduce
+
+
+def _one_by_one(name: str) -> Callable[..., Any]:
+    """A reduction of torch's that takes one dim, over several."""
+
+    def function(x: torch.Tensor, dims: tuple[int, ...], keep: bool) -> Any:
+        for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
+            x = getattr(torch, name)(x, dim, keepdim=keep)
+        return x
+
+    return function
+
+
+def _spread(name: str) -> Callable[..., Any]:
+    def spread(x: torch.Tensor, axis: Axes = None, ddof: int = 0, keepdims: bool = False, **others: Any) -> Any:
+        if TORCHS & set(others):
+            return getattr(torch.Tensor, name)(x, *(() if axis is None else (axis,)), **others)
+        return getattr(torch, name)(x, _dims(x, axis), correction=ddof, keepdim=_kept(keepdims, others))
+
+    spread.__name__ = name
+    return spread
+
+
+def transpose(x: torch.Tensor, *axes: Any) -> torch.Tensor:
+    """The dims in another order, by default reversed; two dims of more are swapped, as torch has it."""
+    order = tuple(axes[0]) if len(axes) == 1 and not isinstance(axes[0], int) else axes
+    if len(order) == 2 and x.dim() > 2:
+        return x.swapaxes(*order)
+    return x.permute(order or tuple(reversed(range(x.dim()))))
+
+
+def split(x: torch.Tensor, sections: Any = None, axis: int = 0, output_num: int | None = None, dim: Any = None) -> Any:
+    """Parts of a size, or of several sizes, along ``axis``; or ``output_num`` equal ones."""
+    along = axis if dim is None else dim
+    if sections is None and output_num is not None:
+        if x.shape[along] % output_num:
+            told = f"{x.shape[along]} elements in {output_num} parts"
+            raise ValueError(problem(told, fix="a number that divides them"))
+        sections = x.shape[along] // output_num
+    return torch.Tensor.split(x, sections, along)  # torch.split would come back here
+
+
+def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """``x[index]``, where slices may go backwards: first the dims that they cut are turned round."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(_is_backward(entry) for entry in entries):
+        return torch.Tensor.__getitem__(x, index)
+    named = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    place, turned, forward = 0, [], []
+    for entry in entries:
+        if _is_backward(entry):
+            positions = [x.shape[place] - 1 - i for i in range(*entry.indices(x.shape[place]))]
+            turned.append(place)
+            forward.append(slice(positions[0], positions[-1] + 1, -entry.step) if positions else slice(0, 0))
+        else:
+            forward.append(entry)
+        place += x.dim() - named if entry is Ellipsis else entry is not None
+    return torch.Tensor.__getitem__(x.flip(turned), tuple(forward))
+
+
+def assigned(x: torch.Tensor, index: Any, value: Any) -> None:
+    """``x[index] = value``, where the value may be an array, or numbers in lists."""
+    if isinstance(value, (np.ndarray, list, tuple)):
+        value = torch.as_tensor(np.asarray(value), dtype=x.dtype, device=x.device)
+    torch.Tensor.__setitem__(x, index, value)
+
+
+def _is_backward(entry: Any) -> bool:
+    return isinstance(entry, slice) and isinstance(entry.step, int) and entry.step < 0
+
+
+METHODS: dict[str, Any] = {
+    "size": property(size),
+    "__getitem__": indexed,
+    "__setitem__": assigned,
+    "transpose": transpose,
+    "split": split,
+    "astype": lambda x, dtype, copy=True: x.to(dtype_of(dtype), copy=copy),
+    "expand_dims": lambda x, axis: x.unsqueeze(axis),
+    "copy": lambda x: x.clone(),
+    "init_data": lambda x, *settings, **named: x,
+    "max": _reduction("max", lambda x, dims, keep: torch.amax(x, dims, keepdim=keep)),
+    "min": _reduction("min", lambda x, dims, keep: torch.amin(x, dims, keepdim=keep)),
+    "mean": _reduction("mean", lambda x, dims, keep: torch.mean(x, dims, keepdim=keep)),
+    "sum": _reduction("sum", lambda x, dims, keep: torch.sum(x, dims, keepdim=keep)),
+    "prod": _reduction("prod", _one_by_one("prod")),
+    "all": _reduction("all", lambda x, dims, keep: torch.all(x, dims, keepdim=keep)),
+    "any": _reduction("any", lambda x, dims, keep: torch.any(x, dims, keepdim=keep)),
+    "std": _spread("std"),
+    "var": _spread("var"),
+}

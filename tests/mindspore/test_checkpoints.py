@@ -1,0 +1,121 @@
+"""Checkpoints carry the states of optimizers, and those of several ranks make one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise.mindspore as ms
+from mindspore.test_modes import Net, batches
+from shardwise.mindspore import engine
+from shardwise.mindspore.nn.optimizer import Optimizer
+
+SPLIT = {"parallel_mode": "semi_auto_parallel", "full_batch": True}
+STRATEGIES = (((1, 2), (2, 1)), ((2, 1), (1, 1)))
+MADE: dict[str, Callable[[Any], Optimizer]] = {
+    "Momentum": lambda params: ms.nn.Momentum(params, [0.05, 0.04, 0.03, 0.02, 0.01, 0.005], 0.9),
+    "Adam": lambda params: ms.nn.Adam(params, 0.01),
+}
+
+
+@pytest.fixture(autouse=True)
+def _default_context() -> Iterator[None]:
+    ms.reset_auto_parallel_context()
+    yield
+    ms.reset_auto_parallel_context()
+
+
+def trained(net: Net, optimizer: Optimizer, data: list[Any]) -> list[float]:
+    step = ms.nn.TrainOneStepCell(ms.nn.WithLossCell(net, ms.nn.MSELoss()), optimizer)
+    return [float(step(*pair)) for pair in data]
+
+
+def on_rank(folder: str, kind: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; and the two more once again from the checkpoint, in a new network."""
+    ms.set_auto_parallel_context(**SPLIT)
+    net = Net(STRATEGIES)
+    optimizer = MADE[kind](net.trainable_params())
+    trained(net, optimizer, batches()[:2])
+    file = f"{folder}/{dist.get_rank()}/{kind}.ckpt"
+    ms.save_checkpoint(net, file, optimizer=optimizer)
+    found: dict[str, Any] = {"went on": trained(net, optimizer, batches()[2:])}
+    again = Net(STRATEGIES)
+    optimizer = MADE[kind](again.trainable_params())
+    content = ms.load_checkpoint(file, again)
+    found["left"] = ms.load_param_into_net(optimizer, content)[0]
+    found["resumed"] = trained(again, optimizer, batches()[2:])
+    dist.barrier()
+    files = [f"{folder}/{rank}/{kind}.ckpt" for rank in range(2)]
+    other = Net((((2, 1), (1, 1)), None))  # split otherwise
+    optimizer = MADE[kind](other.trainable_params())
+    ms.load_param_into_net(optimizer, ms.load_distributed_checkpoint(other, files))
+    found["otherwise"] = trained(other, optimizer, batches()[2:])
+    ms.load_distributed_checkpoint(net, files)  # a network that is split already
+    found["weight"] = engine.held(net.weight) is not None and net.weight.detach().clone()
+    return found
+
+
+def halfway(kind: str, file: str) -> tuple[Tensor, list[float]]:
+    """One process: its weight after two steps, where it writes a checkpoint, and the losses of two more."""
+    net = Net()
+    optimizer = MADE[kind](net.trainable_params())
+    trained(net, optimizer, batches()[:2])
+    ms.save_checkpoint(net, file, optimizer=optimizer)
+    weight = net.weight.detach().clone()
+    return weight, trained(net, optimizer, batches()[2:])
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(kind: str, tmp_path: Path) -> None:
+    _, want = halfway(kind, str(tmp_path / "net"))
+    net = Net()
+    optimizer = MADE[kind](net.trainable_params())
+    missing, extra = ms.load_param_into_net(optimizer, ms.load_checkpoint(str(tmp_path / "net.ckpt"), net))
+    assert (missing, set(extra)) == ([], {"w", "w2", "norm.weight", "norm.bias"})
+    assert trained(net, optimizer, batches()[2:]) == want
+
+
+def test_checkpoints_of_two_ranks_go_on_there_and_elsewhere(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    kind = "Momentum"
+    weight, want = halfway(kind, str(tmp_path / "net"))
+    for rank, found in enumerate(run_ranks(on_rank, 2, str(tmp_path), kind, time_limit_seconds=300)):
+        assert found["left"] == []
+        for run in ("went on", "resumed", "otherwise"):
+            assert found[run] == pytest.approx(want, rel=1e-10), run
+        torch.testing.assert_close(found["weight"], weight.chunk(2)[rank], rtol=1e-10, atol=1e-13)
+    files = [str(tmp_path / f"{rank}/{kind}.ckpt") for rank in (1, 0)]  # in any order
+    net = Net()
+    optimizer = MADE[kind](net.trainable_params())
+    ms.load_param_into_net(optimizer, ms.load_distributed_checkpoint(net, files))
+    assert trained(net, optimizer, batches()[2:]) == pytest.approx(want, rel=1e-10)
+    with pytest.raises(RuntimeError, match=r"w is whole here.*(.|\n)*load_distributed_checkpoint"):
+        ms.load_checkpoint(files[0], Net())
+    with pytest.raises(RuntimeError, match=r"files of ranks 1 have 96 of the 192 elements of w(.|\n)*all 2 ranks"):
+        ms.load_distributed_checkpoint(Net(), files[:1])
+
+
+def test_what_trains_is_saved_under_the_names_of_its_network(tmp_path: Path) -> None:
+    net = ms.nn.SequentialCell(ms.nn.Dense(4, 4), ms.nn.BatchNorm1d(4), ms.nn.Dense(4, 2)).set_train()
+    optimizer = ms.nn.Adam(net.trainable_params(), 0.1)
+    step = ms.nn.TrainOneStepCell(ms.nn.WithLossCell(net, ms.nn.MSELoss()), optimizer)
+    step(torch.randn(4, 4), torch.randn(4, 2))
+    ms.save_checkpoint(step, str(tmp_path / "step"))
+    content = ms.load_checkpoint(str(tmp_path / "step.ckpt"))
+    assert {"0.weight", "2.bias", "1.gamma", "1.moving_mean", "global_step"} <= content.keys()
+    other = ms.nn.SequentialCell(ms.nn.Dense(4, 4), ms.nn.BatchNorm1d(4), ms.nn.Dense(4, 2)).set_train()
+    states = ms.nn.Adam(other.trainable_params(), 0.1)
+    assert ms.load_param_into_net(other, content)[0] == []
+    assert ms.load_param_into_net(states, content)[0] == []
+    batch = torch.randn(4, 4), torch.randn(4, 2)
+    again = ms.nn.TrainOneStepCell(ms.nn.WithLossCell(other, ms.nn.MSELoss()), states)
+    assert float(step(*batch)) == float(again(*batch))
+    for own, p in zip(net.get_parameters(), other.get_parameters(), strict=True):
+        assert torch.equal(own, p)
