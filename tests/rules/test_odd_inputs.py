@@ -95,6 +95,8 @@ def masked(value: Tensor) -> Tensor:
     return value
 
 
+SEEDS = 1  # random plans of every case; the sweep takes ten
+
 CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     # nan and infinity
     "nan in a sum": (lambda a: (a.sum(1), a.mean(0)), (leaf([[1, NAN, 2, 3], [4, 5, 6, 7]]),)),
@@ -243,7 +245,7 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 def test_odd_inputs_give_what_one_device_gives(name: str) -> None:
     function, tensors = CASES[name]
     program = program_of(function, tensors)
-    for seed in range(2):
+    for seed in range(SEEDS):
         outcome = run(program, seed)
         assert outcome.ok, f"seed {seed}: {outcome.error:.3g} at {outcome.where}, {outcome.collectives_match=}"
 
@@ -333,7 +335,7 @@ def test_lower_precision_differs_by_rounding_only(
         tensor.detach().to(dtype).requires_grad_() if tensor.requires_grad else tensor for tensor in tensors
     )
     program = program_of(function, rounded)
-    for seed in range(2):
+    for seed in range(SEEDS):
         outcome = run(program, seed)
         bound = min(128 * torch.finfo(dtype).eps, 0.25)
         assert outcome.error <= bound, f"seed {seed}: {outcome.error:.3g} > {bound:.3g} at {outcome.where}"

@@ -109,7 +109,8 @@ def split(x: torch.Tensor, sections: Any = None, axis: int = 0, output_num: int 
             told = f"{x.shape[along]} elements in {output_num} parts"
             raise ValueError(problem(told, fix="a number that divides them"))
         sections = x.shape[along] // output_num
-    return torch.Tensor.split(x, sections, along)  # torch.split would come back here
+    # torch.split would come back here
+    return torch.Tensor.split(x, sections, along)  # type: ignore[no-untyped-call]
 
 
 def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:

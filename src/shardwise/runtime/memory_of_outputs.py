@@ -27,10 +27,12 @@ def taken_apart(outputs: Sequence[Any], memories: Sequence[Memory | None], sourc
     owner = {_storage(tensor): name for name, tensor in sources.items() if tensor.numel()}
     found = []
     for output, memory in zip(outputs, memories, strict=True):
-        if memory is not None and isinstance(output, Tensor) and output.numel():
-            if owner.setdefault(_storage(output), memory.name) != memory.name:
-                output = output.clone()
-                owner[_storage(output)] = memory.name
+        if memory is None or not isinstance(output, Tensor) or not output.numel():
+            found.append(output)
+            continue
+        if owner.setdefault(_storage(output), memory.name) != memory.name:
+            output = output.clone()
+            owner[_storage(output)] = memory.name
         found.append(output)
     return found
 
