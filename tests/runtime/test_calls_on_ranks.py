@@ -33,10 +33,7 @@ class Net(nn.Module):
 
     def forward(self, batch):
         y = self.down(self.up(batch.x).tanh())
-        if isinstance(batch.factor, bool):
-            y = y + 3
-        elif isinstance(batch.factor, int):
-            y = y * 5
+        y = y * {bool: 3.0, int: 5.0, float: 7.0}[type(batch.factor)]
         y = torch.atan2(torch.zeros_like(y), y.abs() * float(batch.factor)) + y * batch.factor
         return Output(y.nan_to_num(7.0).square().mean(), y)
 

@@ -67,7 +67,6 @@ FUNCTIONS = {
     "reshape, clone": copied_first(lambda t: t.reshape(2, 2).clone()),
     "expand, clone": copied_first(lambda t: t.expand(3, 4).clone()),
     "to, copied": copied_first(lambda t: t.to(torch.float64, copy=True)),
-    "float": copied_first(lambda t: t.double().float() if t.dtype == torch.float32 else t.float().double()),
     "copy_": copied_first(lambda t: torch.empty_like(t).copy_(t)),
     "contiguous of a view": copied_first(lambda t: t.view(2, 2).t().contiguous()),
     "stack": copied_first(lambda t: torch.stack([t])),

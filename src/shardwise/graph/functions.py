@@ -88,11 +88,15 @@ def _subclasses(kind: type) -> list[type]:
     return [sub for one in direct for sub in (one, *_subclasses(one))]
 
 
-def _check_alike(name: str, kinds: Sequence[type]) -> None:
+def _check_alike(name: str, kinds: Sequence[type], line: str) -> None:
     """Raises CaptureError for classes of one name that do different things: a graph could not tell them apart."""
     if len({_content(kind) for kind in kinds}) > 1:
         raise CaptureError(
-            problem(f"several different torch.autograd.Functions are called {name}", fix="give them different names")
+            problem(
+                f"several different torch.autograd.Functions are called {name}",
+                source=line,
+                fix="give them different names",
+            )
         )
 
 
@@ -169,9 +173,11 @@ class _Replacing:
     def meet(self, kind: Any) -> None:
         if kind in _ORIGINALS or self.inside or kind in _TRACED_THROUGH:
             return
+        if kind.__module__ == "torch._library.autograd":  # of a registered operator, which is captured itself
+            return
         name = _name(kind)
         self.kinds.setdefault(name, []).append(kind)
-        _check_alike(name, self.kinds[name])
+        _check_alike(name, self.kinds[name], self.line_of(sys._getframe(2)))
         _KNOWN[name] = kind
         has_setup = kind.setup_context is not Function.setup_context
         _ORIGINALS[kind] = {n: vars(kind).get(n) for n in ("forward", "setup_context")}

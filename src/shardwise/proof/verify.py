@@ -337,7 +337,7 @@ class _Ranks:
         for i, out in enumerate(self.spmd.outputs):
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
-                collected[kind, f"[{i}]"] = leaves[i]
+                collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
         sources = [s for s in self.spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
         for source in sources:
             if source.value in gradients:
