@@ -24,6 +24,7 @@ from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.launch.calibrate import calibrate
 from shardwise.launch.launcher import launch
+from shardwise.texts import whole_number
 
 EXIT_USAGE = 2
 
@@ -178,7 +179,9 @@ def _plan(chosen: argparse.Namespace) -> int:
         memory_bytes = None if chosen.memory is None else parse_quantity(chosen.memory, "B")
     except ValueError as error:
         raise ShardwiseError(problem(f"--memory: {error}", fix='such as --memory "60 GiB"')) from error
-    cluster = Cluster.local(int(chosen.cluster)) if chosen.cluster.isdigit() else Cluster.load(chosen.cluster)
+    cluster = (
+        Cluster.load(chosen.cluster) if whole_number(chosen.cluster) is None else Cluster.local(int(chosen.cluster))
+    )
     settings: dict[str, Any] = {
         "mesh": None if chosen.mesh is None else Mesh.parse(chosen.mesh),
         "max_mesh_axes": chosen.max_mesh_axes,

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_AROUND = 60  # characters shown before and after a caret in a long text
+
 
 class ShardwiseError(ValueError):
     """Something the user can mend."""
@@ -80,5 +82,13 @@ def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: 
 
 
 def caret(text: str, column: int, message: str) -> str:
-    """``message`` with ``text`` beneath it and a caret under ``column`` (counted from 0)."""
-    return f"{message}\n  {text}\n  {' ' * column}^"
+    """``message`` with ``text`` beneath it and a caret under ``column`` (counted from 0). Of a long text, or one of
+    several lines, what stands around the column, in ASCII."""
+    if len(text) <= 2 * _AROUND and text.isascii() and text.isprintable():
+        return f"{message}\n  {text}\n  {' ' * column}^"
+    start = max(0, column - _AROUND)
+    before, after = (ascii(part)[1:-1] for part in (text[start:column], text[column : column + _AROUND]))
+    before = "..." * (start > 0) + before
+    after += "..." * (column + _AROUND < len(text))
+    where = f" (column {column:,})" if start else ""
+    return f"{message}{where}\n  {before}{after}\n  {' ' * len(before)}^"

@@ -13,16 +13,17 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.texts import MAX_DEVICES, read_json, read_text, shown, whole_number
 
 # name, name:8, [address]:8, or an IPv6 address, which is all colons; then options.
 _HOSTFILE_LINE = re.compile(r"(?:\[(?P<bare>\S+)\]|(?P<name>[^\s:=]+))(?::(?P<count>[^\s:]+))?(?P<options>(?:\s.*)?)")
 _IPV6_LINE = re.compile(r"(?P<name>[^\s=]+:[^\s=]*:[^\s=]*)(?P<options>(?:\s.*)?)")
-_OPTION = re.compile(r"\s*([\w-]+)\s*=\s*(\S+)")
+_OPTION = re.compile(r"(?<!\S)([\w-]+)\s*=\s*(\S+)")
 _IGNORED = frozenset({"max_slots", "max-slots", "slots_max", "slots-max"})  # a limit for mpirun's oversubscription
+_MOST_BYTES = 2**26  # of a hostfile or rank table: 64 for each of MAX_DEVICES
 _NUM_SHOWN = 4  # names or numbers listed in a message before it says "..."
 
 
@@ -63,7 +64,7 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
     fix = "write one host per line: node1 slots=8 (or node1:8, or node1)"
     found = _HOSTFILE_LINE.fullmatch(text) or _IPV6_LINE.fullmatch(text)
     if found is None or _OPTION.sub("", found["options"]).strip():
-        raise LaunchError(problem(f"{text!r} is not a line of a hostfile", source=where, fix=fix))
+        raise LaunchError(problem(f"{shown(text)} is not a line of a hostfile", source=where, fix=fix))
     parts = found.groupdict()
     name = parts["name"] or parts["bare"]
     counts = [parts["count"]] if parts.get("count") else []
@@ -71,13 +72,16 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
         if key == "slots":
             counts.append(value)
         elif key not in _IGNORED:
-            raise LaunchError(problem(f"the option {key!r} of host {name} is not known", source=where, fix=fix))
+            raise LaunchError(
+                problem(f"the option {shown(key)} of host {shown(name)[1:-1]} is not known", source=where, fix=fix)
+            )
     if len(counts) > 1:
         raise LaunchError(problem(f"host {name} has two numbers of slots", source=where, fix=fix))
-    if counts and not (counts[0].isdecimal() and int(counts[0]) > 0):
-        what = f"host {name} has {counts[0]!r} slots, which is not a number of ranks from 1 on"
+    slots = whole_number(counts[0]) if counts else None
+    if counts and not (slots and slots <= MAX_DEVICES):
+        what = f"host {name} has {shown(counts[0])} slots, which is not a number of ranks from 1 to {MAX_DEVICES}"
         raise LaunchError(problem(what, source=where, fix=fix))
-    return name, int(counts[0]) if counts else None
+    return name, slots
 
 
 def read_rank_table(path: str) -> tuple[Host, ...]:
@@ -92,12 +96,12 @@ def read_rank_table(path: str) -> tuple[Host, ...]:
     """
     text = _read(path, "rank table")
     try:
-        table = json.loads(text)
-    except json.JSONDecodeError as error:
+        table = read_json(text)
+    except ShardwiseError as error:
+        cause = error.__cause__
+        where = f"{path}:{cause.lineno}" if isinstance(cause, json.JSONDecodeError) else path
         fix = "correct the file, or generate it again"
-        raise LaunchError(
-            problem(f"the rank table is not JSON: {error.msg}", source=f"{path}:{error.lineno}", fix=fix)
-        ) from None
+        raise LaunchError(problem(f"the rank table cannot be read: {error}", source=where, fix=fix)) from None
     try:
         hosts = tuple(_server(number, entry) for number, entry in enumerate(_entries(table, "server_list", "the file")))
         _check_table(table, hosts)
@@ -153,9 +157,10 @@ def _entries(holder: Any, key: str, where: str) -> list[Any]:
 
 def _whole(holder: Any, key: str, where: str) -> int:
     found = holder.get(key) if isinstance(holder, dict) else None
-    if isinstance(found, bool) or not str(found).isdecimal():
+    number = whole_number(found if isinstance(found, str) else str(found) if type(found) is int else "")
+    if number is None:
         raise _TableError(f"has no number {key} in {where}")
-    return int(str(found))
+    return number
 
 
 def find_host(hosts: Sequence[Host], path: str) -> int:
@@ -205,9 +210,11 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> Iterator[str]:
-    """``"01-03,07"``: 01, 02, 03, 07. ValueError for what is neither a number nor a range."""
+    """``"01-03,07"``: 01, 02, 03, 07. ValueError for what is neither a number nor a range, or a long one."""
     for part in text.split(","):
         first, _, last = part.partition("-")
+        if int(last or first) - int(first) >= MAX_DEVICES:
+            raise ValueError(f"{shown(part)} are more than {MAX_DEVICES} hosts")
         for number in range(int(first), int(last or first) + 1):
             yield str(number).zfill(len(first))
 
@@ -221,14 +228,17 @@ def expand_counts(text: str) -> tuple[int, ...]:
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.removesuffix(")") or 1)
+        repeated = int(times.removesuffix(")") or 1)
+        if len(counts) + repeated > MAX_DEVICES:
+            raise ValueError(f"{shown(text)} are more than {MAX_DEVICES} hosts")
+        counts += [int(count)] * repeated
     return tuple(counts)
 
 
 def _read(path: str, kind: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path, _MOST_BYTES)
+    except (OSError, UnicodeDecodeError, ShardwiseError) as error:
         raise LaunchError(problem(f"cannot read the {kind}: {error}", fix=f"give the path of the {kind}")) from error
 
 

@@ -6,6 +6,7 @@ Bundled ones lie in ``costs/clusters/``, one per family of nodes; ``h100-16x8`` 
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.costs.cluster import Cluster, Device, Level, slowest
-from shardwise.costs.units import Figures, format_quantity, parse_quantity
+from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
 from shardwise.errors import ShardwiseError, problem
 from shardwise.hosts import read_hostfile, read_rank_table
+from shardwise.texts import MAX_DEVICES, check_texts, is_line, read_text, shown
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange")
@@ -39,8 +41,18 @@ _LEVEL_KEYS = {
     "launch": ("launch", "s", False, True),
     "in_switch": ("in_switch", "", False, True),
 }
-_LINE = re.compile(r"(?P<kind>\w+) over (?P<units>\d+)")
-_SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
+_LINE = re.compile(r"(?P<kind>[a-z_]+) over (?P<units>[1-9][0-9]{0,6})")
+_SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>[0-9]{1,7})x(?P<devices>[0-9]{1,7})")
+_COUNT = re.compile(r"[1-9][0-9]{0,6}")
+_MOST_BYTES = 2**18  # of a file; the bundled ones have 4 KB
+_LONGEST_LINE = 2**12  # characters
+_DOTTED = re.compile(
+    r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}"""
+)  # tomllib takes their square
+_LONGEST_NAME = 2**8
+_MOST_LEVELS = 16
+_MOST_TABLES = 2**8  # in a list: levels, or kinds of devices
+_NUM_SHOWN = 20  # faults in one message
 
 
 def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
@@ -48,7 +60,7 @@ def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
     text = str(name)
     if text.endswith(".toml"):
         try:
-            cluster = parse(Path(text).read_text(encoding="utf-8"), text)
+            cluster = parse(read_text(text, _MOST_BYTES), text)
         except (OSError, UnicodeDecodeError) as error:
             raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="give its path")) from error
     else:
@@ -73,7 +85,7 @@ def _bundled(name: str) -> Cluster:
     sized = None if name in families() else _SIZED.fullmatch(name)
     chosen = sized["family"] if sized else name
     if chosen not in families():
-        what = f"there is no cluster {name!r}"
+        what = f"there is no cluster {shown(name)}"
         facts = [("bundled", ", ".join(families()))]
         raise ShardwiseError(problem(what, facts=facts, fix="name one (h100-16x8: 16 nodes of 8), or a .toml file"))
     largest = family(chosen)
@@ -123,8 +135,11 @@ class _Reader:
         except ShardwiseError as error:
             self.complain(where, str(error))
             return float("nan")
+        least, most = RANGES[unit]
+        if number and not least <= number <= most:
+            self.complain(where, f"{shown(value)} is not between {least:g} and {most:g} {unit}".rstrip())
         if number == 0 and not may_be_zero:
-            self.complain(where, f"{value!r} is not positive")
+            self.complain(where, f"{shown(value)} is not positive")
         return number
 
     def figures(
@@ -143,8 +158,8 @@ class _Reader:
     ) -> Figures:
         """A table of figures by name: dtypes or kinds of collectives. Only times may be 0."""
         entries = self.table(table, key, where)
-        for name in entries.keys() - set(names):
-            self.complain(f"{where}.{key}.{name}", f"is not one of {', '.join(names)}")
+        for name in sorted(entries.keys() - set(names)):
+            self.complain(f"{where}.{key}.{_key(name)}", f"is not one of {', '.join(names)}")
         values = {
             name: self.figure(entries[name], unit, f"{where}.{key}.{name}", may_be_zero=unit == "s")
             for name in names
@@ -164,6 +179,9 @@ class _Reader:
 
     def tables(self, holder: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
         entries = holder.get(key, [])
+        if isinstance(entries, list) and len(entries) > _MOST_TABLES:
+            self.complain(key, f"are {len(entries):,}, more than {_MOST_TABLES}")
+            return []
         if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
             return entries
         self.complain(key, f"is not a list of tables ([[{key}]])")
@@ -171,15 +189,22 @@ class _Reader:
 
     def text(self, table: Mapping[str, Any], key: str, where: str) -> str:
         entry = table.get(key)
-        if not isinstance(entry, str) or not entry:
-            self.complain(f"{where}.{key}".lstrip("."), "is missing" if entry is None else f"{entry!r} is not a name")
+        if not isinstance(entry, str) or not entry or not is_line(entry, _LONGEST_NAME):
+            what = f"{shown(entry)} is not a name: one line of at most {_LONGEST_NAME} characters"
+            self.complain(f"{where}.{key}".lstrip("."), "is missing" if entry is None else what)
             return ""
         return entry
 
+    def source(self, entry: object, where: str) -> str:
+        """Where a figure comes from: a text, or a number or date."""
+        if isinstance(entry, (dict, list)):
+            self.complain(where, f"{shown(entry)} is not a text")
+        return str(entry) if isinstance(entry, str) else shown(entry)
+
     def count(self, table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
         entry = table.get(key, default)
-        if isinstance(entry, bool) or not isinstance(entry, int) or entry < 1:
-            what = "is missing" if entry is None else f"{entry!r} is not a whole number from 1"
+        if isinstance(entry, bool) or not isinstance(entry, int) or not 1 <= entry <= MAX_DEVICES:
+            what = "is missing" if entry is None else f"{shown(entry)} is not a whole number from 1 to {MAX_DEVICES}"
             self.complain(f"{where}.{key}", what)
             return 1
         return entry
@@ -187,12 +212,12 @@ class _Reader:
     def flag(self, table: Mapping[str, Any], key: str, where: str) -> bool:
         entry = table.get(key, False)
         if not isinstance(entry, bool):
-            self.complain(f"{where}.{key}", f"{entry!r} is neither true nor false")
+            self.complain(f"{where}.{key}", f"{shown(entry)} is neither true nor false")
         return bool(entry)
 
     def unknown(self, table: Mapping[str, Any], known: set[str], where: str) -> None:
-        for key in table.keys() - known:
-            self.complain(f"{where}.{key}".lstrip("."), f"is not known; there is {', '.join(sorted(known))}")
+        for key in sorted(table.keys() - known):
+            self.complain(f"{where}.{_key(key)}".lstrip("."), f"is not known; there is {', '.join(sorted(known))}")
 
     def finish(self) -> None:
         if self.wrong:
@@ -201,21 +226,44 @@ class _Reader:
                 if len(self.wrong) > 1
                 else "the cluster file has a fault"
             )
-            listed = [f"  {where}: {text}" for where, text in self.wrong]
+            listed = [f"  {where}: {text}" for where, text in self.wrong[:_NUM_SHOWN]]
+            listed += [f"  and {len(self.wrong) - _NUM_SHOWN} more"] if len(self.wrong) > _NUM_SHOWN else []
             fix = "correct them; docs/clusters.md describes the format"
             raise ShardwiseError("\n".join([problem(what, source=self.path), *listed, f"  fix:    {fix}"]))
 
 
+def _key(name: str) -> str:
+    """A name of a file as messages show it."""
+    return name if is_line(name, 60) else shown(name)
+
+
+def _content(text: str, path: str) -> dict[str, Any]:
+    """The tables of a TOML text. Raises ShardwiseError."""
+    longest = max(map(len, text.splitlines()), default=0)
+    try:
+        if len(text) > _MOST_BYTES:
+            raise ShardwiseError(f"it has {len(text):,} characters, more than {_MOST_BYTES:,}")
+        if longest > _LONGEST_LINE:
+            raise ShardwiseError(f"it has a line of {longest:,} characters, more than {_LONGEST_LINE:,}")
+        if _DOTTED.search(text):
+            raise ShardwiseError("it has a dotted name of more than 16 parts")
+        content = tomllib.loads(text)
+        check_texts(content)
+    except (ValueError, RecursionError) as error:  # the reader goes down with the nesting
+        why = "it is nested too deep" if isinstance(error, RecursionError) else _key(str(error))
+        raise ShardwiseError(problem(f"the cluster file is not TOML: {why}", source=path, fix="correct it")) from None
+    return content
+
+
 def parse(text: str, path: str = "cluster.toml") -> Cluster:
     """The cluster that a TOML text describes. Raises ShardwiseError with all faults."""
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ShardwiseError(problem(f"the cluster file is not TOML: {error}", source=path, fix="correct it")) from None
+    content = _content(text, path)
     reader = _Reader(path)
     reader.unknown(content, {"name", "device", "devices", "levels", "sources", "measured"}, "")
     name = reader.text(content, "name", "")
     levels = tuple(_level(reader, entry, f"levels[{i}]") for i, entry in enumerate(reader.tables(content, "levels")))
+    if len(levels) > _MOST_LEVELS or prod(level.size for level in levels) > MAX_DEVICES:
+        reader.complain("levels", f"there are at most {_MOST_LEVELS} of them, for at most {MAX_DEVICES} devices")
     if not levels:
         reader.complain("levels", "is missing: a cluster has at least one, what connects the devices of a node")
     counted = _devices(reader, content)
@@ -224,9 +272,14 @@ def parse(text: str, path: str = "cluster.toml") -> Cluster:
         sizes = " x ".join(str(level.size) for level in levels)
         total = sum(count for _, count in counted)
         reader.complain("devices", f"are {total}, but the levels hold {sizes} = {num_devices}")
-    sources = tuple((key, str(value)) for key, value in reader.table(content, "sources", "").items())
+    sources = tuple(
+        (key, reader.source(value, f"sources.{_key(key)}"))
+        for key, value in reader.table(content, "sources", "").items()
+    )
     reader.finish()
-    kinds = {device.name: sum(count for other, count in counted if other == device) for device, _ in counted}
+    kinds: dict[str, int] = {}
+    for device, count in counted:
+        kinds[device.name] = kinds.get(device.name, 0) + count
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
     return Cluster(name, slowest([device for device, _ in counted]), levels, mixed, sources)
 
@@ -239,11 +292,12 @@ def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, 
         return []
     if "device" in content:
         return [(_device(reader, reader.table(content, "device", ""), "device"), 0)]
-    if not reader.tables(content, "devices"):
+    kinds = reader.tables(content, "devices")
+    if not kinds:
         reader.complain("devices", "are none")
     return [
         (_device(reader, entry, f"devices[{i}]", {"count"}), reader.count(entry, "count", f"devices[{i}]"))
-        for i, entry in enumerate(reader.tables(content, "devices"))
+        for i, entry in enumerate(kinds)
     ]
 
 
@@ -252,10 +306,10 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
     reader.unknown(table, known, where)
     base = None
     if "like" in table:
-        if table["like"] in families():
+        if isinstance(table["like"], str) and table["like"] in families():
             base = family(table["like"]).device
         else:
-            reader.complain(f"{where}.like", f"{table['like']!r} is not one of {', '.join(families())}")
+            reader.complain(f"{where}.like", f"{shown(table['like'])} is not one of {', '.join(families())}")
     keys = {
         key: (name, unit, required and base is None, zero) for key, (name, unit, required, zero) in _DEVICE_KEYS.items()
     }
@@ -268,7 +322,7 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
     if base is not None:
         changes |= {"flops": Figures({**base.flops, **flops})}
         changes |= {"matmul_efficiency": Figures({**base.matmul_efficiency, **efficiency})}
-        changes |= {"name": str(table["name"])} if "name" in table else {}
+        changes |= {"name": reader.text(table, "name", where)} if "name" in table else {}
         return replace(base, **changes)
     if not flops:
         reader.complain(f"{where}.flops", "is missing: peak FLOP/s of at least one dtype, such as bf16")
@@ -297,10 +351,10 @@ def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
     figures = reader.figures(table, _LEVEL_KEYS, where)
     by_size: list[tuple[int, float]] = []
     for key, value in reader.table(table, "group_bandwidths", where).items():
-        if key.isdecimal() and int(key) > 1:
+        if _COUNT.fullmatch(key) and int(key) > 1:
             by_size.append((int(key), reader.figure(value, "B/s", f"{where}.group_bandwidths.{key}")))
         else:
-            reader.complain(f"{where}.group_bandwidths.{key}", "is not a number of units from 2")
+            reader.complain(f"{where}.group_bandwidths.{_key(key)}", "is not a number of units from 2")
     return Level(
         name=reader.text(table, "name", where),
         size=reader.count(table, "size", where),
@@ -318,7 +372,7 @@ def _lines(reader: _Reader, table: Mapping[str, Any], where: str) -> tuple[tuple
     """``"all_reduce over 4" = ["30 us", "150 GB/s"]``: latency, and bytes of the message per second."""
     parsed: list[tuple[str, int, float, float]] = []
     for key, value in reader.table(table, "lines", where).items():
-        match, place = _LINE.fullmatch(key), f"{where}.lines.{key!r}"
+        match, place = _LINE.fullmatch(key), f"{where}.lines.{shown(key)}"
         if match is None or match["kind"] not in KINDS or not isinstance(value, list) or len(value) != 2:
             reader.complain(place, 'is not like "all_reduce over 4" = ["30 us", "150 GB/s"]')
             continue
@@ -386,5 +440,4 @@ def _toml(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are among JSON's

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from math import isfinite
+from math import inf, isfinite
 
 from shardwise.errors import ShardwiseError
+from shardwise.texts import shown
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -29,7 +30,17 @@ UNITS: dict[str, dict[str, float]] = {
     "": {"": 1.0, "%": 1e-2},
 }
 
-_QUANTITY = re.compile(r"\s*([-+]?[\d.][\d_.]*(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
+# What is measured -> between which figures, other than 0, any hardware has: sums and quotients of them stay finite.
+RANGES = {
+    "B": (1.0, 1e18),
+    "B/s": (1.0, 1e18),
+    "FLOP/s": (1.0, 1e24),
+    "FLOP": (1e-3, 1e24),
+    "s": (1e-15, 1e6),
+    "": (1e-6, 1e6),
+}
+_LONGEST = 64  # characters of a figure
+_QUANTITY = re.compile(r"([-+]?[0-9.][0-9_.]*(?:[eE][-+]?[0-9]+)?) *([A-Za-zµ/%]*)")
 
 
 class Figures(Mapping[str, float]):
@@ -68,15 +79,15 @@ def parse_quantity(value: object, unit: str) -> float:
     >>> parse_quantity("80 GiB", "B"), parse_quantity("200 Gb/s", "B/s"), parse_quantity(5e-6, "s")
     (85899345920.0, 25000000000.0, 5e-06)
 
-    Raises ShardwiseError for anything else, negative and infinite numbers included.
+    Raises ShardwiseError for anything else, negative, and infinite numbers included.
     """
     example = {"B": "80 GiB", "B/s": "900 GB/s", "FLOP/s": "312 TFLOP/s", "FLOP": "2 GFLOP", "s": "5 us", "": "0.8"}[
         unit
     ]
     if isinstance(value, str):
-        match = _QUANTITY.fullmatch(value)
+        match = _QUANTITY.fullmatch(value.strip(" ")) if len(value) <= _LONGEST else None
         if match is None:
-            raise ShardwiseError(f"{value!r} is not a number with a unit, such as {example!r}")
+            raise ShardwiseError(f"{shown(value)} is not a number with a unit, such as {example!r}")
         units = UNITS[unit]
         if match[2] not in units and match[2]:
             raise ShardwiseError(f"unknown unit {match[2]!r} in {value!r}: write for example {example!r}")
@@ -86,13 +97,13 @@ def parse_quantity(value: object, unit: str) -> float:
         except ValueError:
             raise ShardwiseError(f"{match[1]!r} is not a number") from None
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
+        number = float(value) if isinstance(value, float) or value.bit_length() < 1000 else inf
     else:
-        raise ShardwiseError(f"{value!r} is not a number with a unit, such as {example!r}")
+        raise ShardwiseError(f"{shown(value)} is not a number with a unit, such as {example!r}")
     if not isfinite(number):
-        raise ShardwiseError(f"{value!r} is not finite")
+        raise ShardwiseError(f"{shown(value)} is not finite")
     if number < 0:
-        raise ShardwiseError(f"{value!r} is negative")
+        raise ShardwiseError(f"{shown(value)} is negative")
     return number
 
 

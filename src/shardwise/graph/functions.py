@@ -74,7 +74,7 @@ def function_of(name: str) -> type[Function]:
             raise ShardwiseError(
                 problem(f"this process has no torch.autograd.Function {name}", fix="import it on every rank")
             )
-        _check_alike(name, found)
+        _check_alike(name, found, "")
         _KNOWN[name] = found[-1]
     return _KNOWN[name]
 

@@ -65,7 +65,7 @@ def parse_choice(word: str) -> AxisChoice:
     """``I``, ``R``, ``P`` or ``P1`` (the second group), or a factor, which is written in lower case."""
     if word in ("I", "R"):
         return INVARIANT if word == "I" else REPLICATED
-    group = re.fullmatch(r"P(\d*)", word)
+    group = re.fullmatch(r"P([0-9]{0,4})", word)
     return PassSum(int(group.group(1) or 0)) if group else Split(word)
 
 

@@ -8,12 +8,18 @@ operators which see the same eight devices as ``(2, 4)`` and as ``(8, 1)`` speak
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 from shardwise.errors import LayoutError, NotationError, caret
+from shardwise.texts import MAX_DEVICES, check_notation, shown, whole_number
+
+_MOST_AXES = 64
+_MOST_CHARACTERS = 2**13  # of a mesh as text
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
@@ -35,20 +41,28 @@ class Mesh:
 
     ``sub_axes`` are the prime parts: an axis of prime size is its own sub-axis (``dp``), the others number theirs,
     major first (``tp.0``, ``tp.1``); axes of size 1 have none. Layouts and strategies name sub-axes; texts may name
-    whole axes.
+    whole axes. Raises LayoutError for more than ``texts.MAX_DEVICES`` devices, which bounds whatever is done for each.
     """
 
     axes: tuple[tuple[str, int], ...]
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]] = (), /, **sizes: int) -> None:
         pairs = tuple(axes.items() if isinstance(axes, Mapping) else axes) + tuple(sizes.items())
+        if len(pairs) > _MOST_AXES:
+            raise LayoutError(f"a mesh of {len(pairs):,} axes, more than {_MOST_AXES}")
         for name, size in pairs:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise LayoutError(f"mesh axis name {name!r} is not an identifier")
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise LayoutError(f"mesh axis name {shown(name)} is not an identifier of at most 64 characters")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise LayoutError(f"mesh axis {name} needs a positive whole number of devices, not {size!r}")
-        if len({name for name, _ in pairs}) != len(pairs):
-            raise LayoutError(f"mesh axis named twice in {pairs}")
+                raise LayoutError(f"mesh axis {name} needs a positive whole number of devices, not {shown(size)}")
+            if size > MAX_DEVICES:
+                raise LayoutError(f"mesh axis {name} has {shown(size)} devices, more than {MAX_DEVICES:,}")
+        if prod(size for _, size in pairs) > MAX_DEVICES:
+            product = " x ".join(str(size) for _, size in pairs)
+            raise LayoutError(f"a mesh of {product} devices, more than {MAX_DEVICES:,}")
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise LayoutError(f"mesh axis {twice[0]} is named twice")
         object.__setattr__(self, "axes", pairs)
 
     @cached_property
@@ -91,7 +105,7 @@ class Mesh:
         if name in self.sizes:
             return (name,)
         known = ", ".join(f"{axis}={size}" for axis, size in self.axes)
-        raise LayoutError(f"unknown mesh axis {name!r}: the mesh is ({known})")
+        raise LayoutError(f"unknown mesh axis {shown(name)}: the mesh is ({known})")
 
     def size_of(self, axes: Iterable[str]) -> int:
         """Number of devices along the product of sub-axes."""
@@ -153,6 +167,8 @@ class Mesh:
     def parse_axes(self, text: str) -> tuple[str, ...]:
         """The inverse of ``format_axes``; spaces are allowed."""
         names = text.strip().removeprefix("(").removesuffix(")").split(",")
+        if len(names) > _MOST_AXES:
+            raise LayoutError(f"{len(names):,} axes in {shown(text)}, more than {_MOST_AXES}")
         return tuple(part for name in names for part in self.expand(name.strip()))
 
     def __str__(self) -> str:
@@ -162,14 +178,18 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """``"Mesh(dp=2, tp=4)"`` or ``"dp=2, tp=4"`` -> Mesh."""
-        inner = re.fullmatch(r"\s*(?:Mesh\()?([^()]*)\)?\s*", text)
+        """``"Mesh(dp=2, tp=4)"`` or ``"dp=2, tp=4"`` -> Mesh. Raises NotationError or LayoutError."""
+        reads = "a mesh reads dp=2, tp=4"
+        inner = check_notation(text, reads, _MOST_CHARACTERS).strip()
+        if inner.startswith("Mesh(") and inner.endswith(")"):
+            inner = inner[len("Mesh(") : -1]
         pairs: list[tuple[str, int]] = []
-        for item in (inner.group(1) if inner else text).split(","):
-            match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", item)
-            if match is None:
-                if not item.strip() and not pairs:
-                    continue
-                raise NotationError(caret(text, max(text.find(item), 0), "a mesh reads dp=2, tp=4"))
-            pairs.append((match.group(1), int(match.group(2))))
+        column = text.find(inner)
+        for item in inner.split(",") if inner.strip() else ():
+            name, _, size = (part.strip() for part in item.partition("="))
+            number = whole_number(size)
+            if not _NAME.fullmatch(name) or number is None:
+                raise NotationError(caret(text, column, reads))
+            pairs.append((name, number))
+            column += len(item) + 1
         return Mesh(pairs)

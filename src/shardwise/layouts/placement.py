@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 from shardwise.errors import LayoutError, problem
 from shardwise.layouts.mesh import Mesh
@@ -79,13 +79,17 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
             )
             fix = f"start {absent[-1] + 1} ranks, or name ranks from 0 to {num_ranks - 1}"
             raise LayoutError(problem(what + _shown(absent), fix=fix))
-    for (one, first), (other, second) in combinations(enumerate(placements), 2):
-        common = sorted(set(first.ranks) & set(second.ranks))
-        if common and first.ranks != second.ranks:
+    stage_of: dict[int, int] = {}  # rank -> the first stage that has it
+    for other, second in enumerate(placements):
+        for one in sorted({stage_of.setdefault(rank, other) for rank in second.ranks} - {other}):
+            first = placements[one]
+            if first.ranks == second.ranks:
+                continue
+            common = sorted(set(first.ranks) & set(second.ranks))
             what = f"stages {one} and {other} share {_counted(common)}, but not all: stage {one} has "
             what += f"{_shown(first.ranks)}, stage {other} has {_shown(second.ranks)}"
             raise LayoutError(problem(what, fix="give them the same ranks, or ranks of their own"))
-    missing = sorted(set(range(num_ranks)).difference(*(placement.ranks for placement in placements)))
+    missing = sorted(set(range(num_ranks)).difference(stage_of))
     if missing:
         raise LayoutError(
             problem(

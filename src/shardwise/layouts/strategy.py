@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -30,6 +30,10 @@ from shardwise.layouts.choice import (
 from shardwise.layouts.layout import Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.rules.rule import Dims, OpRule, Window, base_name
+from shardwise.texts import check_notation, shown, whole_number
+
+_READS = "a strategy reads m@dp n@tp"
+_WORD = re.compile(r" *([A-Za-z_][\w.]*)@(\([^()]*\)|[\w.]+)(?:\{([^{}]*)\})? *", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -81,35 +85,44 @@ class Strategy:
         return " ".join(words)
 
 
+def _words(text: str) -> Iterator[re.Match[str]]:
+    """The words of a strategy's text, one behind the other: factor or state, axes, lengths. Raises NotationError."""
+    position, end = 0, len(check_notation(text, _READS).rstrip())
+    while position < end:
+        match = _WORD.match(text, position)
+        if match is None:
+            raise NotationError(caret(text, position, _READS))
+        yield match
+        position = match.end()
+
+
 def parse_choices(text: str, mesh: Mesh) -> dict[str, AxisChoice]:
     """``"m@dp n@(tp,sp) I@x"`` -> sub-axis -> choice, in the order written. Raises NotationError or LayoutError."""
     choices: dict[str, AxisChoice] = {}
-    position = 0
-    for match in re.finditer(r"\s*([A-Za-z_][\w.]*)@(\([^)]*\)|[\w.]+)(?:\{[^{}]*\})?\s*", text):
-        if match.start() != position:
-            break
-        position = match.end()
+    for match in _words(text):
         for axis in mesh.parse_axes(match.group(2)):
             if axis in choices:
-                raise LayoutError(f"mesh axis {axis} is used more than once in {text!r}")
+                raise LayoutError(f"mesh axis {axis} is used more than once in {shown(text)}")
             choices[axis] = parse_choice(match.group(1))
-    if position != len(text.rstrip()) and position != len(text):
-        raise NotationError(caret(text, position, "a strategy reads m@dp n@tp"))
     return choices
 
 
 def parse_cuts(text: str) -> dict[str, tuple[int, ...]]:
     """``"v@tp{10,20,30,4} n@dp"`` -> ``{"v": (10, 20, 30, 4)}``. Raises NotationError or LayoutError."""
     cuts: dict[str, tuple[int, ...]] = {}
-    for match in re.finditer(r"([\w.]+)@(?:\([^)]*\)|[\w.]+)\{([^{}]*)\}", text):
-        name, inner = match.groups()
-        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", inner):
-            raise NotationError(caret(text, match.start(2), "an uneven split reads v@tp{10,20,30,4}"))
+    for match in _words(text):
+        name, _, inner = match.groups()
+        if inner is None:
+            continue
+        lengths = [whole_number(length.strip()) for length in inner.split(",")]
+        known = tuple(length for length in lengths if length is not None)
+        if len(known) < len(lengths):
+            raise NotationError(caret(text, match.start(3), "an uneven split reads v@tp{10,20,30,4}"))
         if not isinstance(parse_choice(name), Split):
-            raise LayoutError(f"{name} is no factor: only a factor can be split unevenly ({text!r})")
+            raise LayoutError(f"{name} is no factor: only a factor can be split unevenly ({shown(text)})")
         if name in cuts:
-            raise LayoutError(f"factor {name} is split unevenly twice in {text!r}")
-        cuts[name] = tuple(map(int, inner.split(",")))
+            raise LayoutError(f"factor {name} is split unevenly twice in {shown(text)}")
+        cuts[name] = known
     return cuts
 
 
@@ -124,7 +137,7 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
     seen: set[str] = set()
     for name, axes in strategy.factors:
         if name not in known:
-            raise LayoutError(f"the operator has no factor {name!r}: {rule}")
+            raise LayoutError(f"the operator has no factor {shown(name)}: {rule}")
         if known[name].kind == "whole":
             raise LayoutError(f"factor {name} of {rule} can not be split")
         for axis in axes:
@@ -141,7 +154,9 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
     lowers = any(known[name].kind == "lowered" for name, axes in strategy.factors if axes)
     for name, lengths in strategy.cuts:
         if name not in known:
-            raise LayoutError(f"the operator has no undivided factor {name!r}, so it can not be split by hand: {rule}")
+            raise LayoutError(
+                f"the operator has no undivided factor {shown(name)}, so it can not be split by hand: {rule}"
+            )
         factor, axes = known[name], strategy.axes_of.get(name, ())
         if factor.kind not in ("sum", "parallel") or rule.windows or lowers:
             raise LayoutError(f"factor {name} of {rule} can only be split evenly")
@@ -151,12 +166,12 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
                 f"{mesh.size_of(axes)} devices ({mesh.format_axes(axes)})"
             )
         if sum(lengths) != factor.size:
-            added = " + ".join(map(str, lengths))
+            added = " + ".join(map(str, lengths[:16])) + " + ..." * (len(lengths) > 16)
             raise LayoutError(f"factor {name} has size {factor.size}, its parts make {added} = {sum(lengths)}")
 
 
 def _listed(lengths: tuple[int, ...]) -> str:
-    return "{" + ",".join(map(str, lengths)) + "}"
+    return "{" + ",".join(map(str, lengths[:16])) + ",..." * (len(lengths) > 16) + "}"
 
 
 def piece_of(strategy: Strategy, name: str, size: int, index: int, count: int) -> tuple[int, int]:

@@ -7,6 +7,8 @@ several ranges of one device with a plus: ``{14:16+0:6|...}``.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from itertools import chain
 
 import torch
 
@@ -14,6 +16,13 @@ from shardwise.errors import LayoutError, NotationError, caret
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
+from shardwise.texts import MAX_NUMBER, check_notation, shown, whole_number
+
+_READS = "a layout reads [32@dp, 512, 4096@tp]"
+_MOST_ATOMS = 256  # of all dims together
+_HEAD = re.compile(r" *(?:\w+ *)?\[", re.ASCII)
+_ATOM = re.compile(r" *([0-9]+)(?:@(\([^()]*\)|[\w.]+)(?:\{([^{}]*)\})?)? *", re.ASCII)
+_STATES = re.compile(r" *(replicated|partial)\(([^()]*)\) *")
 
 DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -31,7 +40,7 @@ def parse_dtype(name: str) -> torch.dtype:
     for dtype, dtype_name in DTYPE_NAMES.items():
         if name in (dtype_name, str(dtype).removeprefix("torch.")):
             return dtype
-    raise NotationError(f"{name!r} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
+    raise NotationError(f"{shown(name)} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
 
 
 def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: bool = True) -> str:
@@ -66,9 +75,9 @@ def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: b
 def parse_layout(text: str, mesh: Mesh) -> Layout:
     """The inverse of ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or
     LayoutError."""
-    match = re.match(r"\s*\w*\s*\[", text)
+    match = _HEAD.match(check_notation(text, _READS))
     if match is None:
-        raise NotationError(caret(text, 0, "a layout reads [32@dp, 512, 4096@tp]"))
+        raise NotationError(caret(text, 0, _READS))
     close = text.find("]", match.end())
     if close < 0:
         raise NotationError(caret(text, len(text), "']' is missing"))
@@ -76,41 +85,56 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     windows: list[Windows] = []
     column = match.end()
     for item in _split_dims(text[match.end() : close]):
+        if sum(map(len, dims)) > _MOST_ATOMS:
+            raise LayoutError(f"more than {_MOST_ATOMS} dims and parts of dims in {shown(text)}")
         atoms, windows_of_dim = _parse_dim(text, column, item, mesh)
         windows.extend(Windows(len(dims), i, ranges) for i, ranges in windows_of_dim.items())
         dims.append(atoms)
         column += len(item) + 1
+    states = _parse_states(text, close + 1, mesh)
+    split = Counter(chain(states, *(atom.axes for dim in dims for atom in dim)))
+    twice = sorted(axis for axis, count in split.items() if count > 1)
+    if twice:
+        raise LayoutError(f"mesh axis {', '.join(twice)} is used more than once in {shown(text)}")
+    ordered = tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]]))
+    layout = Layout(mesh, tuple(dims), ordered, tuple(windows))
+    if max(layout.shape, default=0) > MAX_NUMBER:
+        raise LayoutError(f"a dim of {shown(text)} has more elements than 64 bits count")
+    for window in windows:
+        _check_windows(text, window, dims[window.dim][window.atom], mesh)
+    return layout
+
+
+def _parse_states(text: str, column: int, mesh: Mesh) -> dict[str, str]:
+    """``replicated(dp) partial(sum@tp)`` from a column on: sub-axis -> state."""
     states: dict[str, str] = {}
     kinds = {kind: state for state, kind in PARTIAL_KINDS.items()}
-    column = close + 1
-    for word in re.finditer(r"\s*(replicated|partial)\(([^)]*)\)|\S+", text[close + 1 :]):
-        inner, start = word.group(2), column + word.end() - len(word.group().lstrip())
-        if word.group(1) is None:
+    end = len(text.rstrip())
+    while column < end:
+        word = _STATES.match(text, column)
+        if word is None:
+            start = end - len(text[column:end].lstrip())
             raise NotationError(caret(text, start, "expected replicated(axes) or partial(sum@axes)"))
-        state = "R"
+        inner, state = word.group(2), "R"
         if word.group(1) == "partial":
             kind, _, inner = inner.partition("@")
             if kind.strip() not in kinds or not inner:
-                raise NotationError(caret(text, start, "a partial sum reads partial(sum@tp)"))
+                raise NotationError(caret(text, word.start(1), "a partial sum reads partial(sum@tp)"))
             state = kinds[kind.strip()]
         for axis in mesh.parse_axes(inner):
             if axis in states:
-                raise LayoutError(f"mesh axis {axis} has two states in {text!r}")
+                raise LayoutError(f"mesh axis {axis} has two states in {shown(text)}")
             states[axis] = state
-    ordered = tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]]))
-    layout = Layout(mesh, tuple(dims), ordered, tuple(windows))
-    for window in windows:
-        atom = dims[window.dim][window.atom]
-        if len(window.ranges) != mesh.size_of(atom.axes):
-            raise LayoutError(
-                f"{len(window.ranges)} windows for {atom.size}@{mesh.format_axes(atom.axes)} in {text!r}: split over "
-                f"{mesh.size_of(atom.axes)} devices"
-            )
-    used = [axis for dim in dims for atom in dim for axis in atom.axes] + list(states)
-    twice = sorted({axis for axis in used if used.count(axis) > 1})
-    if twice:
-        raise LayoutError(f"mesh axis {', '.join(twice)} is used more than once in {text!r}")
-    return layout
+        column = word.end()
+    return states
+
+
+def _check_windows(text: str, window: Windows, atom: Atom, mesh: Mesh) -> None:
+    """Raise LayoutError unless the windows are of rows that the atom has."""
+    for start, stop in chain.from_iterable(window.ranges):
+        if not start < stop <= atom.size:
+            what = f"the window {start}:{stop} of {atom.size}@{mesh.format_axes(atom.axes)} in {shown(text)}"
+            raise LayoutError(f"{what}: it has rows from 0 to {atom.size}")
 
 
 def format_move(move: Move) -> str:
@@ -134,11 +158,11 @@ def parse_move(text: str, mesh: Mesh) -> Move:
 def _split_dims(text: str) -> list[str]:
     """Split at the commas outside parentheses."""
     items, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if char == "," and depth == 0:
-            items.append(text[start:i])
-            start = i + 1
+    for match in re.finditer(r"[(),]", text):
+        depth += (match.group() == "(") - (match.group() == ")")
+        if match.group() == "," and depth == 0:
+            items.append(text[start : match.start()])
+            start = match.end()
     return [*items, text[start:]] if text.strip() else []
 
 
@@ -146,20 +170,28 @@ def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[tuple[Ato
     """The atoms, and the windows of those that have any."""
     column += len(item) - len(item.lstrip())
     inner = item.strip()
-    if inner.startswith("(") and inner.endswith(")") and not re.fullmatch(r"\(.*\)@.*", inner):
+    if inner.startswith("(") and inner.endswith(")"):
         inner, column = inner[1:-1], column + 1
     atoms: list[Atom] = []
     windows: dict[int, tuple[Ranges, ...]] = {}
     position = 0
-    for match in re.finditer(r"\s*(\d+)(?:@(\([^)]*\)|[\w.]+)(?:\{([^}]*)\})?)?\s*", inner):
-        if match.start() != position:
-            break
+    while position < len(inner) or not atoms:
+        match = _ATOM.match(inner, position)
+        size = None if match is None else whole_number(match.group(1))
+        if match is None or size is None:
+            reads = "a dim reads 4096, 4096@tp, 4096@(dp,tp) or (3 12@tp 64)"
+            raise NotationError(caret(text, column + position, reads))
         position = match.end()
+        axes = mesh.parse_axes(match.group(2)) if match.group(2) else ()
         if match.group(3) is not None:
+            count = match.group(3).count("|") + 1
+            if count != mesh.size_of(axes):
+                what = f"{count:,} windows for {size}@{mesh.format_axes(axes)} in {shown(text)}"
+                raise LayoutError(f"{what}: split over {mesh.size_of(axes)} devices")
             windows[len(atoms)] = _parse_windows(text, column + match.start(3), match.group(3))
-        atoms.append(Atom(int(match.group(1)), mesh.parse_axes(match.group(2)) if match.group(2) else ()))
-    if position != len(inner) or not atoms:
-        raise NotationError(caret(text, column + position, "a dim reads 4096, 4096@tp, 4096@(dp,tp) or (3 12@tp 64)"))
+        atoms.append(Atom(size, axes))
+        if len(atoms) > _MOST_ATOMS:
+            raise LayoutError(f"more than {_MOST_ATOMS} parts of a dim in {shown(text)}")
     return tuple(atoms), windows
 
 
@@ -167,8 +199,10 @@ def _parse_windows(text: str, column: int, inner: str) -> tuple[Ranges, ...]:
     """``0:5|3:9+0:1|`` -> the ranges of every device."""
     ranges: list[Ranges] = []
     for part in inner.split("|"):
-        if not re.fullmatch(r"(\d+:\d+(\+\d+:\d+)*)?", part):
+        bounds = [tuple(map(whole_number, window.split(":"))) for window in part.split("+")] if part else []
+        known = tuple((pair[0], pair[1]) for pair in bounds if len(pair) == 2 and None not in pair)
+        if len(known) < len(bounds):
             raise NotationError(caret(text, column, "windows read {0:5|3:8}, device by device"))
-        ranges.append(tuple((int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", part)))
+        ranges.append(tuple((int(start or 0), int(stop or 0)) for start, stop in known))
         column += len(part) + 1
     return tuple(ranges)

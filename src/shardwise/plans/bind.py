@@ -29,6 +29,8 @@ from shardwise.search.modes import choose, spread_axes
 from shardwise.search.rules import rules_of, variant
 from shardwise.search.wishes import splittable
 
+_NUM_SHOWN = 8  # faults in one message
+
 
 def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, original: Graph | None = None) -> Spmd:
     """The program of a plan for a graph of its model.
@@ -189,11 +191,12 @@ def same_inputs(plan: Plan, graph: Graph) -> bool:
 def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
     """Parameters and buffers must be those of the plan; inputs must have its dtypes and ranks."""
     faults: list[str] = []
+    near = _Near()
     for kind, entries in (("parameter", plan.parameters), ("buffer", plan.buffers)):
         have = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == kind}
         want = {entry.name: entry for entry in entries}
-        for name in want.keys() - have.keys() if kind == "parameter" else ():
-            faults.append(f"{kind} {name} of the plan is missing in the model{_near(name, have.keys() - want.keys())}")
+        for name in sorted(want.keys() - have.keys()) if kind == "parameter" else ():
+            faults.append(f"{kind} {name} of the plan is missing in the model{near(name, have.keys() - want.keys())}")
         for name in have.keys() - want.keys() if kind == "parameter" else ():
             faults.append(f"{kind} {name} of the model is not in the plan")
         for name in have.keys() & want.keys():
@@ -211,10 +214,10 @@ def _check_operators(plan: Plan, graph: Graph) -> None:
     """The operators must be those of the plan."""
     have = {op.name: op for op in graph.ops}
     want = {entry.name: entry for entry in plan.operators}
+    near, others = _Near(), have.keys() - want.keys()
     faults = [
-        f"operator {name} ({want[name].source}) of the plan is missing in the model{near}"
-        for name in want.keys() - have.keys()
-        for near in (_near(name, have.keys() - want.keys()),)
+        f"operator {name} ({want[name].source}) of the plan is missing in the model{near(name, others)}"
+        for name in sorted(want.keys() - have.keys())
     ]
     for name, op in have.items():
         if name not in want:
@@ -226,14 +229,22 @@ def _check_operators(plan: Plan, graph: Graph) -> None:
     _raise_faults(faults)
 
 
-def _near(name: str, names: Iterable[str]) -> str:
-    found = get_close_matches(name, list(names), 1)
-    return f"; the model has {found[0]}" if found else ""
+class _Near:
+    """Says which name of the model a missing one resembles, for the first few: a comparison of all with all takes
+    minutes where the plan is of another model."""
+
+    def __init__(self) -> None:
+        self._left = _NUM_SHOWN
+
+    def __call__(self, name: str, names: Iterable[str]) -> str:
+        self._left -= 1
+        found = get_close_matches(name, list(names), 1) if self._left >= 0 else []
+        return f"; the model has {found[0]}" if found else ""
 
 
 def _raise_faults(faults: list[str]) -> None:
     if faults:
-        shown = sorted(faults)[:8]
+        shown = sorted(faults)[:_NUM_SHOWN]
         more = [f"  and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
         fix = "  fix:    make a plan for this model and these inputs with sw.plan"
         raise PlanError(

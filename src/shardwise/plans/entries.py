@@ -14,6 +14,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import parse_layout, parse_move
 from shardwise.plans.quantities import format_bytes
+from shardwise.texts import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class Stage:
             try:
                 parse_layout(shared.layout, self.mesh)
             except ShardwiseError as error:
-                yield problem(f"layout {shared.layout!r}: {error}", op=f"shared {shared.name}")
+                yield problem(f"layout {shown(shared.layout)}: {error}", op=f"shared {shared.name}")
         for operator in self.operators:
             try:
                 Strategy.parse(operator.strategy, self.mesh)
@@ -165,6 +166,10 @@ class Stage:
             fault = _path_fault(conversion, self.mesh)
             if fault:
                 yield problem(fault, op=f"conversion of {conversion.value} for {conversion.op or 'the user'}")
+        for number, together in groupby(self.conversions or (), lambda entry: entry.bucket):
+            sides = {(len(entry.forward), len(entry.backward)) for entry in together}
+            if number and len(sides) > 1:
+                yield f"bucket {number} has conversions with different numbers of collectives"
 
 
 def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
@@ -172,9 +177,9 @@ def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
     try:
         layout = parse_layout(entry.layout, mesh)
     except ShardwiseError as error:
-        return f"layout {entry.layout!r}: {error}"
+        return f"layout {shown(entry.layout)}: {error}"
     if layout.shape != entry.shape:
-        return f"layout {entry.layout} has shape {list(layout.shape)}, the tensor {list(entry.shape)}"
+        return f"layout {entry.layout[:60]} has shape {list(layout.shape)}, the tensor {list(entry.shape)}"
     if any(kind == "input" or not cut.tile(layout.dims[cut.dim][cut.atom].size) for cut in layout.windows):
         whose = "inputs are split evenly" if kind == "input" else "the parts of a tensor follow one another"
         return f"{entry.layout}: {whose}, and every row is on one device"
@@ -185,8 +190,6 @@ def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
 
 def _path_fault(entry: ConversionEntry, mesh: Mesh) -> str:
     """What is wrong with the path of a conversion, or nothing."""
-    if not entry.path:
-        return ""
     try:
         moves = [parse_move(text, mesh) for text in entry.path]
         stations = [parse_layout(entry.source, mesh)]
@@ -194,8 +197,8 @@ def _path_fault(entry: ConversionEntry, mesh: Mesh) -> str:
             stations += [move.source, move.target]
         stations.append(parse_layout(entry.target, mesh))
     except ShardwiseError as error:
-        return f"path {list(entry.path)}: {error}"
-    for before, after in zip(stations[::2], stations[1::2], strict=True):
+        return f"from {shown(entry.source)} to {shown(entry.target)}: {error}"
+    for before, after in zip(stations[::2], stations[1::2], strict=True) if entry.path else ():
         if before.canonical() != after.canonical():
             return f"the path from {entry.source} to {entry.target} breaks between {before} and {after}"
     return ""

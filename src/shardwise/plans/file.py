@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
+from math import isfinite
 from typing import Any
 
 from shardwise.costs.prediction import PassedOver, Prediction
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.entries import (
@@ -27,11 +27,16 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
+from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
 VERSION = 5
 BEFORE_STAGES = 4
 _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
+_MOST_NAME = 2**10
+_MOST_DIMS = 64
+_MOST_STAGES = 2**10
+_LINES = "pricing.cluster"  # the text of several lines
 _SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction")
 
 
@@ -73,12 +78,15 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The inverse of ``format_ranks``. Raises PlanError."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise PlanError(f"ranks read 0-3,8, not {text!r}")
     ranks: list[int] = []
     for run in text.split(","):
-        first, _, last = run.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
+        first, dash, last = run.partition("-")
+        begin, end = whole_number(first), whole_number(last if dash else first)
+        if begin is None or end is None:
+            raise PlanError(f"ranks read 0-3,8, not {shown(text)}")
+        if max(begin, end) >= MAX_DEVICES or len(ranks) + end - begin >= MAX_DEVICES:
+            raise PlanError(f"ranks {shown(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once")
+        ranks += range(begin, end + 1)
     return tuple(ranks)
 
 
@@ -89,28 +97,28 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
     """The content of a plan file without its head, in the form of this version. Raises PlanError unless it is a plan,
     unchanged since it was saved (``edited``: or changed on purpose)."""
     try:
-        data = json.loads(text)
-    except ValueError as error:
-        where = f"{error}; the file has {len(text)} characters"
+        data = read_json(text)
+    except ShardwiseError as error:
         raise PlanError(
-            problem(f"{name} is not JSON: {where}", fix="the file may be truncated: save the plan again")
+            problem(f"{name} cannot be read: {error}", fix="the file may be truncated: save the plan again")
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
-    if data.get("version") not in (BEFORE_STAGES, VERSION):
+    if type(data.get("version")) is not int or data["version"] not in (BEFORE_STAGES, VERSION):
         raise PlanError(
             problem(
-                f"{name} has plan version {data.get('version')!r}; this shardwise reads versions {BEFORE_STAGES} and "
-                f"{VERSION}",
+                f"{name} has plan version {shown(data.get('version'))}; this shardwise reads versions "
+                f"{BEFORE_STAGES} and {VERSION}",
                 fix="make the plan again with sw.plan",
             )
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
+    said = str(data.get("digest"))[:12]
     if not edited and data.get("digest") != digest_of(body):
         raise PlanError(
             problem(
                 f"{name} was changed after it was saved: its content has digest {digest_of(body)[:12]}, it says "
-                f"{str(data.get('digest'))[:12]}",
+                f"{said if is_line(said) else shown(said)}",
                 fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
             )
         )
@@ -144,12 +152,20 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
     """What a plan is made of. Raises PlanError naming the entry that is missing or has the wrong form."""
     unknown = body.keys() - set(_SETTINGS)
     if unknown:
-        raise PlanError(f"unknown entry {', '.join(sorted(unknown))}")
+        raise PlanError(f"unknown entry {_listed(unknown)}")
     stages = _field(body, "stages", list, "stages")
     if not stages:
         raise PlanError("stages is [], a plan has one at least")
+    if len(stages) > _MOST_STAGES:
+        raise PlanError(f"stages has {len(stages):,} entries, a plan has {_MOST_STAGES:,} at most")
+    read, places = [], 0
+    for i, data in enumerate(stages):
+        read.append(_stage(data, f"stages[{i}]"))
+        places += len(read[-1].placement.ranks)
+        if places > _MOST_STAGES + MAX_DEVICES:
+            raise PlanError(f"stages 0 to {i} name {places:,} ranks together, more than {_MOST_STAGES + MAX_DEVICES:,}")
     return {
-        "stages": tuple(_stage(data, f"stages[{i}]") for i, data in enumerate(stages)),
+        "stages": tuple(read),
         "mode": _field(body, "mode", str, "mode"),
         "search": _field(body, "search", str, "search"),
         "optimizer": _field(body, "optimizer", str, "optimizer"),
@@ -165,10 +181,11 @@ def _stage(data: Any, where: str) -> Stage:
         raise PlanError(f"{where} is {_shown(data)}, not an object")
     unknown = data.keys() - {*_STAGE_KEYS, "ranks"}
     if unknown:
-        raise PlanError(f"{where} has an unknown entry {', '.join(sorted(unknown))}")
+        raise PlanError(f"{where} has an unknown entry {_listed(unknown)}")
 
     def table(kind: Any, key: str) -> tuple[Any, ...]:
         entries = _field(data, key, dict, f"{where}.{key}")
+        check_names(entries, f"{where}.{key}")
         return tuple(_entry(kind, entry, f"{where}.{key}[{name!r}]", name=name) for name, entry in entries.items())
 
     mesh = Mesh(_field(data, "mesh", dict, f"{where}.mesh"))
@@ -185,6 +202,14 @@ def _stage(data: Any, where: str) -> Stage:
         conversions=_conversions(data, f"{where}.conversions"),
         shared=table(SharedEntry, "shared"),
     )
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """Raise PlanError for a name that no file may have: a long one, or one of several lines."""
+    for name in names:
+        if not is_line(name, _MOST_NAME):
+            what = f"a name is one line of at most {_MOST_NAME:,} characters, without control characters"
+            raise PlanError(f"{where}[{shown(name)}]: {what}")
 
 
 def _placement(mesh: Mesh, ranks: str, where: str) -> Placement:
@@ -208,9 +233,8 @@ def _conversions(data: dict[str, Any], where: str) -> tuple[ConversionEntry, ...
 
 def _conversion(data: Any, where: str) -> ConversionEntry:
     entry: ConversionEntry = _entry(ConversionEntry, data, where)
-    for i, text in enumerate(entry.path):
-        if not isinstance(text, str):
-            raise PlanError(f"{where}.path[{i}] is {_shown(text)}, not a text")
+    if entry.bucket < 0:
+        raise PlanError(f"{where}.bucket is {entry.bucket}, buckets are counted from 1 (0: none)")
 
     def collectives(items: Sequence[Any], side: str) -> tuple[CollectiveEntry, ...]:
         return tuple(_entry(CollectiveEntry, item, f"{where}.{side}[{i}]") for i, item in enumerate(items))
@@ -219,7 +243,6 @@ def _conversion(data: Any, where: str) -> ConversionEntry:
         entry,
         forward=collectives(entry.forward, "forward"),
         backward=collectives(entry.backward, "backward"),
-        path=tuple(entry.path),
     )
 
 
@@ -245,15 +268,17 @@ def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:
     read = [entry for entry in fields(kind) if entry.name not in known]
     unknown = data.keys() - {entry.name for entry in read}
     if unknown:
-        raise PlanError(f"{where} has an unknown entry {', '.join(sorted(unknown))}")
+        raise PlanError(f"{where} has an unknown entry {_listed(unknown)}")
     values = {f.name: _field(data, f.name, forms.get(str(f.type), list), f"{where}.{f.name}") for f in read}
     shape = values.get("shape")
     if shape is not None:
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+        if len(shape) > _MOST_DIMS or not all(type(size) is int and size >= 0 for size in shape):
             raise PlanError(f"{where}.shape is {_shown(shape)}, not a list of sizes")
         values["shape"] = tuple(shape)
-    if "separate" in values:
-        values["separate"] = tuple(values["separate"])
+    for key in values.keys() & {"separate", "path"}:
+        for i, text in enumerate(values[key]):
+            _check_form(text, str, f"{where}.{key}[{i}]")
+        values[key] = tuple(values[key])
     return kind(**known, **values)
 
 
@@ -262,9 +287,16 @@ def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
     if key not in data:
         raise PlanError(f"{where} is missing")
     value = data[key]
-    if form is float and isinstance(value, int) and not isinstance(value, bool):
+    if form is float and type(value) is int:
         value = float(value)
-    if not isinstance(value, form) or (isinstance(value, bool) and form is not bool):
+    _check_form(value, form, where)
+    return value
+
+
+def _check_form(value: Any, form: type, where: str) -> None:
+    """Raise PlanError unless the value is of type ``form``, and within bounds."""
+    fits: bool = isinstance(value, form) and (form is bool or not isinstance(value, bool))
+    if not fits:
         named = {
             str: "a text",
             int: "a whole number",
@@ -274,9 +306,19 @@ def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
             dict: "an object",
         }[form]
         raise PlanError(f"{where} is {_shown(value)}, not {named}")
-    return value
+    if form is str and not (is_line(value) or where.endswith(_LINES)):
+        what = f"not a line of at most {MAX_NOTATION:,} characters, without control characters"
+        raise PlanError(f"{where} is {_shown(value)}, {what}")
+    if form in (int, float) and not (value >= 0 and isfinite(value)):
+        raise PlanError(f"{where} is {_shown(value)}, not a number from 0")
 
 
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 4:,} more" if len(ordered) > 4 else ""
+    return ", ".join(name if is_line(name, 60) else shown(name) for name in ordered[:4]) + more

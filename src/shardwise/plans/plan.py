@@ -31,8 +31,11 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
-from shardwise.plans.file import VERSION, checked_body, digest_of, format_ranks, settings_of, stage_body
+from shardwise.plans.file import VERSION, check_names, checked_body, digest_of, format_ranks, settings_of, stage_body
 from shardwise.plans.printing import format_plan
+from shardwise.texts import MAX_FILE, check_texts, read_text
+
+_NUM_SHOWN = 20  # faults of a plan in one message
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,8 +205,8 @@ class Plan:
         Raises PlanError for what is not a plan of a version that can be read, is damaged, or does not fit together.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path, MAX_FILE)
+        except (OSError, UnicodeDecodeError, ShardwiseError) as error:
             raise PlanError(f"cannot read the plan {path}: {error}") from error
         return Plan.from_json(text, name=str(path), edited=edited)
 
@@ -228,10 +231,16 @@ class Plan:
         except LayoutError as error:
             faults.append(str(error))
         if faults:
-            raise PlanError("\n".join([f"{name} does not fit together:", *faults]))
+            more = [f"and {len(faults) - _NUM_SHOWN} more"] if len(faults) > _NUM_SHOWN else []
+            raise PlanError("\n".join([f"{name} does not fit together:", *faults[:_NUM_SHOWN], *more]))
 
     def _file(self) -> dict[str, Any]:
-        return {"format": "shardwise-plan", "version": VERSION, "digest": self.digest, **self._body()}
+        body = self._body()
+        check_texts(body)  # what cannot be read again is not written
+        for stage in body["stages"]:
+            for key in ("inputs", "parameters", "buffers", "operators", "shared"):
+                check_names(stage[key], key)
+        return {"format": "shardwise-plan", "version": VERSION, "digest": self.digest, **body}
 
     def _body(self) -> dict[str, Any]:
         return {

@@ -13,12 +13,15 @@ Tensors are separated by commas, the dims of a tensor by blanks. A dim is
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from shardwise.errors import NotationError, caret
 from shardwise.rules.rule import Dims
+from shardwise.texts import check_notation, shown
 
 ELLIPSIS = "..."
+_MOST_CHARACTERS = 2**12  # of a rule
 _TOKEN = re.compile(r"\s*(->|\.\.\.|[a-z_][a-z_0-9]*|1|[(),]|$)")
 
 
@@ -47,7 +50,7 @@ def format_dims(dims: Dims) -> str:
 
 def parse_rule(text: str) -> Pattern:
     """Parse ``"m k, k n -> m n"``. Raises NotationError with a caret under the offending column."""
-    reader = _Reader(text)
+    reader = _Reader(check_notation(text, "a rule reads m k, k n -> m n", _MOST_CHARACTERS))
     operands = reader.tensors(stop="->")
     reader.expect("->")
     results = reader.tensors(stop="")
@@ -61,11 +64,12 @@ def parse_rule(text: str) -> Pattern:
 
 
 def _reject_repetition(text: str, dims: Dims) -> None:
-    names = [name for dim in dims for name in dim]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(name for dim in dims for name in dim).items():
+        if count > 1:
             column = text.find(name)
-            raise NotationError(caret(text, column, f"{name} appears twice in the tensor {format_dims(dims)}"))
+            raise NotationError(
+                caret(text, column, f"{shown(name)} appears twice in the tensor {format_dims(dims)[:60]}")
+            )
 
 
 class _Reader:
