@@ -38,9 +38,12 @@ def refused(error: type[ShardwiseError], read: Any, *args: Any) -> str:
 
 
 def test_the_limit_of_these_tests_stops_what_takes_longer() -> None:
-    with pytest.raises(Hang), limit(0.05):
+    def endless() -> None:
         while True:
             pass
+
+    with pytest.raises(Hang), limit(0.05):
+        endless()
 
 
 # ------------------------------------------------------------------------------------------------------------ notations
