@@ -187,7 +187,7 @@ def test_a_mask_that_every_layer_makes_is_kept_once() -> None:
 
 def test_a_compiled_step_keeps_no_more_than_torch_compile_of_the_model() -> None:
     """Kept between forward and backward, parameters, buffers and inputs aside: 0.2 % are for what is kept at the edge
-    of the layers, where the whole graph has none (here the positions' rows, 1.5 kB whatever the depth)."""
+    of the layers, where the whole graph has none."""
     model = make_gpt(3)
     program, tensors = written(model, (IDS, LABELS))
     step = step_of(program, compile=True)
