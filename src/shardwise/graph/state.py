@@ -35,6 +35,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 # Operators that hand on the value that they get.
 _SAME = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
+_CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class _Reader:
             self._leaf(place, id(value), kind.__name__, value)
         elif is_constant(value):
             self._leaf(place, constant_key(value), repr(value)[:40], None)
-        elif id(value) in self.seen:
+        elif _is_configuration(value) or id(value) in self.seen:
             self._leaf(place, id(value), type(value).__name__, value)
         else:
             self.seen.add(id(value))
@@ -136,6 +137,11 @@ class _Reader:
     def _leaf(self, place: str, key: object, text: str, held: object) -> None:
         self.leaves[place], self.texts[place] = key, text
         self.held.append(held)
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether it is a configuration of transformers: models fill in what is not set in the first call that needs it."""
+    return any(kind.__name__ in _CONFIGURATIONS and "transformers" in kind.__module__ for kind in type(value).__mro__)
 
 
 def _item_key(item: Any) -> object:

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from shardwise.errors import NotationError, caret
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, SourceKind, Value
+from shardwise.graph.trees import NotCarried
 
 _DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -80,6 +81,8 @@ def _format_arg(arg: Arg) -> str:
         return f"device({json.dumps(str(arg))})"
     if isinstance(arg, complex):
         return f"complex({arg.real!r}, {arg.imag!r})"
+    if isinstance(arg, NotCarried):
+        return "not_carried(" + ", ".join(map(json.dumps, arg.__reduce__()[1])) + ")"
     return str(arg) if arg is None or isinstance(arg, (bool, *_CONSTANT_TYPES)) else repr(arg)
 
 
@@ -247,6 +250,10 @@ class _Cursor:
         name, source, scope = words
         return Op(name, target, tuple(args), tuple(kwargs), tuple(value.name for value in results), source, scope)
 
+    def _spaced_string(self) -> str:
+        self._space()
+        return self.string()
+
     def _spaced_name(self) -> str:
         self._space()
         return self.name()
@@ -279,6 +286,9 @@ class _Cursor:
             self.expect("(")
             parts = self.list_of(self._number, ")")
             return complex(*parts)
+        if self.skip("not_carried"):
+            self.expect("(")
+            return NotCarried(*self.list_of(self._spaced_string, ")"))
         named = self.match(r"torch\.(\w+)")
         if named is not None:
             constant = getattr(torch, named.group(1), None)

@@ -85,8 +85,14 @@ class NotCarried:
     def __init__(self, kind: str, name: str) -> None:
         self.__dict__.update(_kind=kind, _name=name)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
         return NotCarried, (self.__dict__["_kind"], self.__dict__["_name"])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NotCarried) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(self.__reduce__()[1])
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['_kind']}, not carried>"

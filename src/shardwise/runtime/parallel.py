@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,12 +70,12 @@ class Compiled:
     seed: int | None  # the position of the seed of random numbers among the sources
     frozen: tuple[tuple[str, int], ...]  # parameters that had no gradient when the module was split: name, position
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The values of the sources."""
         return tuple(source.value for source in self.captured.graph.sources)
 
-    @property
+    @cached_property
     def whole_buffers(self) -> tuple[str, ...]:
         """The values of the buffers that this rank holds whole."""
         return whole_buffers(self.spmd)
@@ -329,7 +330,7 @@ class Parallel(torch.nn.Module):
             delivered, written = compiled.step(tensors)
         loss, flat_outputs = compiled.results(delivered)
         outputs: Sequence[Any] = flat_outputs
-        sources = dict(zip(compiled.names, tensors, strict=True))
+        sources = {} if loss_only else dict(zip(compiled.names, tensors, strict=True))
         if not loss_only:
             outputs = taken_apart(outputs, compiled.captured.memories, sources)
         written_back([tensors[position] for position in compiled.written], written)
