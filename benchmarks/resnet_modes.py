@@ -64,7 +64,7 @@ def make_step(
 ) -> tuple[Callable[..., torch.Tensor], nn.Cell]:
     """A training step of the network in a mode, and the network."""
     ms.set_seed(1)
-    net = ResNet(options.layers, options.classes, options.width).to_float(dtype)
+    net = ResNet(options.layers, options.classes, options.width).to(dtype)
     loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
     trained = nn.TrainOneStepCell(nn.WithLossCell(net, loss), nn.Momentum(net.trainable_params(), 0.01, 0.9))
     trained.set_train()

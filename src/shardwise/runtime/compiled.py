@@ -283,7 +283,8 @@ def _traced(
 ) -> fx.GraphModule:
     """Both halves as one graph of the operators that Inductor has code for. Nodes know the section that they come from
     (``_section_of``)."""
-    from torch._inductor.decomposition import select_decomp_table  # takes long to import
+    from torch._inductor import lowering  # noqa: F401  (decompositions use it and do not import it; takes long)
+    from torch._inductor.decomposition import select_decomp_table
 
     sections = [("forward", i, section) for i, section in enumerate(region.forward)]
     sections += [("backward", i, section) for i, section in enumerate(region.backward)]

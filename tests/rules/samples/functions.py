@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rules.samples.calls import call, unsplit, x
+from rules.samples.calls import call, x
 from shardwise.graph.functions import FUNCTION
 
 
@@ -26,21 +26,10 @@ class Cubed(torch.autograd.Function):
         return 9 * x.square() * cotangent * ctx.factor, None
 
 
-class Centered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x - x.mean()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        return cotangent
-
-
 def _named(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 FUNCTIONS = [
     call(FUNCTION, [x(4, 6)], _named(Cubed), "({'operand'}, 0.5)", torch.float32),
-    unsplit(FUNCTION, [x(4, 6)], _named(Centered), "({'operand'},)", torch.float32),
 ]
