@@ -223,7 +223,7 @@ def test_a_truncated_file_says_where_it_ends(plan, tmp_path):
         path.write_text(text[:length])
         said = refusal(path, edited=False)
         assert "is not JSON" in said
-        assert f"it has {length} characters" in said
+        assert f"it has {length:,} characters" in said
         assert "save the plan again" in said
 
 
