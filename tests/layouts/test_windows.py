@@ -150,7 +150,7 @@ def test_layouts_with_windows_print_and_parse_back() -> None:
     mesh = Mesh(dp=2, tp=4)
     for text in (
         "[2@dp, 16@tp{0:5|3:9|7:13|11:16}]",
-        "[8@tp{14:16+0:2|||1:3}, 16@dp{0:9|7:16}] ",
+        "[16@tp{14:16+0:2|||1:3}, 16@dp{0:9|7:16}] ",
         "[(6@dp{0:4|2:6} 4@tp), 3]",
     ):
         layout = parse_layout(text, mesh)

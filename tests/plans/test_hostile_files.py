@@ -26,7 +26,7 @@ from shardwise.texts import read_text, shown
 
 MESH = Mesh(dp=2, tp=2)
 MANY = 100_000
-SECONDS = 0.5  # of the processor; the quadratic patterns took from 10 seconds to hours
+SECONDS = 2.0  # of the processor; the quadratic patterns took from 10 seconds to hours
 
 
 def refused(error: type[ShardwiseError], read: Any, *args: Any) -> str:
@@ -160,7 +160,7 @@ def test_rules_and_dtypes_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0-99999999999", "0-3," * MANY, "0-1048576", "１", "-1", "3-", "", "0-3\n", "9" * 5_000], ids=shown
+    "text", ["0-99999999999", "0-3," * MANY, "0-1048576", "１", "-1", "3-", "5-4", "", "0-3\n", "9" * 5_000], ids=shown
 )
 def test_hostile_ranks_are_refused_in_milliseconds(text: str) -> None:
     refused(PlanError, parse_ranks, text)

@@ -57,7 +57,7 @@ def test_the_notation_reads_as_its_page_says(text: str, operands: tuple, results
         ("(m) -> m", "two factors or more", 2),
         ("m) -> m", "unbalanced )", 1),
         ("m ... -> m", "... stands for leading dims", 2),
-        ("m m -> m", "m appears twice", 0),
+        ("m m -> m", "'m' appears twice", 0),
         ("() m -> m", "() is a scalar", 3),
         ("M -> m", "unexpected 'M'", 0),
     ],

@@ -385,7 +385,7 @@ def _check_state(
     program, calls = trace_pair(module, examples, call)
     functionalizer, nodes, constants, _ = _functionalized(program, module, input_names, examples)
     outputs = tuple(map(functionalizer.ref_of, nodes))
-    graph = eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ()))
+    graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
     what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"
     if what:
         raise CaptureError(

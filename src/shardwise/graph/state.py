@@ -28,13 +28,9 @@ from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.schema import is_random
 from shardwise.graph.trees import constant_key, is_constant
 
-aten = torch.ops.aten
-
 BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-# Operators that hand on the value that they get.
-_SAME = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
@@ -159,8 +155,9 @@ def _pickled(value: Any) -> object:
 def difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: int) -> str:
     """What a second call computes otherwise than the first, in a trace of both, or "".
 
-    ``graph``: functional, its outputs those of the first call, then the mark, then those of the second. ``half``: how
-    many are of one call.
+    ``graph``: functional and simplified (torch hands on what a cast to the same dtype got, so that the second call would
+    seem to read what the first one cast), its outputs those of the first call, then the mark, then those of the second.
+    ``half``: how many are of one call.
     """
     numbers = _numbers(graph, constants)
     outputs = [numbers[o.name] if isinstance(o, Ref) else constant_key(o) for o in graph.outputs]
@@ -202,9 +199,6 @@ def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, i
         data = constants.get(source.value)
         of[source.value] = number(("source", source.value) if data is None else _content(data))
     for op in graph.ops:
-        if op.target in _SAME:
-            of[op.results[0]] = of[op.operands[0]]
-            continue
         called = op.target, _argument_key(op.args, of), _argument_key(tuple(v for _, v in op.kwargs), of)
         of.update((name, number((called, i))) for i, name in enumerate(op.results))
     return of

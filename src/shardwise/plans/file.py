@@ -78,15 +78,18 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The inverse of ``format_ranks``. Raises PlanError."""
-    ranks: list[int] = []
+    ranks: dict[int, None] = {}
     for run in text.split(","):
         first, dash, last = run.partition("-")
         begin, end = whole_number(first), whole_number(last if dash else first)
-        if begin is None or end is None:
+        if begin is None or end is None or end < begin:
             raise PlanError(f"ranks read 0-3,8, not {shown(text)}")
         if max(begin, end) >= MAX_DEVICES or len(ranks) + end - begin >= MAX_DEVICES:
             raise PlanError(f"ranks {shown(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once")
-        ranks += range(begin, end + 1)
+        count = len(ranks) + end - begin + 1
+        ranks.update(dict.fromkeys(range(begin, end + 1)))
+        if len(ranks) < count:
+            raise PlanError(f"ranks {shown(text)}: a rank of {shown(run)} is named twice")
     return tuple(ranks)
 
 
