@@ -155,8 +155,8 @@ def _pickled(value: Any) -> object:
 def difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: int) -> str:
     """What a second call computes otherwise than the first, in a trace of both, or "".
 
-    ``graph``: functional and simplified (torch hands on what a cast to the same dtype got, so that the second call would
-    seem to read what the first one cast), its outputs those of the first call, then the mark, then those of the second.
+    ``graph``: functional and simplified (a cast to the same dtype hands on its operand, and what reads the operand
+    later would seem to read the cast), its outputs those of the first call, then the mark, then those of the second.
     ``half``: how many are of one call.
     """
     numbers = _numbers(graph, constants)
