@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from shardwise.runtime.guards.elementwise import elementwise_optimizer
     from shardwise.runtime.guards.norms import clip_grad_norm
     from shardwise.runtime.initial.deferred import deferred
-    from shardwise.runtime.parallel import Parallel, parallelize
+    from shardwise.runtime.parallel import Parallel
+    from shardwise.runtime.parallelize import parallelize
     from shardwise.search.rules import UnsplitWarning
 
 __version__ = "0.1.0"
@@ -64,7 +65,8 @@ _HOMES = {
     "shardwise.runtime.initial.deferred": ("deferred",),
     "shardwise.runtime.guards.elementwise": ("elementwise_optimizer",),
     "shardwise.runtime.guards.norms": ("clip_grad_norm",),
-    "shardwise.runtime.parallel": ("Parallel", "parallelize"),
+    "shardwise.runtime.parallel": ("Parallel",),
+    "shardwise.runtime.parallelize": ("parallelize",),
     "shardwise.launch.ranks": ("finish", "init_ranks", "rank", "world_size"),
     "shardwise.proof.rule_check": ("RuleReport", "check_rule"),
     "shardwise.proof.verify": ("Report", "verify"),

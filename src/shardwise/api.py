@@ -30,6 +30,7 @@ from shardwise.programs.spmd import build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.planned import Planned
+from shardwise.runtime.agree import working
 from shardwise.search.auto import PRICED_SEARCHES, Search
 from shardwise.search.decide import decide
 from shardwise.search.kept import Kept, keep
@@ -40,6 +41,7 @@ from shardwise.search.planner import Planner, Settings
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
 
 
+@working()
 def plan(
     module: torch.nn.Module,
     example_inputs: Any,

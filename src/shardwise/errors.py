@@ -18,7 +18,7 @@ Every message says what is wrong, where, the arithmetic and the fix; ``problem``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _AROUND = 60  # characters shown before and after a caret in a long text
 
@@ -79,6 +79,15 @@ def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: 
     if fix:
         lines.append(f"  fix:    {fix}")
     return "\n".join(lines)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of many names.
+
+    >>> print(listed(["a", "b", "c", "d", "e", "f"]))
+    a, b, c, d and 2 more
+    """
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def caret(text: str, column: int, message: str) -> str:

@@ -27,7 +27,7 @@ from shardwise.launch.bootstrap import is_follow_up
 
 # What a rank of a test imports sooner or later: torch, what torch.export imports when it is first called, shardwise.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.export._trace", "shardwise.mindspore", "pytest")
-PRELOADED_OF_SHARDWISE = ("shardwise.api", "shardwise.proof.verify", "shardwise.runtime.parallel", "rich.console")
+PRELOADED_OF_SHARDWISE = ("shardwise.api", "shardwise.proof.verify", "shardwise.runtime.parallelize", "rich.console")
 SETTLE_SECONDS = 1.0  # how long a lost connection waits for the exception that explains it
 
 

@@ -29,7 +29,7 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.graph.widen import reference_mode, widen
 from shardwise.layouts.conversions import Collective
 from shardwise.proof.verify import OPTIMIZERS
-from shardwise.runtime import parallel
+from shardwise.runtime import calls
 from shardwise.runtime.shards import shard
 
 RunRanks = Callable[..., list[Any]]
@@ -138,7 +138,7 @@ def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes, Passes]]:
     for name, _, text in cases:
         plan = sw.Plan.from_json(text)
         passes: Passes = []
-        with widened(parallel):
+        with widened(calls):
             par = sw.parallelize(build(name), plan if dist.get_rank() == 0 else None)
 
             def noted(par: sw.Parallel = par, passes: Passes = passes) -> None:

@@ -1,48 +1,130 @@
-"""What is computed on rank 0 once and handed to the others: the captured graph (and the errors of capturing it)."""
+"""What the ranks of a job agree on before they compute: what rank 0 computes once (the captured graph, and the errors
+of capturing it), and what each of them brings (its plan, its inputs, its initial values).
+
+Rank 0 may take longer for it than a collective may: while it works it says so in the ranks' store, and the others wait.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.runtime.communicator import Communicator, group_timeout
 
 T = TypeVar("T")
+_BEATS = "shardwise/rank-0-works"
+_BEAT_SECONDS = 1.0
+_HALF_AN_HOUR = timedelta(minutes=30)  # torch's own time-out, where the group has none
+_turns = count()  # every rank asks for rank 0 equally often
 
 
 def from_rank_zero(compute: Callable[[], T]) -> T:
     """``compute()`` of rank 0 on every rank. Every rank must call this; an error that a user can mend is raised on all
-    of them."""
+    of them. It may take longer than the ranks' collectives."""
     outcome: T | ShardwiseError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome = compute()
+            with working():
+                outcome = compute()
         except ShardwiseError as error:
             outcome = error
     if dist.get_world_size() > 1:
+        meet_rank_zero("what it computes for all")
         box: list[Any] = [_dump(outcome) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box, src=0)
         if dist.get_rank() != 0:
-            with warnings.catch_warnings():  # torch's own tree specs warn when they are unpickled (2.13)
-                warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-                outcome = pickle.loads(box[0])
+            outcome = _load(box[0])
     if isinstance(outcome, ShardwiseError):
         raise outcome
     assert outcome is not None
     return outcome
 
 
+@contextmanager
+def working() -> Iterator[None]:
+    """While the block runs on rank 0, the others know that it is at work. Anything else changes nothing."""
+    if not dist.is_initialized() or dist.get_rank() != 0 or dist.get_world_size() == 1:
+        yield
+        return
+    store, done = dist.distributed_c10d._get_default_store(), threading.Event()
+
+    def beat() -> None:
+        while not done.wait(_BEAT_SECONDS):
+            store.add(_BEATS, 1)
+
+    thread = threading.Thread(target=beat, daemon=True, name="shardwise-works")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def meet_rank_zero(what: str) -> None:
+    """Wait until rank 0 is here, too, as long as it works. Raises LaunchError when nothing is heard of it for as long
+    as the ranks' collectives may take."""
+    turn = f"shardwise/rank-0-is-here-{next(_turns)}"
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set(turn, "")
+        return
+    patience = (group_timeout() or _HALF_AN_HOUR).total_seconds()
+    heard, since = -1, monotonic()
+    while True:
+        try:
+            store.wait([turn], timedelta(seconds=min(patience, 2 * _BEAT_SECONDS)))
+            return
+        except RuntimeError as error:  # torch's DistStoreError, for a time-out and for a store that is gone
+            lost = "timeout" not in str(error).lower() and "timed out" not in str(error).lower()
+            beats = -1 if lost else store.add(_BEATS, 0)
+            if beats != heard:
+                heard, since = beats, monotonic()
+            if lost or monotonic() - since > patience:
+                raise LaunchError(
+                    problem(
+                        f"rank {dist.get_rank()} waits for rank 0 and {what}; nothing was heard of it for "
+                        f"{monotonic() - since:.0f} s",
+                        fix="see what rank 0 did instead (shardwise run prints where), or allow more time in "
+                        "init_ranks; sw.plan may take any time, other work before parallelize may not",
+                        facts=[("error", str(error).split("\n", 1)[0])],
+                    )
+                ) from error
+
+
+def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: str) -> list[Any]:
+    """What every rank of a placement gives, on each of them. ``what`` it is for, for a CollectiveError."""
+    content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
+    lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: content.numel()] = content
+    rows = ranks.gather_from_all(padded.to(device), what).cpu()
+    return [_load(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
 def _dump(value: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _load(content: bytes) -> Any:
+    with warnings.catch_warnings():  # torch's own tree specs warn when they are unpickled (2.13)
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        return pickle.loads(content)
 
 
 class _Pickler(pickle.Pickler):
@@ -57,3 +139,6 @@ class _Pickler(pickle.Pickler):
 def _operator(namespace: str, name: str, overload: str) -> OpOverload:
     found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return found
+
+
+__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "working"]

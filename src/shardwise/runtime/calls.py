@@ -1,0 +1,244 @@
+"""The program of a call: captured for its inputs, split by the plan, and emitted for this rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from shardwise.errors import PlanError
+from shardwise.graph.capture import Capture, capture
+from shardwise.graph.ir import Ref
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.operators import STREAMS
+from shardwise.graph.trees import flatten_with_path, leaf_name
+from shardwise.layouts.layout import Layout
+from shardwise.plans.bind import input_faults, program_of
+from shardwise.plans.plan import Plan
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.program import LocalOp, LocalProgram, localize
+from shardwise.programs.rank_program import Program, delivered_values
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.runtime.agree import from_rank_zero
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import compiled_program, with_every_cotangent
+from shardwise.runtime.emit import Emitted, emit
+from shardwise.runtime.hosted import hosted, with_copies
+from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
+from shardwise.runtime.step import Step
+
+Inputs = Literal["global", "local"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a module runs under its plan, alike on every rank: see ``parallelize``. ``check_replicas``: 0 for never;
+    ``streams``: every shard draws random numbers of its own; ``host``: the names of the tables that stay on the CPU."""
+
+    loss: Callable[..., Any] | None
+    inputs: Inputs
+    device: torch.device
+    compile: bool
+    check_replicas: int = 0
+    streams: bool = False
+    host: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a program is made for. ``arguments``: (args, kwargs), every tensor on meta and in its whole shape;
+    ``loss_only``: nothing but the loss is delivered; ``predicts``: the module's output, without the loss function."""
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    training: bool
+    loss_only: bool
+    predicts: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The program for one kind of call.
+
+    ``delivered``: the values that the step returns; ``tensors``: per source the parameter, buffer or constant, None for
+    inputs; ``inputs``: their layouts; ``written``: per mutation the position of its buffer among the sources; ``seed``:
+    the position of the seed of random numbers among them; ``frozen``: name and position of parameters that had no
+    gradient when the module was split.
+    """
+
+    captured: Capture
+    spmd: Spmd
+    step: Step
+    delivered: tuple[str, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+    inputs: tuple[Layout, ...]
+    written: tuple[int, ...]
+    seed: int | None
+    frozen: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The values of the sources."""
+        return tuple(source.value for source in self.captured.graph.sources)
+
+    @cached_property
+    def whole_buffers(self) -> tuple[str, ...]:
+        """The values of the buffers that this rank holds whole."""
+        return whole_buffers(self.spmd)
+
+    @property
+    def program(self) -> torch.fx.GraphModule:
+        """The forward half."""
+        return self.step.emitted.forward
+
+    def results(self, delivered: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
+        """(loss, flattened outputs) from what the step delivers."""
+        of = dict(zip(self.delivered, delivered, strict=True))
+        outputs = tuple(of.get(o.name) if isinstance(o, Ref) else o for o in self.spmd.outputs)
+        return (of[self.spmd.loss] if self.spmd.loss is not None else None), outputs
+
+    def with_state(self, state: Mapping[str, torch.Tensor]) -> Compiled:
+        """The same program with the parameters and buffers of ``state``, by name."""
+        sources = zip(self.captured.graph.sources, self.tensors, strict=True)
+        return replace(self, tensors=tuple(state.get(source.names[0], tensor) for source, tensor in sources))
+
+
+class Calls:
+    """Makes the programs of a module under its plan, on this rank."""
+
+    def __init__(
+        self, module: torch.nn.Module, plan: Plan, settings: Settings, ranks: Communicator, host_ranks: Communicator
+    ) -> None:
+        self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
+        self._model = meta_copy(module)
+        self._announced: set[str] = set()
+
+    def compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
+        """The program of a call over this rank's parameters and buffers; every rank asks for it."""
+        # Rank 0 captures and the others do not: nothing of it may reach the hooks that the caller has set for tensors
+        # which are saved (torch.utils.checkpoint counts them), and no constant may be an inference tensor.
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return self._compiled(call, state)
+
+    def _compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
+        leaves, _ = flatten_with_path(call.arguments)
+        shapes = {leaf_name(p): (x.dtype, tuple(x.shape)) for p, x in leaves if isinstance(x, torch.Tensor)}
+        faults = input_faults(self.plan, shapes)
+        if faults:
+            raise PlanError("\n".join(["the inputs are not those of the plan:", *(f"  {fault}" for fault in faults)]))
+        args, kwargs = call.arguments
+        model = self._model.train(call.training)
+        loss = None if call.predicts else self.settings.loss
+        captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss))
+        spmd = program_of(self.plan, captured.graph, training=call.training)
+        self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
+        step = self._step_of(spmd, call.loss_only)
+        sources = captured.graph.sources
+        constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
+        position = {source.value: i for i, source in enumerate(sources)}
+        if not call.loss_only:
+            announce_copies(spmd, captured.memories)
+        return Compiled(
+            captured,
+            spmd,
+            step,
+            delivered=delivered_values(spmd, loss_only=call.loss_only),
+            tensors=tuple(constants.get(source.value, state.get(source.names[0])) for source in sources),
+            inputs=tuple(spmd.layouts[source.value] for source in sources if source.kind == "input"),
+            written=tuple(position[buffer] for buffer, _ in spmd.mutations),
+            seed=position.get(SEED),
+            frozen=tuple(
+                (source.names[0], i)
+                for i, source in enumerate(sources)
+                if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
+            ),
+        )
+
+    def _step_of(self, spmd: Spmd, loss_only: bool) -> Step:
+        """This rank's step of a program, emitted."""
+        device, compiles = self.settings.device, self.settings.compile
+        local = localize(spmd, self.ranks.rank)
+        if self.settings.streams:
+            local = _with_streams(local)
+        placed = hosted(local, self.settings.host)
+        if self.host_ranks is not self.ranks:
+            on_host = (c for c in spmd.conversions if c.value in placed.values)
+            self.host_ranks.create_groups(move.axes for c in on_host for move in c.moves)
+        kinds = Kinds(device.type if device.type != "meta" else "cpu")
+
+        def written(**settings: Any) -> tuple[Program, frozenset[str]]:
+            program = differentiate(placed.program, kinds, loss_only=loss_only, **settings)
+            return with_copies(program, placed.values)
+
+        def emitted(program: Program, on_host: frozenset[str]) -> Emitted:
+            return emit(program, self.ranks, device=device, on_host=on_host, host_ranks=self.host_ranks)
+
+        def compiled(**settings: Any) -> tuple[Program, frozenset[str]]:
+            program, on_host = written(**settings)
+            if compiles:
+                program = compiled_program(program, self.ranks, device, on_host)
+            return program, on_host
+
+        def compiled_step() -> Step:
+            program, on_host = compiled()
+
+            def for_some(given: tuple[bool, ...]) -> Emitted:
+                reached, _ = written(reached=given)
+                return emitted(with_every_cotangent(program, given, reached.gradients), on_host)
+
+            return Step(emitted(program, on_host), for_some, lambda: emitted(*compiled(with_gradients=False)))
+
+        whole = emitted(*written())
+        self._announce(whole.program.untraceable)
+        return Step(
+            whole,
+            lambda given: emitted(*written(reached=given)),
+            lambda: emitted(*compiled(with_gradients=False)),
+            compiled_step if compiles else None,
+        )
+
+    def _announce(self, untraceable: Mapping[str, str]) -> None:
+        """Say once, on rank 0, which operators' backward autograd performs."""
+        new = {name: why for name, why in untraceable.items() if name not in self._announced}
+        self._announced.update(new)
+        if new and self.ranks.rank == 0:
+            said = "; ".join(f"{name} ({why})" for name, why in new.items())
+            warnings.warn(
+                f"the backward of these operators cannot be traced and stays with autograd, which keeps what it wants "
+                f"and computes all gradients at once: {said}",
+                stacklevel=2,
+            )
+
+
+def _with_streams(program: LocalProgram) -> LocalProgram:
+    """The program with random numbers from generators of the shards' own."""
+
+    def streamed(instruction: Any) -> Any:
+        if isinstance(instruction, LocalOp) and instruction.call.target in STREAMS:
+            return replace(instruction, call=replace(instruction.call, target=STREAMS[instruction.call.target]))
+        return instruction
+
+    return replace(program, instructions=tuple(map(streamed, program.instructions)))
+
+
+def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy without values, for capturing the module again; tied tensors stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, torch.nn.Parameter):
+            empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    return copy.deepcopy(module, memo)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+__all__ = ["Call", "Calls", "Compiled", "Inputs", "Settings", "meta_copy"]

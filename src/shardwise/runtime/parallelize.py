@@ -1,0 +1,144 @@
+"""``sw.parallelize``: from a module and a plan to this rank's part of it, once the ranks agree on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
+from shardwise.layouts.placement import Placement
+from shardwise.plans.file import format_ranks
+from shardwise.plans.plan import Plan
+from shardwise.runtime.agree import from_rank_zero, meet_rank_zero
+from shardwise.runtime.calls import Inputs, Settings
+from shardwise.runtime.hooks import announce_hooks
+from shardwise.runtime.hosted import matching
+from shardwise.runtime.parallel import Parallel
+from shardwise.runtime.replicas import checked_interval
+
+Randomness = Literal["same_as_one_device", "per_shard"]
+
+
+def parallelize(
+    module: torch.nn.Module,
+    plan: Plan | str | Path | None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    inputs: Inputs = "global",
+    seed: int | None = None,
+    init: Callable[[str, torch.Tensor], None] | None = None,
+    device: torch.device | str | None = None,
+    compile: bool | None = None,
+    check_replicas: int | None = None,
+    randomness: Randomness = "same_as_one_device",
+    host: Sequence[str] = (),
+) -> Parallel:
+    """This rank's part of ``module`` under ``plan``; called on every rank.
+
+    ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
+    several ranks give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
+    calls pass the whole batch on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module
+    on the meta device get their values (``runtime.initial``; by default the seed given to ``sw.deferred``); a module
+    with values keeps them. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
+    programs (by default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
+    ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is compared
+    (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
+    not compiled. Rank 0's setting counts. ``randomness``: dropout and other random numbers are by default those of one
+    device, whatever the plan; with ``"per_shard"`` every shard draws from a generator of its own, which is faster:
+    replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``: names of
+    tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their gradients and
+    optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``). Prices and
+    ``memory_bytes`` of the plan still count them on the device.
+
+    Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
+    the ranks.
+    """
+    if not dist.is_initialized():
+        raise LaunchError(
+            problem(
+                "parallelize needs a process group, and torch.distributed is not initialised",
+                fix="call sw.init_ranks() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
+            )
+        )
+    if inputs not in ("global", "local"):
+        raise ShardwiseError(
+            f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}'
+        )
+    if randomness not in ("same_as_one_device", "per_shard"):
+        raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
+    agreed = agree_on_plan(plan)
+    size = dist.get_world_size()
+    if size != agreed.mesh.num_devices:
+        raise PlanError(
+            problem(
+                f"the plan is for {agreed.mesh.num_devices} devices ({agreed.mesh}); {size} ranks are running",
+                fix=f"start {agreed.mesh.num_devices} ranks, or plan for {size}",
+            )
+        )
+    ranks = agreed.only_stage.placement.ranks
+    if ranks != Placement.whole(agreed.mesh).ranks:
+        raise PlanError(
+            problem(
+                f"the plan puts the devices of {agreed.mesh} on ranks {format_ranks(ranks)}; a plan of one stage runs "
+                "on all ranks in their order",
+                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the order that is meant',
+            )
+        )
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    device = torch.device(device)
+    compile = device.type == "cuda" if compile is None else compile
+    every = from_rank_zero(lambda: checked_interval(check_replicas))
+    streams = from_rank_zero(lambda: randomness == "per_shard")
+    on_host = from_rank_zero(lambda: matching(module, host))
+    announce_hooks(module)
+    settings = Settings(loss, inputs, device, compile, every, streams, on_host)
+    return Parallel(module, agreed, settings, seed=seed, init=init)
+
+
+def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
+    """Rank 0's plan on every rank. Raises LaunchError where another rank brought a different one, or rank 0 none."""
+    failure: ShardwiseError | None = None
+    own: Plan | None = None
+    try:
+        own = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    except ShardwiseError as error:
+        failure = error
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size > 1:
+        meet_rank_zero("its plan")
+    states: list[Any] = [None] * size
+    dist.all_gather_object(states, own.digest if own else ("failed" if failure else None))
+    if failure is not None:
+        raise failure
+    broken = [i for i, state in enumerate(states) if state == "failed"]
+    if broken:
+        raise LaunchError(f"rank {', '.join(map(str, broken))} could not load its plan")
+    if states[0] is None:
+        raise LaunchError(
+            problem("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
+        )
+    others = [i for i, state in enumerate(states) if state not in (None, states[0])]
+    if others:
+        shown = ", ".join(f"rank {i} has {states[i][:12]}" for i in others[:4])
+        raise LaunchError(
+            problem(
+                f"ranks disagree on the plan: rank 0 has {states[0][:12]}, {shown}",
+                fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank",
+            )
+        )
+    if None in states:
+        box = [own.to_json() if rank == 0 and own else None]
+        dist.broadcast_object_list(box, src=0)
+        received = Plan.from_json(str(box[0]), name="the plan of rank 0")
+        own = own or received
+    assert own is not None, "a plan is known on every rank by now"
+    assert own.digest == states[0], "the broadcast changed the plan"
+    return own
+
+
+__all__ = ["agree_on_plan", "parallelize"]

@@ -1,0 +1,284 @@
+"""Whether the ranks make the same call, and which batch their parts of it are.
+
+A rank knows only its own arguments. Before a call of a new kind every rank tells the others what it was called with:
+the first that differs is named on all of them. Where every rank passes its own part of a batch (``inputs="local"``)
+the parts may change from call to call on some ranks only; therefore one integer per rank, the digest of its call, is
+exchanged in every such call, and everything else only where a combination of digests is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.text import format_dtype, format_layout
+from shardwise.plans.plan import Plan
+from shardwise.runtime.agree import gather_objects
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.replicas import Fingerprint
+from shardwise.runtime.shards import shard
+
+Shape = tuple[int, ...]
+_NUM_NAMED = 8  # ranks or inputs that a message lists
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A call as its rank sees it. ``leaves``: per argument its name, and its value or its dtype; ``shapes``: of the
+    tensors among them, by name."""
+
+    mode: str
+    leaves: tuple[tuple[str, str], ...]
+    shapes: Mapping[str, Shape]
+
+    @classmethod
+    def of(cls, named: Sequence[tuple[str, Any]], mode: str) -> Signature:
+        """Of a call in a ``mode`` ("training, the loss only")."""
+        return cls(
+            mode,
+            tuple((name, _text(x)) for name, x in named),
+            {n: tuple(x.shape) for n, x in named if isinstance(x, torch.Tensor)},
+        )
+
+    def described(self, name: str) -> str:
+        """What an argument is: ``f32[8, 16]``, or its value."""
+        leaf = dict(self.leaves).get(name, "missing")
+        return f"{leaf}{list(self.shapes[name])}" if name in self.shapes else leaf[:60]
+
+    def __str__(self) -> str:
+        listed = [f"{name} {self.described(name)}" for name, _ in self.leaves]
+        return ", ".join([*listed[:_NUM_NAMED], *["..."] * (len(listed) > _NUM_NAMED), self.mode])
+
+
+def _text(leaf: Any) -> str:
+    """What says in every process what an argument is."""
+    if isinstance(leaf, torch.Tensor):
+        return format_dtype(leaf.dtype)
+    if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
+        return f"{leaf.__module__}.{leaf.__qualname__}"
+    if isinstance(leaf, frozenset):
+        return f"{{{', '.join(sorted(map(_text, leaf)))}}}"
+    return "a device" if isinstance(leaf, torch.device) else repr(leaf)
+
+
+def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
+    """Raise ShardwiseError, on all ranks, where they do not make the same call."""
+    everywhere = gather_objects(signature, ranks, device, f"a call that this rank has not made before ({signature})")
+    _check_same(everywhere, with_shapes=True)
+
+
+def _check_same(everywhere: Sequence[Signature], *, with_shapes: bool) -> None:
+    first = everywhere[0]
+    for rank, other in enumerate(everywhere):
+        if other.mode != first.mode:
+            raise ShardwiseError(
+                problem(
+                    f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
+                    fix="call train(), eval(), step() and predict() alike on every rank",
+                )
+            )
+        names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
+        for name in names:
+            key, own = (dict(s.leaves).get(name) for s in (first, other))
+            shapes = [s.shapes.get(name, ()) for s in (first, other)]
+            if key == own and (shapes[0] == shapes[1] or (not with_shapes and len(shapes[0]) == len(shapes[1]))):
+                continue
+            fix = 'pass the same arguments on every rank, or each its part of the batch: inputs="local"'
+            what = f"{name} is {first.described(name)} on rank 0 and {other.described(name)} on rank {rank}"
+            raise ShardwiseError(problem(f"ranks make different calls: {what}", fix=fix))
+
+
+# -------------------------------------------------------------------------------------------------- parts of a batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The whole inputs of which the ranks passed their parts. ``shapes``: by name, whole; ``parts``: per rank, by
+    name."""
+
+    shapes: Mapping[str, Shape]
+    parts: tuple[Mapping[str, Shape], ...]
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of an input, on meta."""
+        return torch.empty(self.shapes[name], dtype=part.dtype, device="meta")
+
+
+class LocalInputs:
+    """The parts of a batch that the ranks pass. Raises ShardwiseError where the plan splits no input."""
+
+    def __init__(self, plan: Plan, ranks: Communicator, device: torch.device) -> None:
+        self.layouts = {entry.name: plan.layouts[entry.name] for entry in plan.inputs}
+        self.planned = {entry.name: entry.shape for entry in plan.inputs}
+        self.ranks, self.device, self.mesh = ranks, device, plan.mesh
+        self._digests: dict[str, int] = {}
+        self._batches: dict[tuple[int, ...], Batch] = {}
+        self._fingerprint = Fingerprint(device)
+        self._wanted: dict[object, list[Shape]] = {}  # of the ranks, by input and parts
+        if plan.mesh.num_devices > 1 and not any(layout.positions for layout in self.layouts.values()):
+            shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
+            raise ShardwiseError(
+                problem(
+                    f'inputs="local", and the plan splits no input: {shown}; every rank would train on its own data as '
+                    "if it were the whole batch",
+                    fix='pass the whole batch on every rank (inputs="global"), or plan with a split batch: '
+                    'sw.plan(..., layouts={"x": "[8@dp, ...]"}) or mode="data_parallel"',
+                )
+            )
+
+    def batch(self, signature: Signature, named: Sequence[tuple[str, Any]]) -> Batch:
+        """The batch of which this rank passes ``named``; every rank asks for it in every call.
+
+        Raises ShardwiseError, on all ranks, where the parts do not make one.
+        """
+        own = self._digest(signature)
+        digests = self.ranks.gather_from_all(torch.tensor([own], device=self.device), "the sizes of the ranks' inputs")
+        combination = tuple(digests.flatten().tolist())
+        if combination not in self._batches:
+            self._batches[combination] = self._agreed(signature, named)
+        return self._batches[combination]
+
+    def own_part(self, name: str, tensor: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
+        """What this rank's program takes: the part itself where the parts are those of the layout, else this rank's
+        share of the whole, which is gathered."""
+        parts = [shapes[name] for shapes in batch.parts]
+        case = (name, layout, *parts)
+        if case not in self._wanted:
+            ranks = range(self.mesh.num_devices)
+            self._wanted[case] = [layout.local_shape(self.mesh.coordinates(rank)) for rank in ranks]
+            if self._wanted[case] != parts and self.ranks.rank == 0:
+                warnings.warn(
+                    f"the parts of {name} have {_listed(parts)}, and the plan splits the whole, "
+                    f"{list(batch.shapes[name])}, into {_listed(self._wanted[case])}: it is gathered and divided anew "
+                    "in every such call",
+                    stacklevel=5,
+                )
+        if self._wanted[case] == parts:
+            return tensor
+        return shard(self._whole(name, tensor, batch), layout, self.ranks.coordinates)
+
+    def _digest(self, signature: Signature) -> int:
+        key = repr(signature)
+        if key not in self._digests:
+            content = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            self._digests[key] = int.from_bytes(content, "little", signed=True)
+        return self._digests[key]
+
+    def _agreed(self, signature: Signature, named: Sequence[tuple[str, Any]]) -> Batch:
+        prints = {name: int(self._fingerprint(x)) for name, x in named if isinstance(x, torch.Tensor)}
+        what = f"the parts of a batch ({signature})"
+        everywhere = gather_objects((signature, prints), self.ranks, self.device, what)
+        _check_same([own for own, _ in everywhere], with_shapes=False)
+        parts = tuple(own.shapes for own, _ in everywhere)
+        for name in signature.shapes:
+            self._check_copies(name, parts, [prints[name] for _, prints in everywhere])
+        return Batch({name: self._whole_shape(name, parts) for name in signature.shapes}, parts)
+
+    def _check_copies(self, name: str, parts: Sequence[Mapping[str, Shape]], prints: Sequence[int]) -> None:
+        """Ranks that the plan gives the same part of an input must have passed the same."""
+        first: dict[tuple[int, ...], int] = {}
+        for rank, found in enumerate(prints):
+            leader = first.setdefault(tuple(p for _, p, _ in self._places(name, rank)), rank)
+            if (prints[leader], parts[leader][name]) == (found, parts[rank][name]):
+                continue
+            layout = self.layouts.get(name)
+            text = "whole" if layout is None else format_layout(layout)
+            raise ShardwiseError(
+                problem(
+                    f"ranks {leader} and {rank} pass different {name}, and the plan gives both the same part of it: it "
+                    f"is {text} on {self.mesh}",
+                    fix="choose samples by the coordinates on the axes that split the input "
+                    f'(par.plan.layouts["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with '
+                    "layouts= that split it over all axes",
+                )
+            )
+
+    def _places(self, name: str, rank: int) -> list[tuple[int, int, int]]:
+        """(dim, this rank's position along it, number of positions) for every dim of an input that is split."""
+        layout = self.layouts.get(name)
+        places = []
+        for dim, atoms in enumerate(layout.dims if layout is not None else ()):
+            axes = [axis for atom in atoms for axis in atom.axes]
+            if not axes:
+                continue
+            assert layout is not None
+            if any(atom.axes for atom in atoms[1:]) or layout.windows:
+                raise ShardwiseError(
+                    problem(
+                        f'inputs="local", and the part of {name} that a rank computes is no block: {layout}',
+                        fix='pass the whole batch on every rank: inputs="global"',
+                    )
+                )
+            position, coordinates = 0, self.mesh.coordinates(rank)
+            for axis in axes:
+                position = position * self.mesh.size_of((axis,)) + coordinates[axis]
+            places.append((dim, position, self.mesh.size_of(axes)))
+        return places
+
+    def _sizes(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
+        """Per dim of an input the sizes of its parts, in their order. Raises ShardwiseError where parts of ranks that
+        hold the same are of different size."""
+        sizes: list[dict[int, int]] = [{} for _ in parts[0][name]]
+        for rank, shapes in enumerate(parts):
+            position_of = {dim: position for dim, position, _ in self._places(name, rank)}
+            for dim, size in enumerate(shapes[name]):
+                known = sizes[dim].setdefault(position_of.get(dim, 0), size)
+                if known != size:
+                    raise ShardwiseError(
+                        problem(
+                            f"dim {dim} of {name} has {known} and {size} elements on ranks that hold the same part of "
+                            f"it: {_listed([own[name] for own in parts])}",
+                            fix="pass parts that make one batch: only dims that the plan splits may differ",
+                        )
+                    )
+        return [[by_position[position] for position in sorted(by_position)] for by_position in sizes]
+
+    def _whole_shape(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> Shape:
+        """The shape of the whole input. Raises ShardwiseError where the parts do not make one."""
+        sizes = self._sizes(name, parts)
+        for dim, _, count in self._places(name, 0):
+            planned = self.planned[name][dim]
+            if dim > 0 and planned > 1 and sizes[dim] == [planned] * count:
+                raise ShardwiseError(
+                    problem(
+                        f"every rank passes {planned} elements of dim {dim} of {name}, as many as the whole has in the "
+                        f"plan, which splits it {count} ways: {self.layouts[name]}",
+                        fix=f"pass this rank's {planned}/{count} of them, or the whole batch on every rank "
+                        '(inputs="global")',
+                    )
+                )
+        return tuple(map(sum, sizes))
+
+    def _whole(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The whole input, gathered from the ranks' parts of any size."""
+        numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
+        padded = tensor.new_zeros(max(numel))
+        padded[: tensor.numel()] = tensor.detach().reshape(-1)
+        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
+        rows = self.ranks.gather_from_all(sent, f"the parts of {name}").view(tensor.dtype)
+        whole = tensor.new_empty(batch.shapes[name])
+        starts = [list(accumulate(sizes, initial=0)) for sizes in self._sizes(name, batch.parts)]
+        for rank, row in enumerate(rows):
+            shape = batch.parts[rank][name]
+            place = whole
+            for dim, position, _ in self._places(name, rank):
+                place = place.narrow(dim, starts[dim][position], shape[dim])
+            place.copy_(row[: numel[rank]].view(shape))
+        return whole
+
+
+def _listed(shapes: Sequence[Shape]) -> str:
+    listed = ", ".join(str(list(shape)) for shape in shapes[:_NUM_NAMED])
+    return listed + ", ..." * (len(shapes) > _NUM_NAMED)
+
+
+__all__ = ["Batch", "LocalInputs", "Signature", "check_equal"]

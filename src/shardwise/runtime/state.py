@@ -1,0 +1,132 @@
+"""The parameters and buffers that a rank holds: where they are, and whether they are still those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardwise.errors import LaunchError, ShardwiseError, listed, problem
+from shardwise.layouts.text import format_dtype
+from shardwise.runtime.agree import gather_objects
+from shardwise.runtime.communicator import Communicator
+
+
+class Slot(NamedTuple):
+    """A place that holds a tensor: the table of a submodule and the key there. ``name``: the qualified one."""
+
+    table: dict[str, torch.Tensor | None]
+    key: str
+    name: str
+    tensor: torch.Tensor
+
+
+class State:
+    """The tensors of a module by name, as they were when somebody last asked. A tensor that was replaced
+    (``load_state_dict(assign=True)``, an assignment to an attribute) is taken if it is what the old one was."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._slots: list[Slot] = []
+        for path, owner in module.named_modules():
+            for table in (owner._parameters, owner._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        name = f"{path}.{key}" if path else key
+                        self._slots.append(Slot(table, key, name, tensor))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By all names of tied ones."""
+        return {slot.name: slot.tensor for slot in self._slots}
+
+    def refresh(self) -> bool:
+        """Whether tensors were replaced since the last time. Raises ShardwiseError for one that does not fit."""
+        if all(table.get(key) is tensor for table, key, _, tensor in self._slots):
+            return False
+        slots = [slot._replace(tensor=_successor(slot)) for slot in self._slots]
+        self._check_ties(slots)
+        self._slots = slots
+        return True
+
+    def _check_ties(self, slots: Sequence[Slot]) -> None:
+        """One of several names of a tensor must not have been given another."""
+        successor: dict[int, Slot] = {}
+        for before, after in zip(self._slots, slots, strict=True):
+            first = successor.setdefault(id(before.tensor), after)
+            if first.tensor is not after.tensor:
+                raise ShardwiseError(
+                    problem(
+                        f"{first.name} and {after.name} were one tensor when the module was split, and are two now",
+                        fix="assign the same tensor to all of its names, or untie them before sw.plan",
+                    )
+                )
+
+
+def _successor(slot: Slot) -> torch.Tensor:
+    """What is in a slot now. Raises ShardwiseError unless the program can run with it."""
+    new, old = slot.table.get(slot.key), slot.tensor
+    if new is old:
+        return old
+    if isinstance(new, torch.Tensor):
+        is_same_kind = isinstance(new, torch.nn.Parameter) == isinstance(old, torch.nn.Parameter)
+        if is_same_kind and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
+            return new
+    raise ShardwiseError(
+        problem(
+            f"{slot.name} was replaced by {_described(new)}; this rank's part of it is {_described(old)}",
+            fix="assign this rank's shard (of the same dtype, on the same device), change the values of the tensor "
+            "that is there (copy_, load_state_dict), or change the model before sw.plan and sw.parallelize",
+        )
+    )
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}" if tensor is not None else "nothing"
+    kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a tensor"
+    return f"{kind} {format_dtype(tensor.dtype)}{list(tensor.shape)} on {tensor.device}"
+
+
+def check_initial_values(
+    prints: Mapping[str, int], fault: ShardwiseError | None, ranks: Communicator, device: torch.device
+) -> None:
+    """Raise ShardwiseError, on all ranks, where one has a ``fault`` (the others name it), and LaunchError where the
+    whole initial values (name -> fingerprint) are not the same on all."""
+    said = None if fault is None else str(fault).split("\n", 1)[0]
+    everywhere = gather_objects((dict(prints), said), ranks, device, "the comparison of initial values")
+    if fault is not None:
+        raise fault
+    failed = [(rank, said) for rank, (_, said) in enumerate(everywhere) if said is not None]
+    if failed:
+        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise LaunchError(f"rank {failed[0][0]} could not split its module{more}: {failed[0][1]}")
+    first = everywhere[0][0]
+    for rank, (other, _) in enumerate(everywhere):
+        differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if differing:
+            raise LaunchError(
+                problem(
+                    f"ranks start from different values: {listed(differing)} of rank {rank} differ"
+                    f"{'s' * (len(differing) == 1)} from rank 0 ({len(differing)} of {len(first)} tensors)",
+                    fix="build the module from the same seed on every rank (torch.manual_seed, or "
+                    "sw.deferred(seed=...)), or load the same checkpoint on all before sw.parallelize",
+                )
+            )
+
+
+def mixed(seed: int) -> int:
+    """A seed whose bits depend on all bits of ``seed``, as a signed number of 64 bits: the calls of a job count on from
+    it, and those of jobs with neighbouring seeds must not draw the same numbers one call later.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
+    """
+    mask = 2**64 - 1
+    z = (seed + 0x9E3779B97F4A7C15) & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z
+
+
+__all__ = ["State", "check_initial_values", "mixed"]
