@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.layouts.conversions import Collective
-from shardwise.programs.steps import Conversion, Step
+from shardwise.programs.steps import Conversion, Step, collectives_of
 
 # PyTorch's DistributedDataParallel fills buckets of 25 MiB, the first one to be sent only 1 MiB, so that sending starts
 # early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
@@ -40,11 +40,7 @@ class Bucket:
 
     def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
         """What the bucket communicates, in the order of execution."""
-        members = [conversion.collectives(backward=backward) for conversion in self.conversions]
-        return tuple(
-            Collective(together[0].kind, together[0].axes, sum(one.num_bytes for one in together))
-            for together in zip(*members, strict=True)
-        )
+        return collectives_of(self.conversions, backward=backward)
 
 
 def fill_buckets(

@@ -27,7 +27,6 @@ from shardwise.programs.instructions import (
     Compute,
     Instruction,
     Origin,
-    collectives_of,
 )
 from shardwise.programs.linears import with_biases
 from shardwise.programs.moves import converted_form
@@ -36,7 +35,7 @@ from shardwise.programs.passes import mark_overwrites, memories
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import conversions_of
-from shardwise.programs.steps import Conversion
+from shardwise.programs.steps import Conversion, collectives_of
 from shardwise.programs.vjp import BackwardKind, ForwardKind, Kernel, Kinds, needed_kernels, numbered
 
 aten = torch.ops.aten

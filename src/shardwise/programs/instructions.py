@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.forms import Form
-from shardwise.programs.steps import Conversion
+from shardwise.programs.steps import Conversion, collectives_of
 
 # What an instruction is for: the results of an operator, cotangents that others wait for, gradients of parameters.
 Part = Literal["forward", "input", "weight"]
@@ -165,15 +165,6 @@ def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> In
 
 def _renamed_shares(shares: tuple[str | None, ...], name_of: Callable[[str], str]) -> tuple[str | None, ...]:
     return tuple(None if name is None else name_of(name) for name in shares)
-
-
-def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tuple[Collective, ...]:
-    """The messages of conversions that travel together, in order."""
-    members = [conversion.collectives(backward=backward) for conversion in conversions]
-    return tuple(
-        Collective(together[0].kind, together[0].axes, sum(one.num_bytes for one in together))
-        for together in zip(*members, strict=True)
-    )
 
 
 def sent_by(instruction: Instruction) -> tuple[Collective, ...]:

@@ -36,6 +36,15 @@ class Conversion:
         return tuple(collective for collective in found if collective is not None)
 
 
+def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tuple[Collective, ...]:
+    """The messages of conversions that travel together, in order."""
+    members = [conversion.collectives(backward=backward) for conversion in conversions]
+    return tuple(
+        Collective(together[0].kind, together[0].axes, sum(one.num_bytes for one in together))
+        for together in zip(*members, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """An operator over converted operands. ``operands`` follow ``placed.op.operands``."""
