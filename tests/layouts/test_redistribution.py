@@ -39,12 +39,12 @@ def layouts_of(search: Search) -> list[Layout]:
 @pytest.mark.parametrize(
     ("mesh", "dims", "every"),
     [
-        (BINARY, plain(8, 8), 7),
-        (BINARY, plain(8, 8, 8), 47),
+        (BINARY, plain(8, 8), 23),
+        (BINARY, plain(8, 8, 8), 149),
         (SIX, plain(6, 6), 1),
         (SIX, plain(6, 6, 6), 1),
         # Sizes that do not divide.
-        (BINARY, plain(6, 5), 11),
+        (BINARY, plain(6, 5), 31),
         (SIX, plain(5, 7), 1),
         (SIX, plain(5, 7, 3), 1),
     ],
@@ -61,8 +61,8 @@ def test_every_pair_sends_the_minimum_in_the_fewest_messages_and_holds_no_more_t
     ("mesh", "dims", "every"),
     [
         (SIX, (((6, 6),), ((6, 6),)), 1),
-        (BINARY, (((8, 8),), ((8,),)), 53),
-        (BINARY, (((8, 8),), ((8, 8),)), 223),
+        (BINARY, (((8, 8),), ((8,),)), 163),
+        (BINARY, (((8, 8),), ((8, 8),)), 701),
         # Two ways to divide a dim that do not nest.
         (SIX, (((12, 18), (18, 12)),), 1),
         (SIX, (((6, 12), (9, 8)), ((6,),)), 2),
@@ -86,7 +86,7 @@ def test_layouts_by_whole_axes_gain_nothing_from_dividing_them(mesh: Mesh, dims:
 def test_axes_of_the_same_primes_move_the_same(mesh: Mesh) -> None:
     names = dict(zip(BINARY.sub_axes, mesh.sub_axes, strict=True))
     ours, theirs = (layouts_of(Search(m, plain(8, 8))) for m in (BINARY, mesh))
-    for i in range(0, len(ours), 13):
+    for i in range(0, len(ours), 41):
         for source, target in zip([(ours[i], other) for other in ours], [(theirs[i], o) for o in theirs], strict=True):
             moves, same = redistribute(*source), redistribute(*target)
             assert [tuple(names[axis] for axis in move.axes) for move in moves] == [move.axes for move in same]
@@ -96,7 +96,7 @@ def test_axes_of_the_same_primes_move_the_same(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dims", "every"), [(SIX, plain(6, 6), 1), (SIX, plain(5, 7), 1), (BINARY, plain(8, 8), 8)]
+    ("mesh", "dims", "every"), [(SIX, plain(6, 6), 1), (SIX, plain(5, 7), 1), (BINARY, plain(8, 8), 29)]
 )
 def test_what_has_no_gradient_sends_the_minimum_of_forward_alone(mesh: Mesh, dims: Dims, every: int) -> None:
     search = Search(mesh, dims)
@@ -165,13 +165,13 @@ def assert_carries(source: Layout, target: Layout, moves: tuple[Move, ...], gene
 @pytest.mark.parametrize(
     ("mesh", "dims", "every"),
     [
-        (BINARY, plain(8, 8), 67),
-        (BINARY, plain(6, 5), 71),
-        (BINARY, plain(6, 5, 7), 311),
-        (Mesh(a=2, b=4), plain(9, 8), 127),
-        (Mesh(x=8), plain(3, 8), 127),
-        (SIX, plain(6, 6), 4),
-        (SIX, plain(5, 7, 3), 11),
+        (BINARY, plain(8, 8), 211),
+        (BINARY, plain(6, 5), 211),
+        (BINARY, plain(6, 5, 7), 1009),
+        (Mesh(a=2, b=4), plain(9, 8), 389),
+        (Mesh(x=8), plain(3, 8), 389),
+        (SIX, plain(6, 6), 13),
+        (SIX, plain(5, 7, 3), 37),
     ],
 )
 def test_values_and_cotangents_equal_slices_of_the_global_tensor(mesh: Mesh, dims: Dims, every: int) -> None:
@@ -183,9 +183,9 @@ def test_values_and_cotangents_equal_slices_of_the_global_tensor(mesh: Mesh, dim
 @pytest.mark.parametrize(
     ("mesh", "dims", "every"),
     [
-        (SIX, (((2, 6), (3, 4)), ((5,),)), 9),
-        (FOUR, (((2, 6), (3, 4)), ((2, 6), (4, 3))), 41),
-        (BINARY, (((4, 3), (2, 6)), ((6, 2),)), 1009),
+        (SIX, (((2, 6), (3, 4)), ((5,),)), 29),
+        (FOUR, (((2, 6), (3, 4)), ((2, 6), (4, 3))), 127),
+        (BINARY, (((4, 3), (2, 6)), ((6, 2),)), 3001),
     ],
 )
 def test_atoms_carry_values_and_cotangents_exactly(mesh: Mesh, dims: Dims, every: int) -> None:
@@ -216,7 +216,7 @@ def test_atoms_that_do_not_nest_are_exchanged_without_a_whole_tensor(mesh: Mesh,
     assert count > 50
 
 
-@pytest.mark.parametrize(("mesh", "dims", "every"), [(SIX, plain(5, 7), 5), (BINARY, plain(8, 8), 251)])
+@pytest.mark.parametrize(("mesh", "dims", "every"), [(SIX, plain(5, 7), 5), (BINARY, plain(8, 8), 751)])
 def test_each_direction_by_its_own_list_is_exact_and_never_sends_more(mesh: Mesh, dims: Dims, every: int) -> None:
     """Forward by the cheapest list of values, backward by that from dual to dual: what one could do besides moves whose
     backward mirrors their forward."""

@@ -196,6 +196,30 @@ def test_ranks_that_make_different_calls_are_named_on_all(run_ranks: Callable[..
         assert "args[0] is f64[8, 6] on rank 0 and f32[8, 6] on rank 1" in dtype
 
 
+def wrong_dtypes() -> list[str]:
+    alone, net, plan = make(**TWO_AXES)
+    par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
+    x, y = batch_of(8)
+    messages = [said(lambda: par.step(x.float(), y)), said(lambda: par.step(x, y.to(torch.int32)))]
+    for module in (alone, par):  # as optimizers of other libraries do
+        module.down.bias.data = module.down.bias.data.float()
+        messages.append(said(lambda module=module: module(*((x, y) if module is par else (x,))), RuntimeError))
+        module.down.bias.data = module.down.bias.data.double()
+    loss = par.step(x, y)
+    messages.append(f"{float((loss - nn.functional.cross_entropy(alone(x), y)).abs()) < ROUNDING}")
+    return messages
+
+
+def test_tensors_of_a_wrong_dtype_are_errors_on_every_rank_and_no_time_out(run_ranks: Callable[..., Any]) -> None:
+    for x, y, eager, own, afterwards in run_ranks(wrong_dtypes, 4, time_limit_seconds=240):
+        assert "input args[0] has dtype f32; the plan was made for f64" in x
+        assert "input args[1] has dtype i32; the plan was made for i64" in y
+        assert "dtype" in eager
+        assert "dtype" in own
+        assert "timed out" not in own
+        assert afterwards == "True"
+
+
 def a_new_call_on_one_rank(store: str) -> str:
     with_timeout(4.0, store)
     _, net, plan = make(**DATA_PARALLEL)

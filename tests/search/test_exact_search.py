@@ -47,12 +47,12 @@ def wide_llama(layers: int, mesh: sw.Mesh) -> CostGraph:
 # -- small graphs: all assignments -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", range(0, 140, 70))
+@pytest.mark.parametrize("start", [0, 35])
 def test_small_graphs_against_all_assignments(start):
     tally = Tally()
-    for seed in range(start, start + 70):
+    for seed in range(start, start + 35):
         check_search(seed, 1_000, tally)
-    assert tally.graphs >= 50, tally
+    assert tally.graphs >= 25, tally
     assert tally.optimal >= 0.95 * tally.searches, tally
     assert tally.proven >= 0.6 * tally.searches, tally
 

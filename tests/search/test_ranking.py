@@ -250,8 +250,15 @@ def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
 
 
 # From far too little to a little less than the least: the search refuses the first limits, the simulated peak the last.
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
-@pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming"])
+@pytest.mark.parametrize(
+    ("share", "search"),
+    [
+        (0.1, "recursive_programming"),
+        (0.5, "dynamic_programming"),
+        (0.9, "recursive_programming"),
+        (0.99, "dynamic_programming"),
+    ],
+)
 def test_a_refusal_adds_up_the_least_memory_and_names_the_limit_that_was_asked_for(share: float, search: str) -> None:
     with torch.device("meta"):
         model, inputs = Chain(), (torch.empty(64, 256),)
