@@ -66,7 +66,6 @@ def test_a_broken_conversion_inside_a_stage_is_noticed() -> None:
 
 
 MODELS = {
-    "gpt2": (gpt2(), UNEQUAL),
     "llama": (llama(), LOOPED),
     "bert": (bert(), ALONE),
     "resnet": (resnet(), UNEQUAL),
@@ -85,7 +84,7 @@ def test_models_under_random_strategies_equal_one_device(name: str) -> None:
     assert check_stages(found, graph, data, places, stages.__getitem__) <= TOLERANCE
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", range(2))
 def test_random_programs_on_random_placements_equal_one_device(block: int) -> None:
     features: Counter[str] = Counter()
     for seed in range(block * 20, (block + 1) * 20):

@@ -86,10 +86,10 @@ def parse_ranks(text: str) -> tuple[int, ...]:
             raise PlanError(f"ranks read 0-3,8, not {shown(text)}")
         if max(begin, end) >= MAX_DEVICES or len(ranks) + end - begin >= MAX_DEVICES:
             raise PlanError(f"ranks {shown(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once")
-        count = len(ranks) + end - begin + 1
+        twice = next((rank for rank in range(begin, end + 1) if rank in ranks), None)
+        if twice is not None:
+            raise PlanError(f"ranks {shown(text)}: rank {twice} is named twice")
         ranks.update(dict.fromkeys(range(begin, end + 1)))
-        if len(ranks) < count:
-            raise PlanError(f"ranks {shown(text)}: a rank of {shown(run)} is named twice")
     return tuple(ranks)
 
 
