@@ -30,6 +30,7 @@ def test_without_a_mistake_the_plan_is_equal_and_really_splits(case) -> None:
     assert any(entry.forward or entry.backward for entry in made.plan.conversions)
     report = sw.verify(made.model, made.inputs, made.plan, steps=1)
     assert report.ok, str(report)
+    assert report.forward or report.backward
     assert report.first_wrong == ""
 
 
