@@ -303,7 +303,7 @@ EXHIBITS = (
     ),
     Exhibit(
         "loss of gathered logits",
-        "A vocabulary-parallel loss takes logits that every rank has whole, and counts each as often as there are ranks",
+        "A vocabulary-parallel loss takes logits that every rank has whole, and counts each once per rank",
         ("NVIDIA/Megatron-LM#7452",),
         "the sum of exponentials is four times as large, and so the loss larger by log 4",
         models.tensor_parallel,
