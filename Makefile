@@ -3,6 +3,8 @@
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
 #   make sweep      every rule against its operator, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make museum     mistakes that others have published, made here on purpose, and what finds them (docs/museum.md)
+#   make museum-page  the list in docs/museum.md, written anew
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
@@ -27,7 +29,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test golden operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -61,6 +63,12 @@ sweep: install
 	PYTHONPATH=tests $(BIN)/python -m rules.checking
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.fuzzing
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
+
+museum: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m museum
+
+museum-page: install
+	PYTHONPATH=tests $(BIN)/python -m museum --write
 
 golden: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.priced_plans

@@ -28,7 +28,7 @@ from shardwise import api
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.widen import reference_mode, widen
 from shardwise.layouts.conversions import Collective
-from shardwise.proof.verify import OPTIMIZERS
+from shardwise.proof.runs import OPTIMIZERS
 from shardwise.runtime import calls
 from shardwise.runtime.shards import shard
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CaptureWarning
-from shardwise.proof import verify as proof
+from shardwise.proof import runs as proof
 from shardwise.runtime import memory_of_outputs
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,36 +19,22 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.capture import Capture, call_arguments, call_module, capture
-from shardwise.graph.ir import Graph, Ref
-from shardwise.graph.normalize_random import SEED
-from shardwise.graph.trees import flatten, flatten_output
-from shardwise.graph.widen import reference_mode, widen
+from shardwise.graph.capture import Capture, call_arguments, capture
+from shardwise.graph.ir import Graph
+from shardwise.graph.trees import flatten
+from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import program_of, same_inputs
 from shardwise.plans.plan import Plan
-from shardwise.programs.check import check_program
-from shardwise.programs.differentiate import differentiate
-from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program, delivered_values
-from shardwise.programs.spmd import Spmd
-from shardwise.programs.vjp import Kinds
-from shardwise.proof.virtual import Values as VirtualValues
-from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
+from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
+from shardwise.proof.runs import OneDevice, Ranks, Values, widened
+from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
-from shardwise.runtime.memory_of_outputs import live, taken_apart, whole_buffers, written_back
 from shardwise.runtime.shards import shard
 
 # float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
 TOLERANCE = 1e-9
-
-OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +64,7 @@ class Report:
     planned_backward: tuple[Collective, ...]
     matches_plan: bool  # whether the plan's own list names the same collectives
     untraceable: Mapping[str, str] = field(default_factory=dict)
+    first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
 
     @property
     def max_error(self) -> float:
@@ -98,6 +85,7 @@ class Report:
             f"over {len(self.differences)} tensors (tolerance {self.tolerance:g})"
         ]
         lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
+        lines += [f"  first wrong: {self.first_wrong}"] if self.first_wrong else []
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
         lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
         lines += [f"  backward of {name} is autograd's: {why}" for name, why in self.untraceable.items()]
@@ -127,12 +115,12 @@ def verify(
     _need_values((args, named))
     captured = capture(module, args, named, loss=loss)  # as planned: in float64 other casts are no-ops
     graph = widen(captured.graph)
-    args, named = pytree.tree_map_only(torch.Tensor, _widened, (args, named))
+    args, named = pytree.tree_map_only(torch.Tensor, widened, (args, named))
     reference = _float64_module(module, seed)
     spmd = program_of(plan, graph, training=module.training, original=captured.graph)
     split = {s.value for s in graph.sources if s.kind in ("parameter", "buffer") and spmd.layouts[s.value].positions}
-    single = _Single(reference, captured, loss, plan.optimizer, split)
-    ranks = _Ranks(spmd, captured, reference, spmd.layouts, plan.optimizer)
+    single = OneDevice(reference, captured, loss, plan.optimizer, split)
+    ranks = Ranks(spmd, captured, reference, spmd.layouts, plan.optimizer)
     worst: dict[tuple[str, str], Difference] = {}
     records: list[tuple[Collective, ...]] = []
     earlier: list[tuple[Values, list[Values]]] = []
@@ -154,7 +142,29 @@ def verify(
         planned_backward=spmd.backward_collectives(),
         matches_plan=_listed(plan, graph, records),
         untraceable=ranks.programs[0].untraceable,
+        first_wrong=_first_wrong(
+            lambda: Ranks(spmd, captured, reference, spmd.layouts, plan.optimizer), args, named, differences, tolerance
+        ),
     )
+
+
+def _first_wrong(
+    ranks: Callable[[], Ranks],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    differences: Sequence[Difference],
+    tolerance: float,
+) -> str:
+    """Where a program whose results differ goes wrong first. ``ranks``: makes them anew, as they were before the
+    first step."""
+    wrong = [difference for difference in differences if not difference.error <= tolerance]
+    if not wrong:
+        return ""
+    fresh = ranks()
+    programs = list(map(without_overwrites, fresh.programs))
+    values = run_forward(fresh.cluster, programs, fresh.bindings(args, kwargs, 0))
+    found = wrong_result(fresh.spmd, fresh.programs, values, fresh.whole(args, kwargs, 0), tolerance)
+    return found or wrong_gradient(fresh.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
 
 
 def _of_sources(values: Values, captured: Capture) -> Values:
@@ -187,10 +197,6 @@ def _need_values(inputs: Any) -> None:
         )
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach().cpu()
-
-
 def _float64_module(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """A float64 copy on the CPU with the module's (initial) values."""
     held = [*module.parameters(), *module.buffers()]
@@ -208,161 +214,6 @@ def _float64_module(module: torch.nn.Module, seed: int | None) -> torch.nn.Modul
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="cpu")
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
-
-
-Values = dict[tuple[str, str], torch.Tensor]  # (kind, name) -> tensor
-
-
-class _Single:
-    """The module on one device."""
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        captured: Capture,
-        loss: Callable[..., Any] | None,
-        optimizer: str,
-        split: Collection[str],
-    ) -> None:
-        """``split``: sources of which ranks return copies, gathered when the module is called."""
-        self.split = split
-        self.module, self.captured, self.loss = copy.deepcopy(module), captured, loss
-        self.optimizer = _optimizer(optimizer, [p for p in self.module.parameters() if p.requires_grad])
-
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Values:
-        values: Values = {}
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        with reference_mode(seed=step):
-            output = call_module(self.module, args, kwargs, self.loss)
-        leaves, _ = flatten_output(output)
-        for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
-            if isinstance(leaf, torch.Tensor):
-                is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
-                memory = self.captured.memories[i]
-                is_copied = memory is not None and memory.name in self.split
-                values["loss" if is_loss else "output", f"[{i}]"] = (
-                    leaf.detach().clone() if is_copied else leaf.detach()
-                )
-                if is_loss and leaf.requires_grad:
-                    leaf.backward()
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None:
-                if parameter.grad.is_sparse:  # ranks have dense ones, which other optimizers take as well
-                    parameter.grad = parameter.grad.to_dense()
-                values["gradient", name] = parameter.grad.clone()
-        for name, buffer in self.module.named_buffers():
-            values["buffer", name] = buffer.clone()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        for name, parameter in self.module.named_parameters():
-            values["parameter", name] = parameter.detach().clone()
-        return values
-
-
-class _Ranks:
-    """The ranks of the virtual cluster, each with its shards and its optimizer."""
-
-    def __init__(
-        self, spmd: Spmd, captured: Capture, module: torch.nn.Module, layouts: Mapping[str, Layout], optimizer: str
-    ) -> None:
-        self.spmd, self.captured, self.layouts = spmd, captured, layouts
-        self.cluster = VirtualCluster(spmd.mesh)
-        kinds = Kinds()
-        reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
-        self.programs = [
-            differentiate(localize(spmd, rank), kinds, loss_only=False, reached=reached)
-            for rank in range(spmd.mesh.num_devices)
-        ]
-        for program in self.programs:
-            check_program(program)
-        full = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self.tensors: list[dict[str, torch.Tensor]] = []
-        for coordinates in self.cluster.coordinates:
-            own: dict[str, torch.Tensor] = {}
-            for source in spmd.graph.sources:
-                if source.kind in ("parameter", "buffer") and source.names[0] != SEED:
-                    local = shard(full[source.names[0]].detach(), layouts[source.value], coordinates).clone()
-                    own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
-                elif source.kind == "constant":
-                    own[source.value] = _widened(captured.constants[source.value]).clone()
-            self.tensors.append(own)
-        self.optimizers = [_optimizer(optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors]
-        self.forward_record: tuple[Collective, ...] = ()
-        self.backward_record: tuple[Collective, ...] = ()
-
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> list[Values]:
-        for optimizer in self.optimizers:
-            if optimizer is not None:
-                optimizer.zero_grad(set_to_none=True)
-        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        bindings = []
-        for own, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
-            binding = dict(own)
-            inputs = iter(tensors)
-            for source in self.spmd.graph.sources:
-                if source.kind == "input":
-                    binding[source.value] = shard(next(inputs), self.layouts[source.value], coordinates).clone()
-                elif source.names[0] == SEED:
-                    binding[source.value] = torch.tensor(step)
-            bindings.append(binding)
-        self.cluster.record.clear()
-        values = run_forward(self.cluster, self.programs, bindings)
-        self.forward_record = self._recorded()
-        gradients = run_backward(self.cluster, self.programs, values, [_ones(p, v) for p, v in self._both(values)])
-        self.backward_record = self._recorded()
-        return [
-            self._collect(rank, own, gradient)
-            for rank, (own, gradient) in enumerate(zip(values, gradients, strict=True))
-        ]
-
-    def _both(self, values: Sequence[VirtualValues]) -> Iterator[tuple[Program, VirtualValues]]:
-        return zip(self.programs, values, strict=True)
-
-    def _recorded(self) -> tuple[Collective, ...]:
-        found = tuple(self.cluster.record)
-        self.cluster.record.clear()
-        return found
-
-    def _collect(self, rank: int, values: VirtualValues, gradients: Mapping[str, torch.Tensor]) -> Values:
-        collected: Values = {}
-        own, program = self.tensors[rank], self.programs[rank]
-        sources_held = {s.value: values[s.value] for s in self.spmd.graph.sources if s.value in values}
-        leaves = [values[program.resolve(o.name)] if isinstance(o, Ref) else None for o in self.spmd.outputs]
-        leaves = taken_apart(leaves, self.captured.memories, sources_held)
-        written_back([own[buffer] for buffer, _ in program.mutations], [values[v] for _, v in program.mutations])
-        leaves = live(
-            leaves, self.captured.memories, {name: own[name] for name in whole_buffers(self.spmd) if name in own}
-        )
-        for i, out in enumerate(self.spmd.outputs):
-            if isinstance(out, Ref):
-                kind = "loss" if out.name == self.spmd.loss else "output"
-                collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
-        sources = [s for s in self.spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
-        for source in sources:
-            if source.value in gradients:
-                own[source.value].grad = gradients[source.value].clone()
-                collected["gradient", source.names[0]] = gradients[source.value].clone()
-        optimizer = self.optimizers[rank]
-        if optimizer is not None:
-            optimizer.step()
-        for source in sources:
-            collected[source.kind, source.names[0]] = own[source.value].detach().clone()
-        return collected
-
-
-def _ones(program: Program, values: VirtualValues) -> VirtualValues:
-    """The cotangent of the loss, if it has one."""
-    delivered = zip(program.cotangents, program.delivered, strict=True)
-    return {name: torch.ones_like(values[value]) for name, value in delivered if name is not None}
-
-
-def _optimizer(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
-    if not parameters:
-        return None
-    if name not in OPTIMIZERS:
-        raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name](parameters)
 
 
 def _compare(

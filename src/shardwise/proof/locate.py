@@ -1,0 +1,107 @@
+"""Where a program goes wrong: the first operator whose result is not that of one device, or, where all results are
+right, the operator whose gradient is wrong first on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardwise.graph.interpret import interpret
+from shardwise.graph.ir import Graph
+from shardwise.layouts.layout import PARTIAL_KINDS, Layout
+from shardwise.programs.instructions import Compute, Convert, Depart
+from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import Spmd
+from shardwise.runtime.shards import shard
+
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "any": torch.logical_or,
+}
+
+
+def wrong_result(
+    spmd: Spmd,
+    programs: Sequence[Program],
+    values: Sequence[Mapping[str, Tensor]],
+    sources: Mapping[str, Tensor],
+    tolerance: float,
+) -> str:
+    """Operator, line and rank of the first wrong result of a forward pass, or nothing. ``values``: of every rank, after
+    the forward of ``without_overwrites``; ``sources``: value name -> the whole tensor."""
+    with torch.no_grad():
+        expected = interpret(spmd.graph, sources)
+    written = {name for program in programs for name in _written(program)}
+    for op in spmd.graph.ops:
+        for name in op.results:
+            held = [own.get(program.resolve(name)) for own, program in zip(values, programs, strict=True)]
+            if any(tensor is None for tensor in held) or any(p.resolve(name) in written for p in programs):
+                continue
+            largest = max(
+                [_magnitude(expected[name]), *(1e-3 * _magnitude(expected[operand]) for operand in op.operands)]
+            )
+            layout = spmd.layouts[name]
+            whole = _summed(layout, [tensor for tensor in held if tensor is not None])
+            for rank, tensor in enumerate(whole):
+                want = shard(expected[name], replace(layout, states=()), spmd.mesh.coordinates(rank))
+                if not _equal(want, tensor, tolerance * largest):
+                    return f"the result of {op.name} ({op.source}) on rank {rank}"
+    return ""
+
+
+def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
+    """Of wrong gradients (parameter -> rank) the one that backward makes first."""
+    reads = {operand: position for position, op in enumerate(graph.ops) for operand in op.operands}
+    known = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
+    if not known:
+        return ""
+    name = max(known, key=known.__getitem__)
+    op = graph.ops[known[name]]
+    return f"the gradient of {name}, which {op.name} reads ({op.source}), on rank {wrong[name]}"
+
+
+def without_overwrites(program: Program) -> Program:
+    """The program with exchanges that leave their operands as they are, so that one can look at them afterwards."""
+    forward = (replace(i, overwrites=False) if isinstance(i, (Convert, Depart)) else i for i in program.forward)
+    return replace(program, forward=tuple(forward))
+
+
+def _written(program: Program) -> list[str]:
+    """Names that a kernel writes over: they no longer hold what they name."""
+    return [name for i in program.forward if isinstance(i, Compute) for name in i.writes]
+
+
+def _summed(layout: Layout, held: Sequence[Tensor]) -> list[Tensor]:
+    """What the ranks hold together of a partial value, on each of them."""
+    whole = list(held)
+    for state, kind in PARTIAL_KINDS.items():
+        axes = tuple(axis for axis, on_axis in layout.states if on_axis == state)
+        if not axes:
+            continue
+        parts = whole
+        whole = []
+        for rank in range(len(parts)):
+            first, *others = layout.mesh.group(axes, rank)
+            total = parts[first]
+            for other in others:
+                total = _REDUCE[kind](total, parts[other])
+            whole.append(total)
+    return whole
+
+
+def _magnitude(tensor: Tensor) -> float:
+    finite = tensor[torch.isfinite(tensor)] if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _equal(want: Tensor, have: Tensor, difference: float) -> bool:
+    if want.shape != have.shape:
+        return False
+    if not (want.is_floating_point() or want.is_complex()):
+        return bool((want == have).all())
+    return torch.allclose(want, have.to(want.dtype), rtol=0.0, atol=difference, equal_nan=True)

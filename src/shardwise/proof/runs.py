@@ -1,0 +1,217 @@
+"""The two runs that a verification compares: the module on one device, and its plan on the virtual cluster."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.graph.capture import Capture, call_module
+from shardwise.graph.ir import Ref
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.trees import flatten, flatten_output
+from shardwise.graph.widen import reference_mode
+from shardwise.layouts.conversions import Collective
+from shardwise.layouts.layout import Layout
+from shardwise.programs.check import check_program
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import Program, delivered_values
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.proof.virtual import Values as VirtualValues
+from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
+from shardwise.runtime.memory_of_outputs import live, taken_apart, whole_buffers, written_back
+from shardwise.runtime.shards import shard
+
+Values = dict[tuple[str, str], torch.Tensor]  # (kind, name) -> tensor
+
+OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+}
+
+
+class OneDevice:
+    """The module on one device."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        captured: Capture,
+        loss: Callable[..., Any] | None,
+        optimizer: str,
+        split: Collection[str],
+    ) -> None:
+        """``split``: sources of which ranks return copies, gathered when the module is called."""
+        self.split = split
+        self.module, self.captured, self.loss = copy.deepcopy(module), captured, loss
+        self.optimizer = _optimizer(optimizer, [p for p in self.module.parameters() if p.requires_grad])
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Values:
+        values: Values = {}
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        with reference_mode(seed=step):
+            output = call_module(self.module, args, kwargs, self.loss)
+        leaves, _ = flatten_output(output)
+        for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
+                memory = self.captured.memories[i]
+                is_copied = memory is not None and memory.name in self.split
+                values["loss" if is_loss else "output", f"[{i}]"] = (
+                    leaf.detach().clone() if is_copied else leaf.detach()
+                )
+                if is_loss and leaf.requires_grad:
+                    leaf.backward()
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                if parameter.grad.is_sparse:  # ranks have dense ones, which other optimizers take as well
+                    parameter.grad = parameter.grad.to_dense()
+                values["gradient", name] = parameter.grad.clone()
+        for name, buffer in self.module.named_buffers():
+            values["buffer", name] = buffer.clone()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for name, parameter in self.module.named_parameters():
+            values["parameter", name] = parameter.detach().clone()
+        return values
+
+
+class Ranks:
+    """The ranks of the virtual cluster, each with its shards and its optimizer."""
+
+    def __init__(
+        self, spmd: Spmd, captured: Capture, module: torch.nn.Module, layouts: Mapping[str, Layout], optimizer: str
+    ) -> None:
+        self.spmd, self.captured, self.layouts = spmd, captured, layouts
+        self.cluster = VirtualCluster(spmd.mesh)
+        kinds = Kinds()
+        reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
+        self.programs = [
+            differentiate(localize(spmd, rank), kinds, loss_only=False, reached=reached)
+            for rank in range(spmd.mesh.num_devices)
+        ]
+        for program in self.programs:
+            check_program(program)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.full = {name: tensor.detach() for name, tensor in named.items()}
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        for coordinates in self.cluster.coordinates:
+            own: dict[str, torch.Tensor] = {}
+            for source in spmd.graph.sources:
+                if source.kind in ("parameter", "buffer") and source.names[0] != SEED:
+                    local = shard(self.full[source.names[0]], layouts[source.value], coordinates).clone()
+                    own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
+                elif source.kind == "constant":
+                    own[source.value] = widened(captured.constants[source.value]).clone()
+            self.tensors.append(own)
+        self.optimizers = [_optimizer(optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors]
+        self.forward_record: tuple[Collective, ...] = ()
+        self.backward_record: tuple[Collective, ...] = ()
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> list[Values]:
+        for optimizer in self.optimizers:
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none=True)
+        bindings = self.bindings(args, kwargs, step)
+        self.cluster.record.clear()
+        values = run_forward(self.cluster, self.programs, bindings)
+        self.forward_record = self._recorded()
+        gradients = run_backward(self.cluster, self.programs, values, [_ones(p, v) for p, v in self._both(values)])
+        self.backward_record = self._recorded()
+        return [
+            self._collect(rank, own, gradient)
+            for rank, (own, gradient) in enumerate(zip(values, gradients, strict=True))
+        ]
+
+    def bindings(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> list[VirtualValues]:
+        """What every rank's program starts from."""
+        bindings: list[VirtualValues] = []
+        for own, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
+            binding: VirtualValues = dict(own)
+            inputs = iter(_tensors(args, kwargs))
+            for source in self.spmd.graph.sources:
+                if source.kind == "input":
+                    binding[source.value] = shard(next(inputs), self.layouts[source.value], coordinates).clone()
+                elif source.names[0] == SEED:
+                    binding[source.value] = torch.tensor(step)
+            bindings.append(binding)
+        return bindings
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> VirtualValues:
+        """What one device starts from, by the same names."""
+        whole: VirtualValues = {}
+        inputs = iter(_tensors(args, kwargs))
+        for source in self.spmd.graph.sources:
+            if source.kind == "input":
+                whole[source.value] = next(inputs)
+            elif source.names[0] == SEED:
+                whole[source.value] = torch.tensor(step)
+            elif source.kind == "constant":
+                whole[source.value] = widened(self.captured.constants[source.value])
+            else:
+                whole[source.value] = self.full[source.names[0]]
+        return whole
+
+    def _both(self, values: Sequence[VirtualValues]) -> Iterator[tuple[Program, VirtualValues]]:
+        return zip(self.programs, values, strict=True)
+
+    def _recorded(self) -> tuple[Collective, ...]:
+        found = tuple(self.cluster.record)
+        self.cluster.record.clear()
+        return found
+
+    def _collect(self, rank: int, values: VirtualValues, gradients: Mapping[str, torch.Tensor]) -> Values:
+        collected: Values = {}
+        own, program = self.tensors[rank], self.programs[rank]
+        sources_held = {s.value: values[s.value] for s in self.spmd.graph.sources if s.value in values}
+        leaves = [values[program.resolve(o.name)] if isinstance(o, Ref) else None for o in self.spmd.outputs]
+        leaves = taken_apart(leaves, self.captured.memories, sources_held)
+        written_back([own[buffer] for buffer, _ in program.mutations], [values[v] for _, v in program.mutations])
+        leaves = live(
+            leaves, self.captured.memories, {name: own[name] for name in whole_buffers(self.spmd) if name in own}
+        )
+        for i, out in enumerate(self.spmd.outputs):
+            if isinstance(out, Ref):
+                kind = "loss" if out.name == self.spmd.loss else "output"
+                collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
+        sources = [s for s in self.spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
+        for source in sources:
+            if source.value in gradients:
+                own[source.value].grad = gradients[source.value].clone()
+                collected["gradient", source.names[0]] = gradients[source.value].clone()
+        optimizer = self.optimizers[rank]
+        if optimizer is not None:
+            optimizer.step()
+        for source in sources:
+            collected[source.kind, source.names[0]] = own[source.value].detach().clone()
+        return collected
+
+
+def _ones(program: Program, values: VirtualValues) -> VirtualValues:
+    """The cotangent of the loss, if it has one."""
+    delivered = zip(program.cotangents, program.delivered, strict=True)
+    return {name: torch.ones_like(values[value]) for name, value in delivered if name is not None}
+
+
+def _optimizer(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
+    if not parameters:
+        return None
+    if name not in OPTIMIZERS:
+        raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](parameters)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach().cpu()
