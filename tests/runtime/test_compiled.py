@@ -264,3 +264,29 @@ def test_messages_keep_their_order_and_results_on_two_ranks(run_ranks: RunRanks)
             torch.testing.assert_close(compiled_ones, parameters, rtol=1e-11, atol=1e-13)
             assert made == listed
             assert functions < sections, "layers share their sections"
+
+
+def within_torch_compile() -> list[float]:
+    """On a rank: a torch.compile of the user's own around the module, and around a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    strategies = {"0": "n@tp", "2": "k@tp"}
+    plan = sw.plan(model, (x,), 2, mesh=sw.Mesh(tp=2), strategies=strategies, loss=lambda y: y.square().mean())
+    par = sw.parallelize(model, plan, loss=lambda y: y.square().mean())
+    around = torch.compile(par, backend="aot_eager")
+    step = torch.compile(lambda x: par.step(x) * 2, backend="aot_eager")
+    around(x).backward()
+    want = model(x).square().mean()
+    want.backward()
+    assert model[0].weight.grad is not None
+    own = model[0].weight.grad.chunk(2)[torch.distributed.get_rank()]
+    errors = [float((par.get_submodule("0").weight.grad - own).abs().max())]  # type: ignore[union-attr, operator]
+    errors.append(abs(float(step(x)) - 2 * want.item()))
+    errors.append(float((torch.compile(par.predict, backend="aot_eager")(x) - model(x)).detach().abs().max()))
+    return errors
+
+
+def test_a_torch_compile_around_the_module_leaves_its_programs_alone(run_ranks: RunRanks) -> None:
+    for errors in run_ranks(within_torch_compile, 2, time_limit_seconds=200):
+        assert max(errors) < 1e-13  # sums of 16 float64 in another order

@@ -135,7 +135,8 @@ class Calls:
         model = self._model.train(call.training)
         loss = None if call.predicts else self.settings.loss
         captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss))
-        spmd = program_of(self.plan, captured.graph, training=call.training)
+        # Without its loss function the model has fewer operators than the plan.
+        spmd = program_of(self.plan, captured.graph, training=None if call.predicts else call.training)
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         step = self._step_of(spmd, call.loss_only)
         sources = captured.graph.sources

@@ -114,7 +114,6 @@ class Message:
         self.number = 0
         self.kind, self.axes = first.kind, first.axes
         self.group = ranks.group(first.axes)
-        self.group_name: str = self.group.group_name
         self.size = ranks.mesh.size_of(first.axes)
         self.op = REDUCTIONS[first.reduction]
         # Elements that each member sends (all_gather) or that each member gets (the others), per tensor.
@@ -129,8 +128,6 @@ class Message:
 
         Raises CollectiveError, or OutOfDeviceMemoryError.
         """
-        if torch.compiler.is_compiling():
-            return self._launch(tensors, wait)
         self.ranks.launched = self.number = self.ranks.launched + 1
         try:
             return self._launch(tensors, wait)
@@ -195,18 +192,12 @@ class Message:
         else:
             tensor = buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.ranks.note(self.kind, self.axes, buffer.numel() * buffer.element_size())
-        if torch.compiler.is_compiling():
-            buffer = _finished(_traced.all_reduce(buffer, _TRACED_REDUCTIONS[self.moves[0].reduction], self.group_name))
-            return buffer.view(tensor.dtype), None
         work = dist.all_reduce(buffer, op=self.op, group=self.group, async_op=not wait)
         return buffer.view(tensor.dtype), work
 
     def _all_gather(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
         sent = _row([_wire(tensor) for tensor in tensors], self.largest)
         self.ranks.note(self.kind, self.axes, sum(self.totals) * sent.element_size())
-        if torch.compiler.is_compiling():
-            received = _finished(_traced.all_gather_into_tensor(sent, self.size, self.group_name))
-            return received.view(tensors[0].dtype), None
         received = sent.new_empty(self.size * self.largest)
         work = gather_tensor(received, sent, group=self.group, async_op=not wait)
         return received.view(tensors[0].dtype), work
@@ -222,8 +213,6 @@ class Message:
             total = sum(part.numel() for row in parts for part in row)
             sent = torch.cat([_row(row, largest) for row in parts])
         self.ranks.note(self.kind, self.axes, total * sent.element_size())
-        if torch.compiler.is_compiling():
-            return _finished(_traced.reduce_scatter_tensor(sent, "sum", self.size, self.group_name)), None
         received = sent.new_empty(sent.numel() // self.size)
         work = scatter_tensor(received, sent, group=self.group, async_op=not wait)
         return received, work
@@ -234,9 +223,6 @@ class Message:
         given = [sum(part.numel() for part in row) for row in parts]
         sent = torch.cat([part for row in parts for part in row])
         self.ranks.note(self.kind, self.axes, sent.numel() * sent.element_size())
-        if torch.compiler.is_compiling():
-            received = _finished(_traced.all_to_all_single(sent, self.totals, given, self.group_name))
-            return received.view(tensors[0].dtype), None
         received = sent.new_empty(sum(self.totals))
         work = dist.all_to_all_single(received, sent, self.totals, given, group=self.group, async_op=not wait)
         return received.view(tensors[0].dtype), work
@@ -248,16 +234,6 @@ def group_timeout() -> timedelta | None:
     options: Any = getattr(dist.distributed_c10d._get_default_group()._get_backend(device), "options", None)
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
-
-
-# What torch.compile can trace: the same collectives as operators.
-_traced = torch.ops._c10d_functional
-_TRACED_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "any": "max"}
-
-
-def _finished(tensor: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _traced.wait_tensor(tensor)
-    return result
 
 
 def _row(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:

@@ -267,7 +267,7 @@ def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryEr
 def refuse_create_graph() -> None:
     """Called in the backward of everything that communicates: raise ShardwiseError where autograd records it, since a
     collective on its way back has no gradient of its own, and second derivatives would lack what it carries."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled():
         raise ShardwiseError(
             problem(
                 "gradients of gradients do not pass the collectives of a plan",

@@ -141,6 +141,9 @@ class Parallel(torch.nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
     ) -> tuple[Compiled, torch.Tensor | None, Sequence[Any]]:
         """(program, loss, flattened outputs) for one batch."""
+        if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
+            found: Any = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
+            return found  # type: ignore[no-any-return]
         refuse_autocast("around a call of a parallel module")
         self._ranks.calls += 1
         flat, spec = flatten((args, kwargs))

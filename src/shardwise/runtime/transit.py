@@ -33,20 +33,15 @@ class Direction:
     purpose: Purpose
 
     def __call__(self, tensors: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._run(tensors)
         try:
-            return self._run(tensors)
+            for step in self.steps:
+                tensors = step(tensors)
+            return tensors
         except (RuntimeError, MemoryError) as error:
             explained = conversion_failed(error, self.purpose)
             if explained is None:
                 raise
             raise explained from error
-
-    def _run(self, tensors: Any) -> Any:
-        for step in self.steps:
-            tensors = step(tensors)
-        return tensors
 
 
 @dataclass(frozen=True)
