@@ -233,8 +233,9 @@ def test_pairs_of_products_and_a_softmax_over_classes_send_what_the_slides_say(
             assert found["loss"] == pytest.approx(found["whole"], rel=1e-12)
             # By hand: features, then maximum, sum and loss; the gradients of features and of the backbone.
             assert found["by hand"] == ["all_gather", *["all_reduce"] * 3, *["all_reduce"] * 2]
-            # The labels are gathered as well, and features' gradients are scattered instead of sliced.
-            assert found["ours"] == [*["all_gather"] * 2, *["all_reduce"] * 3, "reduce_scatter", "all_reduce"]
+            # Ranks agree on the sizes of their parts, the labels are gathered as well, and features' gradients are
+            # scattered instead of sliced.
+            assert found["ours"] == [*["all_gather"] * 3, *["all_reduce"] * 3, "reduce_scatter", "all_reduce"]
         assert softmax["errors"][0] < 1e-12  # the loss; a steep one by hand is bounded by the slide's eps
         assert np.isnan(as_printed["loss by hand"]), "without the maximum, large logits overflow"
         assert as_printed["loss"] == steep["loss"]

@@ -105,8 +105,15 @@ def meet_rank_zero(what: str) -> None:
                 ) from error
 
 
+def wire(device: torch.device) -> torch.device:
+    """Where a tensor must be for ranks to exchange it, whose module is on ``device``."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
 def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: str) -> list[Any]:
-    """What every rank of a placement gives, on each of them. ``what`` it is for, for a CollectiveError."""
+    """What every rank of a placement gives, on each of them. ``device``: that of the module; ``what`` it is for, for a
+    CollectiveError."""
+    device = wire(device)
     content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
     lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -141,4 +148,4 @@ def _operator(namespace: str, name: str, overload: str) -> OpOverload:
     return found
 
 
-__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "working"]
+__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "wire", "working"]

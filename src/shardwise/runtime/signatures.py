@@ -22,7 +22,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
-from shardwise.runtime.agree import gather_objects
+from shardwise.runtime.agree import gather_objects, wire
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.replicas import Fingerprint
 from shardwise.runtime.shards import shard
@@ -119,10 +119,10 @@ class LocalInputs:
     def __init__(self, plan: Plan, ranks: Communicator, device: torch.device) -> None:
         self.layouts = {entry.name: plan.layouts[entry.name] for entry in plan.inputs}
         self.planned = {entry.name: entry.shape for entry in plan.inputs}
-        self.ranks, self.device, self.mesh = ranks, device, plan.mesh
+        self.ranks, self.device, self.mesh = ranks, wire(device), plan.mesh
         self._digests: dict[str, int] = {}
         self._batches: dict[tuple[int, ...], Batch] = {}
-        self._fingerprint = Fingerprint(device)
+        self._fingerprint = Fingerprint(self.device)
         self._wanted: dict[object, list[Shape]] = {}  # of the ranks, by input and parts
         if plan.mesh.num_devices > 1 and not any(layout.positions for layout in self.layouts.values()):
             shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
