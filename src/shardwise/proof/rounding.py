@@ -120,11 +120,22 @@ def _step_by_step(start: Start, steps: int, tolerance: float) -> tuple[tuple[Dif
             allowed = _allowed(moved, key)
             if difference.error <= tolerance:
                 continue
-            if key[0] == "parameter" and not allowed <= USELESS and ("gradient", key[1]) in expected:
-                by_gradient[key[1]] = None
+            parameter = _parameter(key, start.captured)
+            if ("gradient", parameter) in expected and not allowed <= USELESS:
+                by_gradient[parameter] = None
             elif not difference.error <= min(allowed, USELESS):
                 beyond.setdefault(key, difference)
     return tuple(sorted(beyond.values(), key=lambda d: -d.error)), tuple(by_gradient)
+
+
+def _parameter(key: Key, captured: Capture) -> str:
+    """The parameter that a tensor is, if it is one: it may have been returned."""
+    kind, name = key
+    if kind == "output":
+        memory = captured.memories[int(name[1:-1])]
+        source = None if memory is None else captured.graph.source_of.get(memory.name)
+        return source.names[0] if source is not None and source.kind == "parameter" else ""
+    return name if kind == "parameter" else ""
 
 
 def _allowed(moved: dict[Key, float], key: Key) -> float:
