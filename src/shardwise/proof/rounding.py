@@ -12,15 +12,15 @@ inputs, parameters and buffers differ from the original's by some units in the l
 expected to agree with the original better than they do: on the way they meet every operator with a rounding error of
 its own. How far they are from the original is, tensor by tensor, what rounding does. A difference is explained if
 
-1. it is at most ``MARGIN`` times what rounding does to that tensor in the same number of steps, and
-2. step by step, ranks and disturbed runs having adopted the state of one device before each, it is again at most
-   ``MARGIN`` times what rounding does in this one step. Nothing has grown over steps here. What rounding moves by
+1. step by step, ranks and disturbed runs having adopted the state of one device before each, it is at most ``MARGIN``
+   times what rounding does to that tensor in this one step. Nothing has grown over steps here. What rounding moves by
    more than ``USELESS`` of its size can not be judged: if it is a parameter, it is judged before the optimizer, by its
    gradient in the same step, which must be explained (an optimizer works element by element, so a plan decides nothing
-   behind the gradient); if it is anything else, it is not explained.
+   behind the gradient); if it is anything else, it is not explained; and
+2. it is at most ``MARGIN`` times what rounding does in as many steps as were compared.
 
 The gradient of a part of the summands is no rounding: without its all-reduce a gradient that is zero by mathematics is
-as large as its summands, which is far beyond (2). A fault is called rounding only if it changes a tensor by no more
+as large as its summands, which is far beyond (1). A fault is called rounding only if it changes a tensor by no more
 than disturbing the last bits does.
 """
 
@@ -72,14 +72,15 @@ class Rounding:
         return lines
 
 
-def explain(start: Start, wrong: Sequence[Difference], steps: int, tolerance: float) -> Rounding:
-    """Which of the differences are rounding. ``wrong``: beyond the tolerance after ``steps`` steps, worst first."""
-    moved = _moved(start, steps)
-    explained = tuple((d, moved[d.kind, d.name]) for d in wrong if d.error <= _allowed(moved, (d.kind, d.name)))
-    beyond = tuple(d for d in wrong if not d.error <= _allowed(moved, (d.kind, d.name)))
+def explain(start: Start, ranks: Ranks, wrong: Sequence[Difference], steps: int, tolerance: float) -> Rounding:
+    """Which of the differences are rounding. ``wrong``: beyond the tolerance after ``steps`` steps, worst first.
+    ``ranks`` go through the steps again."""
+    beyond, by_gradient = _step_by_step(start, ranks, steps, tolerance)
     if beyond:
-        return Rounding(explained, beyond)
-    beyond, by_gradient = _step_by_step(start, steps, tolerance)
+        return Rounding((), beyond)
+    moved = _moved(start, steps)
+    beyond = tuple(d for d in wrong if not d.error <= _allowed(moved, (d.kind, d.name)))
+    explained = tuple((d, moved[d.kind, d.name]) for d in wrong if d not in beyond)
     return Rounding(explained, beyond, by_gradient)
 
 
@@ -99,11 +100,12 @@ def _moved(start: Start, steps: int) -> dict[Key, float]:
     return {key: difference.error for key, difference in worst.items()}
 
 
-def _step_by_step(start: Start, steps: int, tolerance: float) -> tuple[tuple[Difference, ...], tuple[str, ...]]:
-    """Differences that rounding does not explain when every step begins in the same state, worst first; and parameters
-    that were judged by their gradients."""
-    original, disturbed, ranks = OneDevice(start), _disturbed(start), Ranks(start)
-    beyond: dict[Key, Difference] = {}
+def _step_by_step(
+    start: Start, ranks: Ranks, steps: int, tolerance: float
+) -> tuple[tuple[Difference, ...], tuple[str, ...]]:
+    """The differences of the first step that rounding does not explain, every step beginning in the same state, worst
+    first; and parameters that were judged by their gradients."""
+    original, disturbed = OneDevice(start), _disturbed(start)
     by_gradient: dict[str, None] = {}
     for step in range(steps):
         ranks.adopt(original)
@@ -116,6 +118,7 @@ def _step_by_step(start: Start, steps: int, tolerance: float) -> tuple[tuple[Dif
         compare(expected, ranks.step(step), local_part(start.spmd), found)
         compare(expected, [run.step(step) for run in disturbed], _itself, moves)
         moved = {key: difference.error for key, difference in moves.items()}
+        beyond = []
         for key, difference in found.items():
             allowed = _allowed(moved, key)
             if difference.error <= tolerance:
@@ -124,8 +127,10 @@ def _step_by_step(start: Start, steps: int, tolerance: float) -> tuple[tuple[Dif
             if ("gradient", parameter) in expected and not allowed <= USELESS:
                 by_gradient[parameter] = None
             elif not difference.error <= min(allowed, USELESS):
-                beyond.setdefault(key, difference)
-    return tuple(sorted(beyond.values(), key=lambda d: -d.error)), tuple(by_gradient)
+                beyond.append(difference)
+        if beyond:
+            return tuple(sorted(beyond, key=lambda d: -d.error)), ()
+    return (), tuple(by_gradient)
 
 
 def _parameter(key: Key, captured: Capture) -> str:

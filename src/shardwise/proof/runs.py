@@ -117,7 +117,7 @@ class Ranks:
     def __init__(self, start: Start) -> None:
         self.spmd, self.captured = start.spmd, start.captured
         self.inputs = [leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        spmd, layouts = self.spmd, self.spmd.layouts
+        spmd = self.spmd
         self.cluster = VirtualCluster(spmd.mesh)
         kinds = Kinds()
         reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
@@ -130,10 +130,10 @@ class Ranks:
         named = {**dict(start.module.named_parameters()), **dict(start.module.named_buffers())}
         self.full = {name: tensor.detach() for name, tensor in named.items()}
         self.tensors: list[dict[str, torch.Tensor]] = []
-        for coordinates in self.cluster.coordinates:
+        for rank in range(spmd.mesh.num_devices):
             own: dict[str, torch.Tensor] = {}
             for source in _stored(spmd):
-                local = shard(self.full[source.names[0]], layouts[source.value], coordinates).clone()
+                local = self.part(source, self.full[source.names[0]], rank).clone()
                 own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
             for source in spmd.graph.sources:
                 if source.kind == "constant":
@@ -163,17 +163,24 @@ class Ranks:
     def adopt(self, device: OneDevice) -> None:
         """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
         tensors = device.tensors
-        for own, optimizer, coordinates in zip(self.tensors, self.optimizers, self.cluster.coordinates, strict=True):
+        for rank, (own, optimizer) in enumerate(zip(self.tensors, self.optimizers, strict=True)):
             for source in _stored(self.spmd):
-                whole, layout = tensors[source.names[0]], self.spmd.layouts[source.value]
+                whole = tensors[source.names[0]]
                 with torch.no_grad():
-                    own[source.value].copy_(shard(whole.detach(), layout, coordinates))
-                state = {} if device.optimizer is None else device.optimizer.state.get(whole, {})
-                if optimizer is not None and state:
+                    own[source.value].copy_(self.part(source, whole.detach(), rank))
+                if optimizer is None or device.optimizer is None:
+                    continue
+                optimizer.state.pop(own[source.value], None)
+                if state := device.optimizer.state.get(whole):
                     optimizer.state[own[source.value]] = {
-                        key: shard(part, layout, coordinates).clone() if part.shape == whole.shape else part.clone()
-                        for key, part in state.items()
+                        key: (self.part(source, one, rank) if one.shape == whole.shape else one).clone()
+                        for key, one in state.items()
+                        if one is not None
                     }
+
+    def part(self, source: Source, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What a rank holds of a parameter or buffer."""
+        return shard(whole, self.spmd.layouts[source.value], self.cluster.coordinates[rank])
 
     def bindings(self, step: int) -> list[VirtualValues]:
         """What every rank's program starts from."""

@@ -126,7 +126,7 @@ def verify(
         earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
-    rounding = explain(start, wrong, steps, tolerance) if wrong else None
+    rounding = explain(start, ranks, wrong, steps, tolerance) if wrong else None
     return Report(
         differences=differences,
         tolerance=tolerance,
@@ -137,15 +137,15 @@ def verify(
         matches_plan=_listed(plan, graph, records),
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,
-        first_wrong=_first_wrong(start, rounding.unexplained, tolerance) if rounding is not None else "",
+        first_wrong=_first_wrong(start, ranks, rounding.unexplained, tolerance) if rounding is not None else "",
     )
 
 
-def _first_wrong(start: Start, wrong: Sequence[Difference], tolerance: float) -> str:
+def _first_wrong(start: Start, ranks: Ranks, wrong: Sequence[Difference], tolerance: float) -> str:
     """Where a program whose results differ goes wrong first."""
     if not wrong:
         return ""
-    ranks = Ranks(start)
+    ranks.adopt(OneDevice(start))
     programs = list(map(without_overwrites, ranks.programs))
     values = run_forward(ranks.cluster, programs, ranks.bindings(0))
     found = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
