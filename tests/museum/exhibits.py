@@ -57,7 +57,7 @@ def finding(exhibit: Exhibit) -> str:
         assert exhibit.fault is not None, exhibit.name
         with exhibit.fault():
             report = sw.verify(case.model, case.inputs, case.plan, steps=1)
-    if report.max_error <= report.tolerance:
+    if report.ok:
         raise NotCaught(f"{exhibit.name}: {report}")
     return f"{report.differences[0].kind} {report.differences[0].name} is wrong; first wrong: {report.first_wrong}"
 

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from shardwise.graph.naming import value_name
@@ -157,16 +156,14 @@ def loaded(name: str, load: Callable[[int, Tensor, Tensor], Tensor]) -> Iterator
     """A parameter that is put on the ranks otherwise. ``load``: rank, its shard, the whole -> what the rank holds."""
     hits: list[str] = []
 
-    def held(self: Any, *args: Any, original: Any = runs.Ranks.__init__, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for source in self.spmd.graph.sources:
-            if source.names[0] == name:
-                for rank, own in enumerate(self.tensors):
-                    with torch.no_grad():
-                        own[source.value].copy_(load(rank, own[source.value].clone(), self.full[name]))
-                    hits.append(name)
+    def part(self: Any, source: Any, whole: Tensor, rank: int, original: Any = runs.Ranks.part) -> Tensor:
+        own: Tensor = original(self, source, whole, rank)
+        if source.names[0] != name:
+            return own
+        hits.append(name)
+        return load(rank, own.clone(), whole)
 
-    with mock.patch.object(runs.Ranks, "__init__", held):
+    with mock.patch.object(runs.Ranks, "part", part):
         yield
     if not hits:
         raise NothingToBreak(f"no parameter {name}")

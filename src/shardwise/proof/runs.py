@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph.capture import Capture, call_module
-from shardwise.graph.ir import Ref
+from shardwise.graph.ir import Ref, Source
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten, flatten_output
 from shardwise.graph.widen import reference_mode
 from shardwise.layouts.conversions import Collective
-from shardwise.layouts.layout import Layout
 from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
@@ -37,28 +37,55 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]]
 }
 
 
+@dataclass(frozen=True)
+class Start:
+    """What both runs start from. ``spmd``: the program of all ranks; ``module``: in float64, and never run itself."""
+
+    spmd: Spmd
+    captured: Capture
+    module: torch.nn.Module
+    loss: Callable[..., Any] | None
+    optimizer: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 class OneDevice:
     """The module on one device."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        captured: Capture,
-        loss: Callable[..., Any] | None,
-        optimizer: str,
-        split: Collection[str],
-    ) -> None:
-        """``split``: sources of which ranks return copies, gathered when the module is called."""
-        self.split = split
-        self.module, self.captured, self.loss = copy.deepcopy(module), captured, loss
-        self.optimizer = _optimizer(optimizer, [p for p in self.module.parameters() if p.requires_grad])
+    def __init__(self, start: Start) -> None:
+        self.captured, self.loss = start.captured, start.loss
+        self.args, self.kwargs = start.args, start.kwargs
+        self.module = copy.deepcopy(start.module)
+        self.optimizer = _optimizer(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
+        # Sources of which ranks return copies, gathered when the module is called.
+        layouts = start.spmd.layouts
+        self.split = {
+            source.value
+            for source in self.captured.graph.sources
+            if source.kind in ("parameter", "buffer") and layouts[source.value].positions
+        }
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Values:
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers."""
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def adopt(self, other: OneDevice) -> None:
+        """Go on from where another device is."""
+        theirs = other.tensors
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(theirs[name])
+        if self.optimizer is not None and other.optimizer is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+
+    def step(self, step: int) -> Values:
         values: Values = {}
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         with reference_mode(seed=step):
-            output = call_module(self.module, args, kwargs, self.loss)
+            output = call_module(self.module, self.args, dict(self.kwargs), self.loss)
         leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -87,10 +114,10 @@ class OneDevice:
 class Ranks:
     """The ranks of the virtual cluster, each with its shards and its optimizer."""
 
-    def __init__(
-        self, spmd: Spmd, captured: Capture, module: torch.nn.Module, layouts: Mapping[str, Layout], optimizer: str
-    ) -> None:
-        self.spmd, self.captured, self.layouts = spmd, captured, layouts
+    def __init__(self, start: Start) -> None:
+        self.spmd, self.captured = start.spmd, start.captured
+        self.inputs = [leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        spmd = self.spmd
         self.cluster = VirtualCluster(spmd.mesh)
         kinds = Kinds()
         reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
@@ -100,27 +127,29 @@ class Ranks:
         ]
         for program in self.programs:
             check_program(program)
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        named = {**dict(start.module.named_parameters()), **dict(start.module.named_buffers())}
         self.full = {name: tensor.detach() for name, tensor in named.items()}
         self.tensors: list[dict[str, torch.Tensor]] = []
-        for coordinates in self.cluster.coordinates:
+        for rank in range(spmd.mesh.num_devices):
             own: dict[str, torch.Tensor] = {}
+            for source in _stored(spmd):
+                local = self.part(source, self.full[source.names[0]], rank).clone()
+                own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
             for source in spmd.graph.sources:
-                if source.kind in ("parameter", "buffer") and source.names[0] != SEED:
-                    local = shard(self.full[source.names[0]], layouts[source.value], coordinates).clone()
-                    own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
-                elif source.kind == "constant":
-                    own[source.value] = widened(captured.constants[source.value]).clone()
+                if source.kind == "constant":
+                    own[source.value] = widened(self.captured.constants[source.value]).clone()
             self.tensors.append(own)
-        self.optimizers = [_optimizer(optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors]
+        self.optimizers = [
+            _optimizer(start.optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors
+        ]
         self.forward_record: tuple[Collective, ...] = ()
         self.backward_record: tuple[Collective, ...] = ()
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> list[Values]:
+    def step(self, step: int) -> list[Values]:
         for optimizer in self.optimizers:
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
-        bindings = self.bindings(args, kwargs, step)
+        bindings = self.bindings(step)
         self.cluster.record.clear()
         values = run_forward(self.cluster, self.programs, bindings)
         self.forward_record = self._recorded()
@@ -131,24 +160,46 @@ class Ranks:
             for rank, (own, gradient) in enumerate(zip(values, gradients, strict=True))
         ]
 
-    def bindings(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> list[VirtualValues]:
+    def adopt(self, device: OneDevice) -> None:
+        """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
+        tensors = device.tensors
+        for rank, (own, optimizer) in enumerate(zip(self.tensors, self.optimizers, strict=True)):
+            for source in _stored(self.spmd):
+                whole = tensors[source.names[0]]
+                with torch.no_grad():
+                    own[source.value].copy_(self.part(source, whole.detach(), rank))
+                if optimizer is None or device.optimizer is None:
+                    continue
+                optimizer.state.pop(own[source.value], None)
+                if state := device.optimizer.state.get(whole):
+                    optimizer.state[own[source.value]] = {
+                        key: (self.part(source, one, rank) if one.shape == whole.shape else one).clone()
+                        for key, one in state.items()
+                        if one is not None
+                    }
+
+    def part(self, source: Source, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What a rank holds of a parameter or buffer."""
+        return shard(whole, self.spmd.layouts[source.value], self.cluster.coordinates[rank])
+
+    def bindings(self, step: int) -> list[VirtualValues]:
         """What every rank's program starts from."""
         bindings: list[VirtualValues] = []
         for own, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
             binding: VirtualValues = dict(own)
-            inputs = iter(_tensors(args, kwargs))
+            inputs = iter(self.inputs)
             for source in self.spmd.graph.sources:
                 if source.kind == "input":
-                    binding[source.value] = shard(next(inputs), self.layouts[source.value], coordinates).clone()
+                    binding[source.value] = shard(next(inputs), self.spmd.layouts[source.value], coordinates).clone()
                 elif source.names[0] == SEED:
                     binding[source.value] = torch.tensor(step)
             bindings.append(binding)
         return bindings
 
-    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> VirtualValues:
+    def whole(self, step: int) -> VirtualValues:
         """What one device starts from, by the same names."""
         whole: VirtualValues = {}
-        inputs = iter(_tensors(args, kwargs))
+        inputs = iter(self.inputs)
         for source in self.spmd.graph.sources:
             if source.kind == "input":
                 whole[source.value] = next(inputs)
@@ -182,7 +233,7 @@ class Ranks:
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
                 collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
-        sources = [s for s in self.spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
+        sources = _stored(self.spmd)
         for source in sources:
             if source.value in gradients:
                 own[source.value].grad = gradients[source.value].clone()
@@ -193,6 +244,11 @@ class Ranks:
         for source in sources:
             collected[source.kind, source.names[0]] = own[source.value].detach().clone()
         return collected
+
+
+def _stored(spmd: Spmd) -> list[Source]:
+    """Parameters and buffers."""
+    return [s for s in spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
 
 
 def _ones(program: Program, values: VirtualValues) -> VirtualValues:
@@ -207,10 +263,6 @@ def _optimizer(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimiz
     if name not in OPTIMIZERS:
         raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](parameters)
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,32 +19,22 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.capture import Capture, call_arguments, capture
+from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
-from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import program_of, same_inputs
 from shardwise.plans.plan import Plan
+from shardwise.proof.comparison import Difference, Key, compare
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
-from shardwise.proof.runs import OneDevice, Ranks, Values, widened
+from shardwise.proof.rounding import Rounding, explain, local_part, of_sources
+from shardwise.proof.runs import OneDevice, Ranks, Start, Values, widened
 from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
-from shardwise.runtime.shards import shard
 
 # float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
 TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The worst error of one tensor over all ranks and steps."""
-
-    kind: str  # "loss", "output", "gradient", "buffer" or "parameter"
-    name: str
-    error: float
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +54,7 @@ class Report:
     planned_backward: tuple[Collective, ...]
     matches_plan: bool  # whether the plan's own list names the same collectives
     untraceable: Mapping[str, str] = field(default_factory=dict)
+    rounding: Rounding | None = None  # what rounding does to tensors that differ by more than the tolerance
     first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
 
     @property
@@ -77,7 +68,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return self.max_error <= self.tolerance and self.collectives_match
+        same = self.max_error <= self.tolerance or (self.rounding is not None and not self.rounding.unexplained)
+        return same and self.collectives_match
 
     def __str__(self) -> str:
         lines = [
@@ -85,6 +77,7 @@ class Report:
             f"over {len(self.differences)} tensors (tolerance {self.tolerance:g})"
         ]
         lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
+        lines += [] if self.rounding is None else [f"  {line}" for line in self.rounding.lines()]
         lines += [f"  first wrong: {self.first_wrong}"] if self.first_wrong else []
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
         lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
@@ -118,21 +111,22 @@ def verify(
     args, named = pytree.tree_map_only(torch.Tensor, widened, (args, named))
     reference = _float64_module(module, seed)
     spmd = program_of(plan, graph, training=module.training, original=captured.graph)
-    split = {s.value for s in graph.sources if s.kind in ("parameter", "buffer") and spmd.layouts[s.value].positions}
-    single = OneDevice(reference, captured, loss, plan.optimizer, split)
-    ranks = Ranks(spmd, captured, reference, spmd.layouts, plan.optimizer)
-    worst: dict[tuple[str, str], Difference] = {}
+    start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
+    single, ranks = OneDevice(start), Ranks(start)
+    worst: dict[Key, Difference] = {}
     records: list[tuple[Collective, ...]] = []
     earlier: list[tuple[Values, list[Values]]] = []
     for step in range(steps):
-        expected = single.step(args, named, step)
-        actual = ranks.step(args, named, step)
+        expected = single.step(step)
+        actual = ranks.step(step)
         if step == 0:
             records = [ranks.forward_record, ranks.backward_record]
         for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
-            _compare(want, have, spmd.layouts, graph, plan, worst)
-        earlier.append((_of_sources(expected, captured), [_of_sources(values, captured) for values in actual]))
+            compare(want, have, local_part(spmd), worst)
+        earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
+    wrong = [difference for difference in differences if not difference.error <= tolerance]
+    rounding = explain(start, ranks, wrong, steps, tolerance) if wrong else None
     return Report(
         differences=differences,
         tolerance=tolerance,
@@ -142,36 +136,20 @@ def verify(
         planned_backward=spmd.backward_collectives(),
         matches_plan=_listed(plan, graph, records),
         untraceable=ranks.programs[0].untraceable,
-        first_wrong=_first_wrong(
-            lambda: Ranks(spmd, captured, reference, spmd.layouts, plan.optimizer), args, named, differences, tolerance
-        ),
+        rounding=rounding,
+        first_wrong=_first_wrong(start, ranks, rounding.unexplained, tolerance) if rounding is not None else "",
     )
 
 
-def _first_wrong(
-    ranks: Callable[[], Ranks],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    differences: Sequence[Difference],
-    tolerance: float,
-) -> str:
-    """Where a program whose results differ goes wrong first. ``ranks``: makes them anew, as they were before the
-    first step."""
-    wrong = [difference for difference in differences if not difference.error <= tolerance]
+def _first_wrong(start: Start, ranks: Ranks, wrong: Sequence[Difference], tolerance: float) -> str:
+    """Where a program whose results differ goes wrong first."""
     if not wrong:
         return ""
-    fresh = ranks()
-    programs = list(map(without_overwrites, fresh.programs))
-    values = run_forward(fresh.cluster, programs, fresh.bindings(args, kwargs, 0))
-    found = wrong_result(fresh.spmd, fresh.programs, values, fresh.whole(args, kwargs, 0), tolerance)
-    return found or wrong_gradient(fresh.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
-
-
-def _of_sources(values: Values, captured: Capture) -> Values:
-    """The outputs that have the memory of a parameter, buffer or input on one device."""
-    sources = {source.value for source in captured.graph.sources}
-    names = {f"[{i}]" for i, memory in enumerate(captured.memories) if memory is not None and memory.name in sources}
-    return {key: value for key, value in values.items() if key[0] == "output" and key[1] in names}
+    ranks.adopt(OneDevice(start))
+    programs = list(map(without_overwrites, ranks.programs))
+    values = run_forward(ranks.cluster, programs, ranks.bindings(0))
+    found = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
+    return found or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:
@@ -214,61 +192,6 @@ def _float64_module(module: torch.nn.Module, seed: int | None) -> torch.nn.Modul
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="cpu")
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
-
-
-def _compare(
-    expected: Values,
-    actual: list[Values],
-    layouts: Mapping[str, Layout],
-    graph: Graph,
-    plan: Plan,
-    worst: dict[tuple[str, str], Difference],
-) -> None:
-    """Note the worst difference of every tensor. A tensor that only one side has is an infinite difference."""
-    floor: dict[str, float] = {}
-    for (kind, _), tensor in expected.items():
-        floor[kind] = max(floor.get(kind, 0.0), _magnitude(tensor))
-    by_name = {source.names[0]: layouts[source.value] for source in graph.sources}
-    for rank, values in enumerate(actual):
-        coordinates = plan.mesh.coordinates(rank)
-        for key in expected.keys() | values.keys():
-            kind, name = key
-            if key not in expected or key not in values:
-                if kind == "gradient" and not _matters(expected.get(key), values.get(key)):
-                    continue
-                error = float("inf")
-            else:
-                want = expected[key]
-                if kind in ("gradient", "parameter", "buffer") and name in by_name:
-                    want = shard(want, by_name[name], coordinates)
-                scale = max(_magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
-                error = _difference(want, values[key], scale)
-            if key not in worst or error > worst[key].error or error != error:
-                worst[key] = Difference(kind, name, error, rank)
-
-
-def _matters(*tensors: torch.Tensor | None) -> bool:
-    """A missing gradient is the same as zeros."""
-    return any(tensor is not None and _magnitude(tensor) > 0 for tensor in tensors)
-
-
-def _magnitude(tensor: torch.Tensor) -> float:
-    finite = tensor.abs() if tensor.dtype != torch.bool else tensor.long()
-    finite = finite[torch.isfinite(finite)] if finite.is_floating_point() else finite
-    return float(finite.max()) if finite.numel() else 0.0
-
-
-def _difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
-    if want.shape != have.shape:
-        return float("inf")
-    if not want.numel():
-        return 0.0
-    inexact = want.is_floating_point() or want.is_complex()
-    same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if inexact else want == have
-    wide = torch.complex128 if want.is_complex() or have.is_complex() else torch.float64
-    difference = torch.where(same, torch.zeros((), dtype=torch.float64), (want.to(wide) - have.to(wide)).abs())
-    worst = float(difference.max())
-    return worst / scale if scale else (0.0 if worst == 0 else float("inf"))
 
 
 __all__ = ["Difference", "Report", "verify"]
