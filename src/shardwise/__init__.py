@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         NotationError,
         OutOfDeviceMemoryError,
         PlanError,
+        PlanWarning,
         ReplicaError,
         ShardwiseError,
     )
@@ -52,6 +53,7 @@ _HOMES = {
         "NotationError",
         "OutOfDeviceMemoryError",
         "PlanError",
+        "PlanWarning",
         "ReplicaError",
         "ShardwiseError",
     ),
@@ -98,6 +100,7 @@ __all__ = [
     "Parallel",
     "Plan",
     "PlanError",
+    "PlanWarning",
     "Precision",
     "ReplicaError",
     "Report",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
+from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.capture import Capture, capture, refuse_autocast
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
@@ -33,6 +33,7 @@ from shardwise.layouts.text import format_dtype
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
+from shardwise.plans.precision import not_executed
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import LocalOp, LocalProgram, localize
 from shardwise.programs.rank_program import Program, delivered_values
@@ -45,7 +46,7 @@ from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.hooks import Shards, announce_hooks, carry_hooks
 from shardwise.runtime.hosted import HOST, hosted, matching, with_copies
-from shardwise.runtime.initial.materialize import full_tensors
+from shardwise.runtime.initial.materialize import Init, full_tensors
 from shardwise.runtime.memory_of_outputs import announce_copies, live, taken_apart, whole_buffers, written_back
 from shardwise.runtime.replicas import ReplicaCheck, checked_interval
 from shardwise.runtime.shards import shard
@@ -99,7 +100,7 @@ def parallelize(
     loss: Callable[..., Any] | None = None,
     inputs: Inputs = "global",
     seed: int | None = None,
-    init: Callable[[str, torch.Tensor], None] | None = None,
+    init: Init | None = None,
     device: torch.device | str | None = None,
     compile: bool | None = None,
     check_replicas: int | None = None,
@@ -110,9 +111,11 @@ def parallelize(
 
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
     several ranks give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
-    calls pass the whole batch on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module
-    on the meta device get their values (``runtime.initial``; by default the seed given to ``sw.deferred``); a module
-    with values keeps them. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
+    calls pass the whole batch on every rank or this rank's part of it. ``seed``, ``init``: how parameters and buffers of
+    a module without values (built under ``sw.deferred`` or on meta) get them (``runtime.initial``; by default from the
+    seed given to ``sw.deferred``); those that have values keep them. ``init(name, tensor)`` fills the whole tensor, or
+    returns one of its shape and dtype, or NotImplemented: then it gets the value that the module's own code gives it.
+    ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
     programs (by default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
     ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is compared
     (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
@@ -165,6 +168,8 @@ def parallelize(
     streams = from_rank_zero(lambda: randomness == "per_shard")
     on_host = from_rank_zero(lambda: matching(module, host))
     announce_hooks(module)
+    if dist.get_rank() == 0 and (sentence := not_executed(agreed)):
+        warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
     return Parallel(module, agreed, loss, inputs, seed, init, device, compile, every, streams, on_host)
 
 
@@ -218,7 +223,7 @@ class Parallel(torch.nn.Module):
         loss: Callable[..., Any] | None,
         inputs: Inputs,
         seed: int | None,
-        init: Callable[[str, torch.Tensor], None] | None,
+        init: Init | None,
         device: torch.device,
         compile: bool,
         check_replicas: int = 0,
@@ -242,9 +247,7 @@ class Parallel(torch.nn.Module):
         self._hold(module, seed, init)
         self.train(module.training)
 
-    def _hold(
-        self, module: torch.nn.Module, seed: int | None, init: Callable[[str, torch.Tensor], None] | None
-    ) -> None:
+    def _hold(self, module: torch.nn.Module, seed: int | None, init: Init | None) -> None:
         """Register this rank's shard of every parameter and buffer, one full tensor at a time."""
         _check_module(module, self.plan)
         held: dict[str, torch.Tensor] = {}
