@@ -96,8 +96,8 @@ def plan(
     if mode != "auto" or search not in PRICED_SEARCHES:
         if precision not in (None, Precision()):
             warnings.warn(
-                f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks compute in "
-                "the dtypes of the model",
+                f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks compute "
+                "in the dtypes of the model",
                 PlanWarning,
                 stacklevel=2,
             )

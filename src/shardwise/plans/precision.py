@@ -26,8 +26,8 @@ def not_executed(plan: Plan) -> str:
     if not priced:
         return ""
     return (
-        f"priced for Precision({', '.join(priced)}), which is not executed: ranks compute, store and reduce in the dtypes "
-        f"of the model ({', '.join(sorted(computed))})"
+        f"priced for Precision({', '.join(priced)}), which is not executed: ranks compute, store and reduce in the "
+        f"dtypes of the model ({', '.join(sorted(computed))})"
     )
 
 

@@ -60,7 +60,7 @@ def _install() -> None:
         raise ShardwiseError(
             problem(
                 f"torch {torch.__version__} is not known to this version of shardwise: {', '.join(missing)} is not "
-                "where it was, so that gradient clipping, loss scaling or checkpoints of shards could be wrong unnoticed",
+                "where it was; gradient clipping, loss scaling or checkpoints of shards could be wrong unnoticed",
                 fix="use torch 2.11 to 2.13, or a newer shardwise",
             )
         )

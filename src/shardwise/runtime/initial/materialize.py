@@ -234,7 +234,7 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
         raise ShardwiseError(
             problem(
                 f"init= returned a {type(given).__name__} for {name}",
-                fix="fill the tensor that it is given, or return a tensor, or NotImplemented for the module's own value",
+                fix="fill the tensor that it is given, return another, or NotImplemented for the module's own value",
             )
         )
     if given is not None and given.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
