@@ -2,7 +2,7 @@
 #
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
-#   make sweep      every rule against its operator, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make sweep      every rule against its operator and under its default plan, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
@@ -59,6 +59,7 @@ bench-resnet-modes: install
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m rules.checking
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m rules.planned
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.fuzzing
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
 
