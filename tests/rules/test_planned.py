@@ -1,5 +1,5 @@
-"""A share of ``rules.planned``: what the default plan asks of every operator, and plans of those whose backward autograd
-keeps for itself."""
+"""A share of ``rules.planned``: what the default plan asks of every operator, and plans of those whose backward
+autograd keeps for itself."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ def subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[O
         fix = "annotate the operator it is meant for: a smaller submodule, or the call inside forward"
         if "/scaled_dot_product_attention" in annotation.scope and any(op.target == DROPOUT for op in inside):
             fix = (
-                "attention that drops probabilities is computed as these operators, and has no strategy of its own: pass "
-                "dropout_p=0, or leave the call to the search"
+                "attention that drops probabilities is computed as these operators, and has no strategy of its own: "
+                "pass dropout_p=0, or leave the call to the search"
             )
         raise LayoutError(
             problem(
