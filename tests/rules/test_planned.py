@@ -33,6 +33,5 @@ def test_a_cast_that_names_its_device_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("sample", [s for s in planned_samples() if str(s.target) in BY_AUTOGRAD], ids=str)
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_operators_that_autograd_differentiates_are_planned(sample: Sample) -> None:
     assert not fault(sample)
