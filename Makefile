@@ -2,7 +2,7 @@
 #
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
-#   make sweep      every rule against its operator, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make sweep      every rule against its operator and under its default plan, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make museum     mistakes that others have published, made here on purpose, and what finds them (docs/museum.md)
 #   make museum-page  the list in docs/museum.md, written anew
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
@@ -61,6 +61,7 @@ bench-resnet-modes: install
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m rules.checking
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m rules.planned
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.fuzzing
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         NotationError,
         OutOfDeviceMemoryError,
         PlanError,
+        PlanWarning,
         ReplicaError,
         ShardwiseError,
     )
@@ -53,6 +54,7 @@ _HOMES = {
         "NotationError",
         "OutOfDeviceMemoryError",
         "PlanError",
+        "PlanWarning",
         "ReplicaError",
         "ShardwiseError",
     ),
@@ -100,6 +102,7 @@ __all__ = [
     "Parallel",
     "Plan",
     "PlanError",
+    "PlanWarning",
     "Precision",
     "ReplicaError",
     "Report",

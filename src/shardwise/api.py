@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -15,7 +16,7 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.prices import Precision, Prices
 from shardwise.costs.timeline import simulate
-from shardwise.errors import PlanError, ShardwiseError, problem
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
@@ -95,6 +96,13 @@ def plan(
         search = "dynamic_programming" if nothing_said else "sharding_propagation"
     settings = (mode, search, optimizer, module.training, bucket_bytes)
     if mode != "auto" or search not in PRICED_SEARCHES:
+        if precision not in (None, Precision()):
+            warnings.warn(
+                f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks compute "
+                "in the dtypes of the model",
+                PlanWarning,
+                stacklevel=2,
+            )
         mesh = mesh or Mesh(dp=cluster.num_devices)
         factored, choice = decide(graph, annotations, mesh, mode)
         choice = keep(choice, layouts or {}, graph, factored, mesh)
@@ -148,7 +156,7 @@ def compare(
                 kwargs=kwargs,
                 loss=loss,
                 optimizer=optimizer,
-                precision=precision,
+                precision=precision if search in PRICED_SEARCHES else None,
                 search=search,
                 mesh=mesh,
                 **settings,

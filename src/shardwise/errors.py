@@ -47,6 +47,10 @@ class PlanError(ShardwiseError):
     """A plan does not fit."""
 
 
+class PlanWarning(UserWarning):
+    """A plan fits, and ranks do not do all that it was made for."""
+
+
 class LaunchError(ShardwiseError):
     """Ranks cannot be started, or do not agree."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.errors import CaptureError, CaptureWarning, LayoutError
 from shardwise.graph.capture import capture
 
 
@@ -53,6 +53,21 @@ def test_autocast_around_capture_and_around_everything_is_refused_by_name():
                 call()
         with torch.autocast("cpu", enabled=False):
             sw.plan(net, x, 2, mode="data_parallel")
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.inner(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return sw.shard(F.scaled_dot_product_attention, "ring@cp")(h, h, h, dropout_p=0.1).sum()
+
+
+def test_a_strategy_of_attention_that_drops_probabilities_is_refused_with_its_own_mend():
+    with pytest.raises(LayoutError, match=r"(?s)covers 4 operators: /matmul.*fix: .*pass dropout_p=0"):
+        sw.plan(Dropping(), torch.randn(2, 8, 8), 2, mesh=sw.Mesh(cp=2))
 
 
 def test_gradient_checkpointing_that_is_enabled_is_announced():

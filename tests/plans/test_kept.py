@@ -104,3 +104,27 @@ def test_the_prediction_counts_what_keeping_costs() -> None:
         assert own.pass_seconds > free.pass_seconds
         assert own.bound == free.bound
         assert own.optimality_gap == pytest.approx(own.pass_seconds / own.bound - 1)
+
+
+@pytest.mark.parametrize("requested", ["[48@tp, 16]", (2, 1)])
+def test_a_fused_projection_is_kept_block_by_block(requested: Any) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return (q * k + v.tanh()).sum()
+
+    def planned(layout: Any) -> str:
+        plan = sw.plan(
+            Fused(), torch.randn(4, 16), 2, mesh=sw.Mesh(tp=2), mode="semi_auto", layouts={"qkv.weight": layout}
+        )
+        return str(plan.layouts["qkv.weight"])
+
+    with pytest.raises(LayoutError) as refused:
+        planned(requested)
+    mend = "[(3 16@tp), 16]"
+    assert f'split each of them, "{mend}"' in str(refused.value)
+    assert planned(mend) == mend

@@ -154,6 +154,11 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "mean of a mask": (lambda a, m: (a * m).sum() / m.sum(), (x(4, 6), bits(4, 6) | (torch.arange(6) == 1))),
     # sizes 0 and 1
     "no rows": (lambda a, b: (a @ b, (a @ b).sum(0), a.relu(), torch.cat([a, b.t()])), (x(0, 4), x(4, 3))),
+    "no terms": (
+        lambda a, b: (torch.einsum("bi,ij->bj", a, b), torch.einsum("bi,ij->", a, b), torch.einsum("bi,bk", a, a)),
+        (x(4, 0), x(0, 3)),
+    ),
+    "no terms, broadcast": (lambda a, b: torch.einsum("bi,ij->bj", a, b), (x(4, 1), x(0, 3))),
     "no columns": (lambda a, b: (a @ b, a.sum(1), F.pad(a, (1, 2))), (x(4, 0), x(0, 3))),
     "no samples in a layer": (
         lambda a, w, b: F.layer_norm(F.linear(a, w, b), (5,)).softmax(-1).sum(0),

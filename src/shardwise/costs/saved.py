@@ -79,6 +79,8 @@ def _run(call: Call, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     def fill(arg: Arg) -> Any:
         if isinstance(arg, Ref):
             return inputs[int(arg.name)]
+        if isinstance(arg, torch.device):
+            return torch.device("meta")
         return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
 
     target, args, kwargs = call

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from shardwise.layouts.text import DTYPE_NAMES
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
+from shardwise.plans.precision import not_executed
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_seconds as format_seconds
 
@@ -46,6 +47,8 @@ def format_plan(plan: Plan) -> str:
     ]
     if plan.prediction is not None:
         lines += _predicted(plan.prediction)
+    if sentence := not_executed(plan):
+        lines.append(f"    {sentence}")
     for number, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:
             lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranks(stage.placement.ranks)}")

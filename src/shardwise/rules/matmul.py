@@ -131,7 +131,7 @@ def einsum_rule(op: Op, graph: Graph) -> OpRule | None:
     sizes: dict[str, int] = {}
     for term, shape in zip(spelled, shapes, strict=True):
         for name, size in zip(term, shape, strict=True):
-            sizes[name] = max(sizes.get(name, 1), size)
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
     operands = [
         tuple((name,) if size == sizes[name] else () for name, size in zip(term, shape, strict=True))
         for term, shape in zip(spelled, shapes, strict=True)

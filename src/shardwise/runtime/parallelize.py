@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,14 +10,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
+from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
+from shardwise.plans.precision import not_executed
 from shardwise.runtime.agree import from_rank_zero, meet_rank_zero
 from shardwise.runtime.calls import Inputs, Settings
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.hosted import matching
+from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.replicas import checked_interval
 
@@ -30,7 +33,7 @@ def parallelize(
     loss: Callable[..., Any] | None = None,
     inputs: Inputs = "global",
     seed: int | None = None,
-    init: Callable[[str, torch.Tensor], None] | None = None,
+    init: Init | None = None,
     device: torch.device | str | None = None,
     compile: bool | None = None,
     check_replicas: int | None = None,
@@ -41,10 +44,12 @@ def parallelize(
 
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
     several ranks give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
-    calls pass the whole batch on every rank or this rank's part of it. ``seed``, ``init``: how parameters of a module
-    on the meta device get their values (``runtime.initial``; by default the seed given to ``sw.deferred``); a module
-    with values keeps them. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the
-    programs (by default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
+    calls pass the whole batch on every rank or this rank's part of it, of any size. ``seed``, ``init``: how parameters
+    and buffers of a module without values (built under ``sw.deferred`` or on meta) get them (``runtime.initial``; by
+    default from the seed given to ``sw.deferred``); those that have values keep them. ``init(name, tensor)`` fills the
+    whole tensor, or returns one of its shape and dtype, or NotImplemented: then it gets the value that the module's own
+    code gives it. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the programs (by
+    default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
     ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is compared
     (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
     not compiled. Rank 0's setting counts. ``randomness``: dropout and other random numbers are by default those of one
@@ -96,6 +101,8 @@ def parallelize(
     streams = from_rank_zero(lambda: randomness == "per_shard")
     on_host = from_rank_zero(lambda: matching(module, host))
     announce_hooks(module)
+    if dist.get_rank() == 0 and (sentence := not_executed(agreed)):
+        warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
     settings = Settings(loss, inputs, device, compile, every, streams, on_host)
     return Parallel(module, agreed, settings, seed=seed, init=init)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
+from shardwise.graph.normalize import DROPOUT
 from shardwise.layouts.choice import AxisChoice, Choices, Places, Split, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -148,12 +149,18 @@ def subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[O
         working = [op for op in working if _owners(op, graph, factored)] or working
     if len({(op.target, _owners(op, graph, factored) or op.name) for op in working}) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
+        fix = "annotate the operator it is meant for: a smaller submodule, or the call inside forward"
+        if "/scaled_dot_product_attention" in annotation.scope and any(op.target == DROPOUT for op in inside):
+            fix = (
+                "attention that drops probabilities is computed as these operators, and has no strategy of its own: "
+                "pass dropout_p=0, or leave the call to the search"
+            )
         raise LayoutError(
             problem(
                 f"the strategy {annotation.strategy!r} covers {len(working)} operators: {listed}",
                 op=annotation.scope,
                 source=annotation.source,
-                fix="annotate the operator it is meant for: a smaller submodule, or the call inside forward",
+                fix=fix,
             )
         )
     return working

@@ -11,7 +11,7 @@ from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.annotate import SUMMED
 from shardwise.graph.ir import Graph
 from shardwise.layouts.choice import layout_of, where_of
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.layouts.text import parse_layout
@@ -36,16 +36,16 @@ def keep(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Fa
             fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"
             raise LayoutError(problem(f"layouts names {name!r}, which the model does not have", fix=fix))
         shape, atoms = graph.by_name[values[name]].shape, factored.atoms[values[name]]
+        wanted: Layout | None = None
         try:
-            layout = _layout(requested, shape, mesh)
-            where = where_of(layout.canonical().refine(atoms))
+            wanted = _layout(requested, shape, mesh)
+            where = where_of(wanted.canonical().refine(atoms))
         except ShardwiseError as error:
-            raise type(error)(
-                problem(
-                    f"{name} can not be kept as {requested!r}: {error}",
-                    fix=f"a layout of shape {list(shape)} on {mesh}",
-                )
-            ) from error
+            inside = None if wanted is None else _inside_blocks(wanted, atoms)
+            fix = f"a layout of shape {list(shape)} on {mesh}"
+            if inside is not None:
+                fix = f'its blocks are used apart: split each of them, "{inside}"'
+            raise type(error)(problem(f"{name} can not be kept as {requested!r}: {error}", fix=fix)) from error
         layout = layout_of(where, atoms, mesh)
         first = kept.setdefault(values[name], name)
         if first != name and layout != sources[values[name]]:
@@ -71,6 +71,18 @@ def sum_whole(choice: Choice, graph: Graph, factored: Factored, mesh: Mesh) -> C
         layout = replace(results[producer.results.index(operand)], states=())
         strategies[mark.name] = Strategy.of(alias_choices(factored.rules[mark.name], layout, factored.atoms[value]))
     return replace(choice, strategies=strategies)
+
+
+def _inside_blocks(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout | None:
+    """The layout with the axes of every dim on the outermost of its atoms that they divide, if there is one."""
+    dims = []
+    for dim, sizes in zip(layout.dims, atoms, strict=True):
+        axes = tuple(axis for atom in dim for axis in atom.axes)
+        at = next((i for i, size in enumerate(sizes) if size % layout.mesh.size_of(axes) == 0), None)
+        if at is None:
+            return None
+        dims.append(tuple(Atom(size, axes if i == at else ()) for i, size in enumerate(sizes)))
+    return replace(layout, dims=tuple(dims))
 
 
 def _layout(requested: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:

@@ -1,12 +1,13 @@
-"""Torch's own functions, made right for shards: gradient norms, loss scaling, optimizer steps.
+"""Torch's own functions, made right for shards: gradient norms, loss scaling, optimizer steps, checkpoints.
 
 Each of them is handed tensors that are shards and, left alone, would quietly compute something else than on one device.
-When the first module that holds shards is made, three places of torch are changed, once per process:
+When the first module that holds shards is made, four places of torch are changed, once per process:
 
 * the body of ``torch.nn.utils.get_total_norm``, through which ``clip_grad_norm_`` goes as well: ``norms.total_norm``
   where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
 * two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
-* a hook that sees every optimizer before its step (``elementwise.before_step``).
+* a hook that sees every optimizer before its step (``elementwise.before_step``);
+* the functions of ``torch.distributed.checkpoint``, which refuse shards (``checkpoints``).
 
 For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
 gradients: ``p.grad.norm()`` is this rank's part.
@@ -15,7 +16,6 @@ gradients: ``p.grad.norm()`` is this rank's part.
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import CellType
@@ -27,7 +27,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.guards import checkpoints
 from shardwise.runtime.guards.elementwise import before_step
+from shardwise.runtime.guards.memory import Owners
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import Held, held_parameters, remember
 from shardwise.runtime.hosted import device_of
@@ -47,17 +49,18 @@ def protect(parallel: Parallel) -> None:
 
 @cache
 def _install() -> None:
-    """Change torch, all three places or none; once."""
+    """Change torch, all four places or none; once."""
     body = _norm_body()
     methods = ("unscale_", "_check_inf_per_device")
     missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
     if body is None:
         missing.insert(0, "the body of torch.nn.utils.get_total_norm")
+    missing += checkpoints.missing()
     if missing:
         raise ShardwiseError(
             problem(
                 f"torch {torch.__version__} is not known to this version of shardwise: {', '.join(missing)} is not "
-                "where it was, so that gradient clipping or loss scaling on shards could be wrong unnoticed",
+                "where it was; gradient clipping, loss scaling or checkpoints of shards could be wrong unnoticed",
                 fix="use torch 2.11 to 2.13, or a newer shardwise",
             )
         )
@@ -66,6 +69,7 @@ def _install() -> None:
     for name in methods:
         setattr(GradScaler, name, _agreeing_on_infinities(getattr(GradScaler, name)))
     register_optimizer_step_pre_hook(before_step)
+    checkpoints.install()
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -128,31 +132,21 @@ def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Held | None
 def _check_strangers(strangers: list[torch.Tensor], shards: list[tuple[torch.Tensor, Held]], *, beside: bool) -> None:
     """Raise ShardwiseError for a ``detach()``, ``.data`` or view of a shard, which this rank would take for a whole
     tensor, and for tensor subclasses, which bring a norm of their own, ``beside`` tensors of ours."""
-    memory = sorted(((*_memory(tensor), held) for tensor, held in shards if tensor.numel()), key=lambda own: own[0])
-    starts = [start for start, _, _ in memory]
+    owners = Owners(shards)
     for tensor in strangers:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             if beside:
                 raise ShardwiseError(f"a norm over shards and {type(tensor).__name__} together is not supported")
             continue
-        if not tensor.numel():
-            continue
-        start, end = _memory(tensor)
-        before = bisect_left(starts, end) - 1  # the last shard that begins before the tensor ends
-        if before >= 0 and memory[before][1] > start:
+        held = owners.of(tensor)
+        if held is not None:
             raise ShardwiseError(
                 problem(
-                    f"this tensor is part of, or is detached from, a shard of {memory[before][2].name}: its norm "
-                    "would be that of this rank",
+                    f"this tensor is part of, or is detached from, a shard of {held.name}: its norm would be that of "
+                    "this rank",
                     fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
                 )
             )
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends, in bytes. Gradients that travelled in one bucket lie in one storage."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 # --------------------------------------------------------------------------------------------------------- loss scaling

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this rank holds of a parameter. Of the ranks that hold the same elements, one (at coordinate 0 on every
-    axis that does not shard the parameter) ``counts`` them."""
+    """What this rank holds of a parameter or buffer. Of the ranks that hold the same elements, one (at coordinate 0 on
+    every axis that does not shard it) ``counts`` them."""
 
     name: str
     layout: Layout
@@ -44,11 +45,11 @@ def remember(parallel: Parallel) -> bool:
     mesh = parallel.plan.mesh
     coordinates = parallel._ranks.coordinates
     held: dict[str, Held] = {}
-    for name, _ in parallel.named_parameters(remove_duplicate=False):
+    for name, _ in _named_tensors(parallel):
         layout = parallel.plan.layouts.get(name)
         if layout is None:  # another name of a tied parameter: the plan knows it by the first
             continue
-        assert not layout.states, f"parameters are stored sharded or invariant, and {name} is {layout}"
+        assert not layout.states, f"what is stored is sharded or invariant, and {name} is {layout}"
         counts = not any(coordinates[axis] for axis in mesh.sub_axes if axis not in layout.positions)
         held[name] = Held(name, layout, counts)
     if not any(own.is_shard for own in held.values()):
@@ -63,3 +64,16 @@ def held_parameters() -> Iterator[tuple[torch.nn.Parameter, Held]]:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name in held:
                 yield parameter, held[name]
+
+
+def held_shards() -> Iterator[tuple[torch.Tensor, Held]]:
+    """The parameters and buffers of all living modules that are shards."""
+    for module, held in list(_holders.items()):
+        for name, tensor in _named_tensors(module):
+            if name in held and held[name].is_shard:
+                yield tensor, held[name]
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, tied ones under each of their names."""
+    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))

@@ -4,9 +4,9 @@ They depend on the module and the seed, never on a plan: every rank walks over t
 Where the values come from is decided per tensor:
 
 ======================================  ===========================================================================
-built under ``sw.deferred()``           its tape is replayed: bit for bit what the CPU would have built
 real (CPU or another device)            the tensor itself
-meta, and ``init`` is given             ``init(name, tensor)`` fills it
+without values, and ``init`` is given   ``init(name, tensor)`` fills it, or returns NotImplemented: see below
+built under ``sw.deferred()``           its tape is replayed: bit for bit what the CPU would have built
 meta, from ``torch.device("meta")``     the initialisers of its modules, recorded now and replayed
 ======================================  ===========================================================================
 
@@ -29,10 +29,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.layouts.text import format_dtype
 from shardwise.runtime.initial.deferred import Recorder, recorded, recorded_slot
 from shardwise.runtime.initial.replay import Ref, Tape
 
-Init = Callable[[str, torch.Tensor], None]
+# Fills the tensor, or returns the one to take, or NotImplemented for the module's own value.
+Init = Callable[[str, torch.Tensor], Any]
+# Tensors without values by their names, with what was recorded for them.
+Empty = dict[str, tuple[torch.Tensor, tuple[Tape, Ref] | None]]
 
 
 def full_tensors(
@@ -42,40 +46,66 @@ def full_tensors(
     name, in no particular order.
 
     Tensors made here are on the CPU and in the dtype the module has now; real ones are detached, not copied. ``seed``:
-    by default a recorded model's own, and 0 for a model on meta. ``init`` fills the plain meta tensors (zeros when it
-    gets them) in place of their modules' initialisers. Memory: the consumer must drop a tensor before it asks for the
-    next; then the peak is about the largest tensor and its temporaries. The module is not changed. Raises
-    ShardwiseError before the first tensor, naming every tensor that nothing initialises.
+    by default a recorded model's own, and 0 for a model on meta. ``init`` is asked for every tensor without values,
+    recorded or on meta: it fills the tensor that it is given (zeros), or returns another one, or NotImplemented for the
+    value that the tensor has without ``init``. Memory: the consumer must drop a tensor before it asks for the next;
+    then the peak is about the largest tensor and its temporaries. The module is not changed. Raises ShardwiseError
+    naming every tensor that nothing initialises (without ``init``: before the first one), for an ``init`` that would
+    never be called, and for values that do not fit.
     """
-    tapes: dict[Tape, dict[str, Ref]] = {}
-    dtypes: dict[str, torch.dtype] = {}
     real: dict[str, torch.Tensor] = {}
-    plain: dict[str, torch.Tensor] = {}
+    empty: Empty = {}
     for name, owner, tensor in _owned_tensors(module):
-        found = _recorded(name, owner, tensor)
-        if found is not None:
-            tape, ref = found
-            tapes.setdefault(tape, {})[name] = ref
-            dtypes[name] = tensor.dtype
-        elif tensor.is_meta:
-            plain[name] = tensor
+        if tensor.is_meta:
+            empty[name] = tensor, _recorded(name, owner, tensor)
         else:
             real[name] = tensor
-    initialisers: tuple[Tape, dict[str, Ref]] | None = None
-    if plain and init is None:
-        initialisers = _record_initialisers(module, plain, 0 if seed is None else seed)
-
+    left = empty
+    if init is not None:
+        if real and not empty:
+            raise ShardwiseError(
+                problem(
+                    f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
+                    fix='build the module under sw.deferred() or torch.device("meta"), or leave init= out',
+                )
+            )
+        left = {}
+        for name, (tensor, recording) in empty.items():
+            value = _filled(init, name, tensor, _seed_of(recording, seed))
+            if value is None:
+                left[name] = tensor, recording
+            else:
+                yield name, value
+            del value
+    yield from _own_values(module, left, seed)
     for name, tensor in real.items():
         yield name, tensor.detach()
+
+
+def _own_values(module: nn.Module, empty: Empty, seed: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the module's own code gives to tensors without values."""
+    tapes: dict[Tape, dict[str, Ref]] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, (tensor, recording) in empty.items():
+        if recording is None:
+            plain[name] = tensor
+        else:
+            tape, ref = recording
+            tapes.setdefault(tape, {})[name] = ref
+    initialisers = _record_initialisers(module, plain, _seed_of(None, seed)) if plain else None
     for tape, wanted in tapes.items():
         for name, tensor in tape.replay(wanted, seed):
-            yield name, tensor.to(dtypes[name])
+            yield name, tensor.to(empty[name][0].dtype)
             del tensor
     if initialisers is not None:
         yield from initialisers[0].replay(initialisers[1])
-    elif init is not None:
-        for name, tensor in plain.items():
-            yield name, _filled(init, name, tensor, 0 if seed is None else seed)
+
+
+def _seed_of(recording: tuple[Tape, Ref] | None, seed: int | None) -> int:
+    """The seed that was given, or else the one of a recording, or 0."""
+    if seed is not None:
+        return seed
+    return 0 if recording is None else recording[0].seed
 
 
 def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
@@ -181,15 +211,43 @@ def _children_first(
     yield path, module, in_force
 
 
-def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tensor:
+def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tensor | None:
+    """What ``init`` gives for a tensor; None where it leaves it to the module."""
     tensor = torch.zeros(meta.shape, dtype=meta.dtype)
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(stable_seed(seed, name))
     try:
         with torch.no_grad():
-            init(name, tensor)
+            given = init(name, tensor)
+    except LookupError as error:
+        raise ShardwiseError(
+            problem(
+                f"init= has nothing for {name}: {type(error).__name__}: {error}",
+                fix="let it return NotImplemented for tensors that it does not know: they get the module's own values",
+            )
+        ) from error
     finally:
         torch.default_generator.set_state(state)
+    if given is NotImplemented:
+        return None
+    if given is not None and not isinstance(given, torch.Tensor):
+        raise ShardwiseError(
+            problem(
+                f"init= returned a {type(given).__name__} for {name}",
+                fix="fill the tensor that it is given, return another, or NotImplemented for the module's own value",
+            )
+        )
+    if given is not None and given.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        tensor = given.detach()  # not a view of what was filled: another tensor
+    if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):
+        raise ShardwiseError(
+            problem(
+                f"init= gives {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, and the module has it as "
+                f"{format_dtype(meta.dtype)}{list(meta.shape)}",
+                fix=f"give it that shape and dtype (value.to({meta.dtype})), or return NotImplemented for the module's "
+                "own value",
+            )
+        )
     return tensor
 
 

@@ -1,0 +1,117 @@
+"""What ranks do not do is refused or announced on each of them: autocast, another precision than the model's. Modules
+can be copied and stored at any time."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from runtime.edges import refusal
+
+RunRanks = Callable[..., list[Any]]
+
+
+class Net(nn.Module):
+    """The sum over ``empty`` is one of no terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.none = nn.Parameter(torch.empty(0, 6))
+
+    def forward(self, x: Tensor, empty: Tensor) -> Tensor:
+        nothing = torch.einsum("bi,ij->bj", empty, self.none)
+        return (self.down(torch.tanh(self.up(x))) + nothing).square().mean()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.linspace(-1, 1, 24).reshape(4, 6), torch.empty(4, 0)
+
+
+def priced(precision: sw.Precision | None) -> sw.Plan:
+    return sw.plan(Net(), batch(), 2, precision=precision)
+
+
+def warned(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [str(w.message) for w in found if issubclass(w.category, sw.PlanWarning)]
+
+
+def autocast(call: Callable[[], Any]) -> str:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return refusal(call)
+
+
+def announced_on_ranks() -> dict[str, Any]:
+    half = sw.Precision(compute=torch.bfloat16, reduce=torch.float32)
+    plain, same = priced(None), priced(sw.Precision(compute=torch.float32))
+    par, messages = warned(lambda: sw.parallelize(Net(), priced(half)))
+    quiet = [warned(lambda plan=plan: sw.parallelize(Net(), plan))[1] for plan in (plain, same)]
+    alone = Net()
+    alone(*batch()).backward()
+    loss = par(*batch())
+    found = {
+        "priced": messages,
+        "quiet": quiet,
+        "call": autocast(lambda: par(*batch())),
+        "step": autocast(lambda: par.step(*batch())),
+        "backward": autocast(loss.backward),
+        "around everything": autocast(lambda: sw.parallelize(Net(), plain).step(*batch())),
+    }
+    loss.backward()
+    parts = {name: p.grad.norm() for name, p in par.named_parameters() if p.shape == alone.get_parameter(name).shape}
+    found["gradients"] = all(torch.allclose(parts[n], alone.get_parameter(n).grad.norm()) for n in parts)
+    return {**found, "copies": _copies(alone, plain)}
+
+
+def _copies(alone: Net, plan: sw.Plan) -> tuple[str, str]:
+    """A module whose replicas were compared is copied, and is stored and loaded, and goes on as it was."""
+    checked = sw.parallelize(Net(), plan, check_replicas=1)
+    first = checked.step(*batch())
+    copied = copy.deepcopy(checked)
+    same = torch.equal(copied.step(*batch()), first) and torch.allclose(alone(*batch()), first)
+
+    def stored() -> None:
+        file = io.BytesIO()
+        torch.save(checked, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        assert torch.equal(again.step(*batch()), first)
+
+    return ("copied" if same else "differs"), refusal(stored)
+
+
+def test_autocast_and_precision_are_refused_or_announced_on_ranks(run_ranks: RunRanks) -> None:
+    for rank, found in enumerate(run_ranks(announced_on_ranks, 2, time_limit_seconds=240)):
+        assert len(found["priced"]) == (rank == 0)
+        assert found["quiet"] == [[], []]
+        if rank == 0:
+            assert "Precision(compute=bf16), which is not executed" in found["priced"][0]
+        for name in ("call", "step", "around everything"):
+            assert 'torch.autocast("cpu") is active around a call of a parallel module' in found[name]
+        assert "is active around the backward of a parallel module" in found["backward"]
+        assert found["gradients"]
+        assert found["copies"] == ("copied", "accepted")
+
+
+def test_a_plan_priced_for_another_precision_says_so() -> None:
+    printed = str(priced(sw.Precision(compute=torch.bfloat16, parameter=torch.float32, reduce=torch.float16)))
+    assert "priced for Precision(compute=bf16, reduce=f16), which is not executed" in printed
+    assert "in the dtypes of the model (f32)" in printed
+    assert "not executed" not in str(priced(sw.Precision(parameter=torch.float32)))
+    with_warning, messages = warned(
+        lambda: sw.plan(Net(), batch(), 2, mode="data_parallel", precision=sw.Precision(compute=torch.bfloat16))
+    )
+    assert with_warning.pricing is None
+    assert len(messages) == 1
+    assert "precision= has no effect" in messages[0]
