@@ -49,19 +49,23 @@ USELESS = 1e-3
 class Rounding:
     """What rounding does to tensors that differ by more than the tolerance.
 
-    ``explained``: (difference, how far disturbed runs are from the original); ``unexplained``: what is an error;
-    ``by_gradient``: parameters that were compared before the optimizer only.
+    Differences are with how far disturbed runs are from the original. ``unexplained``: of the first wrong step, worst
+    first; ``by_gradient``: parameters that were compared before the optimizer only.
     """
 
     explained: tuple[tuple[Difference, float], ...]
-    unexplained: tuple[Difference, ...]
+    unexplained: tuple[tuple[Difference, float], ...]
     by_gradient: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """As a report says it."""
         if self.unexplained:
-            worst = self.unexplained[0]
-            return [f"not rounding: {worst.kind} {worst.name} on rank {worst.rank}, which last bits do not move so far"]
+            worst, moved = self.unexplained[0]
+            why = "too far to tell: verify at other values" if MARGIN * moved > USELESS else "not so far"
+            return [
+                f"not rounding: {worst.kind} {worst.name} differs by {worst.error:.2g} on rank {worst.rank}; last bits "
+                f"move one device's by {moved:.2g}, {why}"
+            ]
         worst, moved = self.explained[0]
         lines = [
             f"rounding: {len(self.explained)} tensors differ no further than one device does from itself when the last "
@@ -79,9 +83,9 @@ def explain(start: Start, ranks: Ranks, wrong: Sequence[Difference], steps: int,
     if beyond:
         return Rounding((), beyond)
     moved = _moved(start, steps)
-    beyond = tuple(d for d in wrong if not d.error <= _allowed(moved, (d.kind, d.name)))
-    explained = tuple((d, moved[d.kind, d.name]) for d in wrong if d not in beyond)
-    return Rounding(explained, beyond, by_gradient)
+    both = [(d, moved.get((d.kind, d.name), 0.0)) for d in wrong]
+    explained = tuple((d, by) for d, by in both if d.error <= MARGIN * by)
+    return Rounding(explained, tuple((d, by) for d, by in both if not d.error <= MARGIN * by), by_gradient)
 
 
 def _moved(start: Start, steps: int) -> dict[Key, float]:
@@ -102,7 +106,7 @@ def _moved(start: Start, steps: int) -> dict[Key, float]:
 
 def _step_by_step(
     start: Start, ranks: Ranks, steps: int, tolerance: float
-) -> tuple[tuple[Difference, ...], tuple[str, ...]]:
+) -> tuple[tuple[tuple[Difference, float], ...], tuple[str, ...]]:
     """The differences of the first step that rounding does not explain, every step beginning in the same state, worst
     first; and parameters that were judged by their gradients."""
     original, disturbed = OneDevice(start), _disturbed(start)
@@ -120,16 +124,16 @@ def _step_by_step(
         moved = {key: difference.error for key, difference in moves.items()}
         beyond = []
         for key, difference in found.items():
-            allowed = _allowed(moved, key)
+            by = moved.get(key, 0.0)
             if difference.error <= tolerance:
                 continue
             parameter = _parameter(key, start.captured)
-            if ("gradient", parameter) in expected and not allowed <= USELESS:
+            if ("gradient", parameter) in expected and not MARGIN * by <= USELESS:
                 by_gradient[parameter] = None
-            elif not difference.error <= min(allowed, USELESS):
-                beyond.append(difference)
+            elif not difference.error <= min(MARGIN * by, USELESS):
+                beyond.append((difference, by))
         if beyond:
-            return tuple(sorted(beyond, key=lambda d: -d.error)), ()
+            return tuple(sorted(beyond, key=lambda one: -one[0].error)), ()
     return (), tuple(by_gradient)
 
 
@@ -141,10 +145,6 @@ def _parameter(key: Key, captured: Capture) -> str:
         source = None if memory is None else captured.graph.source_of.get(memory.name)
         return source.names[0] if source is not None and source.kind == "parameter" else ""
     return name if kind == "parameter" else ""
-
-
-def _allowed(moved: dict[Key, float], key: Key) -> float:
-    return MARGIN * moved.get(key, 0.0)
 
 
 def _disturbed(start: Start) -> list[OneDevice]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,12 +137,13 @@ def verify(
         matches_plan=_listed(plan, graph, records),
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,
-        first_wrong=_first_wrong(start, ranks, rounding.unexplained, tolerance) if rounding is not None else "",
+        first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
     )
 
 
-def _first_wrong(start: Start, ranks: Ranks, wrong: Sequence[Difference], tolerance: float) -> str:
+def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: float) -> str:
     """Where a program whose results differ goes wrong first."""
+    wrong = [difference for difference, _ in rounding.unexplained]
     if not wrong:
         return ""
     ranks.adopt(OneDevice(start))
