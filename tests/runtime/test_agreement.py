@@ -334,6 +334,8 @@ def resumed() -> tuple[list[float], list[float], list[list[float]]]:
     losses = [float(first.step(x)) for _ in range(3)]
     second = job(4)
     second.load_state_dict(saved)
+    assert torch.equal(second.state_dict()[SEED], saved[SEED])  # before any call, and in a copy
+    assert torch.equal(copy.deepcopy(second).state_dict()[SEED], saved[SEED])
     again = [float(second.step(x)) for _ in range(3)]
     assert second.load_state_dict({n: v for n, v in saved.items() if n != SEED}) is not None
     rows = []

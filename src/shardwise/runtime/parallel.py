@@ -65,6 +65,7 @@ class Parallel(torch.nn.Module):
         self._compiled: dict[Any, Compiled] = {}
         self._latest: Compiled | None = None
         self._seed = torch.tensor(mixed(seed or 0), dtype=torch.int64, device=self.device)
+        self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
         self._hold(module, seed, init)
         self._state = State(self)
@@ -204,12 +205,13 @@ class Parallel(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if any(compiled.seed is not None for compiled in self._compiled.values()):
+        if self._draws:
             destination[prefix + SEED] = self._seed.clone()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
         seed = state_dict.get(prefix + SEED)
         if seed is not None:
+            self._draws = True
             with torch.no_grad():
                 self._seed.copy_(seed)
         super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != prefix + SEED}, prefix, *others)
@@ -221,6 +223,7 @@ class Parallel(torch.nn.Module):
         It is known by a number from torch's generator, whose state the checkpoint restores; the seed is not made of
         that number, since the generators of the ranks need not agree.
         """
+        self._draws |= draws
         key = int(torch.randint(2**62, ())) if draws and self.training else None
         if key in self._seeds and torch._C._current_graph_task_id() != -1:
             return self._seeds[key]
