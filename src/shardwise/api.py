@@ -42,7 +42,6 @@ from shardwise.search.planner import Planner, Settings
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
 
 
-@working()
 def plan(
     module: torch.nn.Module,
     example_inputs: Any,
@@ -89,41 +88,42 @@ def plan(
     if mesh is not None:
         _check_mesh(mesh, cluster)
     args, named = call_arguments(example_inputs, kwargs)
-    captured = capture(module, args, named, loss=loss, strategies=strategies)
-    graph, annotations = captured.graph, captured.annotations
-    if search is None:
-        nothing_said = mode == "auto" and not annotations and not graph.constraints
-        search = "dynamic_programming" if nothing_said else "sharding_propagation"
-    settings = (mode, search, optimizer, module.training, bucket_bytes)
-    if mode != "auto" or search not in PRICED_SEARCHES:
-        if precision not in (None, Precision()):
-            warnings.warn(
-                f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks compute "
-                "in the dtypes of the model",
-                PlanWarning,
-                stacklevel=2,
-            )
-        mesh = mesh or Mesh(dp=cluster.num_devices)
-        factored, choice = decide(graph, annotations, mesh, mode)
-        choice = keep(choice, layouts or {}, graph, factored, mesh)
-        spmd = build_spmd(graph, factored.rules, choice, mesh, bucket_bytes=bucket_bytes)
-        return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
-    wanted = Settings(
-        search,
-        optimizer,
-        precision or Precision(),
-        _passes(graph, global_batch),
-        memory_bytes,
-        bucket_bytes,
-        layouts or {},
-    )
-    meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
-    planned = Planner.of(graph, annotations, cluster, meshes, wanted).plan()
-    if planned.ranking.excess:
-        raise nothing_fits(planned.ranking)
-    stage = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
-    pricing = _pricing(cluster, wanted.precision, planned.search)
-    return Planned.of(Plan((stage,), *settings, pricing, planned.prediction), planned.search)
+    with working():  # other ranks wait for rank 0
+        captured = capture(module, args, named, loss=loss, strategies=strategies)
+        graph, annotations = captured.graph, captured.annotations
+        if search is None:
+            nothing_said = mode == "auto" and not annotations and not graph.constraints
+            search = "dynamic_programming" if nothing_said else "sharding_propagation"
+        settings = (mode, search, optimizer, module.training, bucket_bytes)
+        if mode != "auto" or search not in PRICED_SEARCHES:
+            if precision not in (None, Precision()):
+                warnings.warn(
+                    f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks "
+                    "compute in the dtypes of the model",
+                    PlanWarning,
+                    stacklevel=2,
+                )
+            mesh = mesh or Mesh(dp=cluster.num_devices)
+            factored, choice = decide(graph, annotations, mesh, mode)
+            choice = keep(choice, layouts or {}, graph, factored, mesh)
+            spmd = build_spmd(graph, factored.rules, choice, mesh, bucket_bytes=bucket_bytes)
+            return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
+        wanted = Settings(
+            search,
+            optimizer,
+            precision or Precision(),
+            _passes(graph, global_batch),
+            memory_bytes,
+            bucket_bytes,
+            layouts or {},
+        )
+        meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
+        planned = Planner.of(graph, annotations, cluster, meshes, wanted).plan()
+        if planned.ranking.excess:
+            raise nothing_fits(planned.ranking)
+        stage = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
+        pricing = _pricing(cluster, wanted.precision, planned.search)
+        return Planned.of(Plan((stage,), *settings, pricing, planned.prediction), planned.search)
 
 
 def compare(
