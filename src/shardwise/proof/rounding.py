@@ -49,23 +49,24 @@ USELESS = 1e-3
 class Rounding:
     """What rounding does to tensors that differ by more than the tolerance.
 
-    Differences are with how far disturbed runs are from the original. ``unexplained``: of the first wrong step, worst
-    first; ``by_gradient``: parameters that were compared before the optimizer only.
+    Differences are with how far disturbed runs are from the original (None: not asked, where the difference is beyond
+    ``USELESS``). ``unexplained``: of the first wrong step, worst first; ``by_gradient``: parameters that were compared
+    before the optimizer only.
     """
 
     explained: tuple[tuple[Difference, float], ...]
-    unexplained: tuple[tuple[Difference, float], ...]
+    unexplained: tuple[tuple[Difference, float | None], ...]
     by_gradient: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """As a report says it."""
         if self.unexplained:
             worst, moved = self.unexplained[0]
-            why = "too far to tell: verify at other values" if MARGIN * moved > USELESS else "not so far"
-            return [
-                f"not rounding: {worst.kind} {worst.name} differs by {worst.error:.2g} on rank {worst.rank}; last bits "
-                f"move one device's by {moved:.2g}, {why}"
-            ]
+            line = f"not rounding: {worst.kind} {worst.name} differs by {worst.error:.2g} on rank {worst.rank}"
+            if moved is not None:
+                why = "too far to tell: verify at other values" if MARGIN * moved > USELESS else "not so far"
+                line += f"; last bits move one device's by {moved:.2g}, {why}"
+            return [line]
         worst, moved = self.explained[0]
         lines = [
             f"rounding: {len(self.explained)} tensors differ no further than one device does from itself when the last "
@@ -104,37 +105,46 @@ def _moved(start: Start, steps: int) -> dict[Key, float]:
     return {key: difference.error for key, difference in worst.items()}
 
 
-def _step_by_step(
-    start: Start, ranks: Ranks, steps: int, tolerance: float
-) -> tuple[tuple[tuple[Difference, float], ...], tuple[str, ...]]:
+Unexplained = tuple[tuple[Difference, float | None], ...]
+
+
+def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> tuple[Unexplained, tuple[str, ...]]:
     """The differences of the first step that rounding does not explain, every step beginning in the same state, worst
     first; and parameters that were judged by their gradients."""
-    original, disturbed = OneDevice(start), _disturbed(start)
+    original, before, disturbed = OneDevice(start), OneDevice(start), _disturbed(start)
     by_gradient: dict[str, None] = {}
     for step in range(steps):
+        before.adopt(original)
         ranks.adopt(original)
-        for number, run in enumerate(disturbed):
-            run.adopt(original)
-            _disturb(run, number)
         expected = original.step(step)
         found: dict[Key, Difference] = {}
-        moves: dict[Key, Difference] = {}
         compare(expected, ranks.step(step), local_part(start.spmd), found)
-        compare(expected, [run.step(step) for run in disturbed], _itself, moves)
-        moved = {key: difference.error for key, difference in moves.items()}
+        wrong = sorted((d for d in found.values() if not d.error <= tolerance), key=lambda d: -d.error)
+        judged = {key: ("gradient", _parameter(key, start.captured)) in expected for key in found}
+        if hopeless := [d for d in wrong if not (d.error <= USELESS or judged[d.kind, d.name])]:
+            return tuple((d, None) for d in hopeless), ()
+        moved = _moved_in_step(before, disturbed, expected, step) if wrong else {}
         beyond = []
-        for key, difference in found.items():
+        for difference in wrong:
+            key = difference.kind, difference.name
             by = moved.get(key, 0.0)
-            if difference.error <= tolerance:
-                continue
-            parameter = _parameter(key, start.captured)
-            if ("gradient", parameter) in expected and not MARGIN * by <= USELESS:
-                by_gradient[parameter] = None
+            if judged[key] and not MARGIN * by <= USELESS:
+                by_gradient[_parameter(key, start.captured)] = None
             elif not difference.error <= min(MARGIN * by, USELESS):
                 beyond.append((difference, by))
         if beyond:
-            return tuple(sorted(beyond, key=lambda one: -one[0].error)), ()
+            return tuple(beyond), ()
     return (), tuple(by_gradient)
+
+
+def _moved_in_step(before: OneDevice, disturbed: Sequence[OneDevice], expected: Values, step: int) -> dict[Key, float]:
+    """How far disturbed runs are from the original after one step from the state ``before``."""
+    for number, run in enumerate(disturbed):
+        run.adopt(before)
+        _disturb(run, number)
+    worst: dict[Key, Difference] = {}
+    compare(expected, [run.step(step) for run in disturbed], _itself, worst)
+    return {key: difference.error for key, difference in worst.items()}
 
 
 def _parameter(key: Key, captured: Capture) -> str:
