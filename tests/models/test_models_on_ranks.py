@@ -31,7 +31,6 @@ from shardwise.layouts.conversions import Collective
 from shardwise.proof.runs import OPTIMIZERS
 from shardwise.runtime import calls
 from shardwise.runtime.shards import shard
-from shardwise.runtime.state import mixed
 
 RunRanks = Callable[..., list[Any]]
 Case = tuple[str, str, str]  # the model, which plan of it, the plan as JSON
@@ -121,7 +120,7 @@ def train_alone(name: str) -> list[Step]:
     model = build(name)
 
     def call(number: int, inputs: Mapping[str, Any]) -> Any:
-        with reference_mode(seed=mixed(0) + number):  # of the calls of a job whose seed is 0
+        with reference_mode(seed=number):
             output = model(**inputs)
         loss_of(output).backward()
         return output

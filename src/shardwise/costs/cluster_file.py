@@ -45,6 +45,7 @@ _LINE = re.compile(r"(?P<kind>[a-z_]+) over (?P<units>[1-9][0-9]{0,6})")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>[0-9]{1,7})x(?P<devices>[0-9]{1,7})")
 _COUNT = re.compile(r"[1-9][0-9]{0,6}")
 _MOST_BYTES = 2**18  # of a file; the bundled ones have 4 KB
+_MOST_LINES = 2**13  # the reader takes longest for many short tables
 _LONGEST_LINE = 2**12  # characters
 _DOTTED = re.compile(
     r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}"""
@@ -239,10 +240,13 @@ def _key(name: str) -> str:
 
 def _content(text: str, path: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises ShardwiseError."""
-    longest = max(map(len, text.splitlines()), default=0)
+    lines = text.splitlines()
+    longest = max(map(len, lines), default=0)
     try:
         if len(text) > _MOST_BYTES:
             raise ShardwiseError(f"it has {len(text):,} characters, more than {_MOST_BYTES:,}")
+        if len(lines) > _MOST_LINES:
+            raise ShardwiseError(f"it has {len(lines):,} lines, more than {_MOST_LINES:,}")
         if longest > _LONGEST_LINE:
             raise ShardwiseError(f"it has a line of {longest:,} characters, more than {_LONGEST_LINE:,}")
         if _DOTTED.search(text):

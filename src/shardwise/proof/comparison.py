@@ -33,7 +33,7 @@ def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dic
     """Note the worst difference of every tensor. A tensor that only one side has is an infinite difference."""
     floor: dict[str, float] = {}
     for (kind, _), tensor in expected.items():
-        floor[kind] = max(floor.get(kind, 0.0), _magnitude(tensor))
+        floor[kind] = max(floor.get(kind, 0.0), magnitude(tensor))
     for rank, values in enumerate(actual):
         for key in expected.keys() | values.keys():
             kind, name = key
@@ -42,7 +42,7 @@ def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dic
                     continue
                 error = float("inf")
             else:
-                scale = max(_magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
+                scale = max(magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
                 error = difference(local(key, expected[key], rank), values[key], scale)
             if key not in worst or error > worst[key].error or error != error:
                 worst[key] = Difference(kind, name, error, rank)
@@ -50,16 +50,18 @@ def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dic
 
 def _matters(*tensors: torch.Tensor | None) -> bool:
     """A missing gradient is the same as zeros."""
-    return any(tensor is not None and _magnitude(tensor) > 0 for tensor in tensors)
+    return any(tensor is not None and magnitude(tensor) > 0 for tensor in tensors)
 
 
-def _magnitude(tensor: torch.Tensor) -> float:
+def magnitude(tensor: torch.Tensor) -> float:
+    """The largest absolute value that is finite."""
     finite = tensor.abs() if tensor.dtype != torch.bool else tensor.long()
     finite = finite[torch.isfinite(finite)] if finite.is_floating_point() else finite
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
+    """The largest difference over ``scale``; nan equals nan."""
     if want.shape != have.shape:
         return float("inf")
     if not want.numel():

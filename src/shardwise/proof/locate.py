@@ -15,6 +15,7 @@ from shardwise.layouts.layout import PARTIAL_KINDS, Layout
 from shardwise.programs.instructions import Compute, Convert, Depart
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
+from shardwise.proof.comparison import difference, magnitude
 from shardwise.runtime.shards import shard
 
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -43,13 +44,13 @@ def wrong_result(
             if any(tensor is None for tensor in held) or any(p.resolve(name) in written for p in programs):
                 continue
             largest = max(
-                [_magnitude(expected[name]), *(1e-3 * _magnitude(expected[operand]) for operand in op.operands)]
+                [magnitude(expected[name]), *(1e-3 * magnitude(expected[operand]) for operand in op.operands)]
             )
             layout = spmd.layouts[name]
             whole = _summed(layout, [tensor for tensor in held if tensor is not None])
             for rank, tensor in enumerate(whole):
                 want = shard(expected[name], replace(layout, states=()), spmd.mesh.coordinates(rank))
-                if not _equal(want, tensor, tolerance * largest):
+                if not difference(want, tensor, largest) <= tolerance:
                     return f"the result of {op.name} ({op.source}) on rank {rank}"
     return ""
 
@@ -92,16 +93,3 @@ def _summed(layout: Layout, held: Sequence[Tensor]) -> list[Tensor]:
                 total = _REDUCE[kind](total, parts[other])
             whole.append(total)
     return whole
-
-
-def _magnitude(tensor: Tensor) -> float:
-    finite = tensor[torch.isfinite(tensor)] if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _equal(want: Tensor, have: Tensor, difference: float) -> bool:
-    if want.shape != have.shape:
-        return False
-    if not (want.is_floating_point() or want.is_complex()):
-        return bool((want == have).all())
-    return torch.allclose(want, have.to(want.dtype), rtol=0.0, atol=difference, equal_nan=True)

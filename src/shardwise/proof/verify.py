@@ -1,10 +1,7 @@
 """``verify``: a plan on the virtual cluster against the module on one device, in float64.
 
-Compared are the loss, every output, every gradient, the buffers, and parameters and buffers after optimizer steps. The
-error of a tensor is its largest difference over the largest magnitude of the reference tensor, but not over less than
-1e-6 (gradients) or 1e-3 (others) of the largest magnitude among all tensors of its kind: a gradient that is zero by
-mathematics (a key's bias) has no meaningful relative error of its own, and an optimizer that divides by its size makes
-a parameter of the noise.
+Compared are the loss, every output, every gradient, the buffers, and parameters and buffers after optimizer steps
+(``comparison``: what an error is; ``rounding``: what is none).
 """
 
 from __future__ import annotations

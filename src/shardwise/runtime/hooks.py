@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CaptureWarning, ShardwiseError, problem
+from shardwise.errors import CaptureWarning, ShardwiseError, listed, problem
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.shards import shard
@@ -57,8 +57,7 @@ def announce_hooks(module: nn.Module) -> None:
             if any(vars(owner).get(kind) for kind in kinds)
         ]
         if names:
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            warnings.warn(what.format(listed), CaptureWarning, stacklevel=4)
+            warnings.warn(what.format(listed(names)), CaptureWarning, stacklevel=4)
 
 
 def carry_hooks(original: Tensor, own: Tensor, layout: Layout, name: str, ranks: Communicator) -> None:

@@ -11,6 +11,7 @@ from shardwise.errors import PlanError, ShardwiseError, listed, problem
 from shardwise.graph.capture import refuse_autocast
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
+from shardwise.graph.operators import splitmix64
 from shardwise.graph.trees import (
     check_constants,
     constant_key,
@@ -34,8 +35,9 @@ from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.replicas import Fingerprint, ReplicaCheck
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import LocalInputs, Signature, check_equal
-from shardwise.runtime.state import State, check_initial_values, mixed
+from shardwise.runtime.state import State, check_initial_values
 
+Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
 
@@ -63,8 +65,10 @@ class Parallel(torch.nn.Module):
         self._parts = LocalInputs(plan, self._ranks, self.device) if self.inputs == "local" else None
         self._calls = Calls(module, plan, settings, self._ranks, self._host_ranks)
         self._compiled: dict[Any, Compiled] = {}
+        self._signatures: dict[Any, Signature] = {}
         self._latest: Compiled | None = None
-        self._seed = torch.tensor(mixed(seed or 0), dtype=torch.int64, device=self.device)
+        # Calls count on from it: jobs with neighbouring seeds must not draw the same numbers one call later.
+        self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=self.device))
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
         self._hold(module, seed, init)
@@ -108,7 +112,7 @@ class Parallel(torch.nn.Module):
         protect(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": {}, "_latest": None}  # a copy makes its own programs
+        return {**self.__dict__, "_compiled": {}, "_signatures": {}, "_latest": None}  # a copy makes its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -140,11 +144,11 @@ class Parallel(torch.nn.Module):
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
-    ) -> tuple[Compiled, torch.Tensor | None, Sequence[Any]]:
+    ) -> Called:
         """(program, loss, flattened outputs) for one batch."""
         if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
-            found: Any = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
-            return found  # type: ignore[no-any-return]
+            called: Called = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
+            return called
         refuse_autocast("around a call of a parallel module")
         self._ranks.calls += 1
         flat, spec = flatten((args, kwargs))
@@ -153,40 +157,17 @@ class Parallel(torch.nn.Module):
         if self._state.refresh():
             state = self._state.tensors
             self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
-        mode = (self.training, loss_only, predicts)
-        named: list[tuple[str, Any]] = []
-        batch, whole = None, flat
-        if self._parts is not None:
-            named = _named(flat, spec)
-            batch = self._parts.batch(Signature.of(named, _mode_text(*mode)), named)
-            whole = [batch.whole(name, x) if isinstance(x, torch.Tensor) else x for name, x in named]
-        key = (*mode, spec, *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in whole))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            if batch is None:
-                check_equal(Signature.of(_named(flat, spec), _mode_text(*mode)), self._ranks, self.device)
-            examples = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in whole]
-            call = Call(unflatten(examples, spec), *mode)
-            state = {**self._state.tensors, SEED: self._seed}
-            compiled = self._compiled[key] = self._calls.compiled(call, state)
+        compiled, given = self._program(flat, spec, (self.training, loss_only, predicts))
         self._latest = compiled
-        given = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)]
-        if torch.is_grad_enabled():
-            _check_gradients(compiled, given)
-        if batch is None:
-            inputs = iter([self._own_part(x, layout) for x, layout in zip(given, compiled.inputs, strict=False)])
-        else:
-            assert self._parts is not None
-            names = [name for name, x in named if isinstance(x, torch.Tensor)]
-            own = zip(names, given, compiled.inputs, strict=False)
-            inputs = iter([self._parts.own_part(name, x, layout, batch) for name, x, layout in own])
+        inputs = iter(given)
         tensors = [next(inputs) if t is None else t for t in compiled.tensors]
         seed = self._seed_of_call(draws=compiled.seed is not None)
         if compiled.seed is not None:
             tensors[compiled.seed] = seed
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         if check is not None and check.is_due():
-            delivered, written = check.run(compiled.step, tensors, given if batch is None else ())
+            batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()
+            delivered, written = check.run(compiled.step, tensors, batch)
         else:
             delivered, written = compiled.step(tensors)
         loss, flat_outputs = compiled.results(delivered)
@@ -198,6 +179,46 @@ class Parallel(torch.nn.Module):
         if not loss_only:
             outputs = live(outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers})
         return compiled, loss, tuple(outputs)
+
+    def _program(
+        self, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]
+    ) -> tuple[Compiled, list[torch.Tensor]]:
+        """The program of a call in a mode (training, the loss only, without the loss function), and this rank's part of
+        its inputs."""
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        shapes: Sequence[tuple[int, ...]] = [x.shape for x in tensors]
+        own = key = _key(flat, spec, mode, shapes)
+        batch = None
+        if self._parts is not None:
+            batch = self._parts.batch(self._signature(own, flat, spec, mode), tensors)
+            shapes = tuple(batch.shapes.values())
+            key = _key(flat, spec, mode, shapes)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            if batch is None:
+                check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+            whole = iter(shapes)
+            examples = [
+                torch.empty(next(whole), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
+                for x in flat
+            ]
+            state = {**self._state.tensors, SEED: self._seed}
+            compiled = self._compiled[key] = self._calls.compiled(Call(unflatten(examples, spec), *mode), state)
+        if torch.is_grad_enabled():
+            _check_gradients(compiled, tensors)
+        given = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
+        if batch is None:
+            return compiled, [self._own_part(x, layout) for x, layout in given]
+        assert self._parts is not None
+        named = zip(batch.shapes, given, strict=False)
+        return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
+
+    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]) -> Signature:
+        """A call in words, for the other ranks."""
+        if key not in self._signatures:
+            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
+            self._signatures[key] = Signature.of(named, _mode_text(*mode))
+        return self._signatures[key]
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's part of a whole input."""
@@ -263,8 +284,12 @@ class Parallel(torch.nn.Module):
         return next(reversed(self._compiled.values())).program
 
 
-def _named(flat: Sequence[Any], spec: Any) -> list[tuple[str, Any]]:
-    return [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
+def _key(
+    flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool], shapes: Sequence[tuple[int, ...]]
+) -> tuple[Any, ...]:
+    """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
+    whole = iter(shapes)
+    return *mode, spec, *((next(whole), x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
 
 
 def _mode_text(training: bool, loss_only: bool, predicts: bool) -> str:

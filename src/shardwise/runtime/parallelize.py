@@ -97,9 +97,9 @@ def parallelize(
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     device = torch.device(device)
     compile = device.type == "cuda" if compile is None else compile
-    every = from_rank_zero(lambda: checked_interval(check_replicas))
-    streams = from_rank_zero(lambda: randomness == "per_shard")
-    on_host = from_rank_zero(lambda: matching(module, host))
+    every, streams, on_host = from_rank_zero(
+        lambda: (checked_interval(check_replicas), randomness == "per_shard", matching(module, host))
+    )
     announce_hooks(module)
     if dist.get_rank() == 0 and (sentence := not_executed(agreed)):
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)

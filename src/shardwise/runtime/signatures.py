@@ -12,6 +12,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -48,6 +49,12 @@ class Signature:
             tuple((name, _text(x)) for name, x in named),
             {n: tuple(x.shape) for n, x in named if isinstance(x, torch.Tensor)},
         )
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits that other calls have with odds of one to 2^64 only, the same in every process."""
+        content = hashlib.blake2b(repr(self).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(content, "little", signed=True)
 
     def described(self, name: str) -> str:
         """What an argument is: ``f32[8, 16]``, or its value."""
@@ -108,10 +115,6 @@ class Batch:
     shapes: Mapping[str, Shape]
     parts: tuple[Mapping[str, Shape], ...]
 
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of an input, on meta."""
-        return torch.empty(self.shapes[name], dtype=part.dtype, device="meta")
-
 
 class LocalInputs:
     """The parts of a batch that the ranks pass. Raises ShardwiseError where the plan splits no input."""
@@ -120,7 +123,6 @@ class LocalInputs:
         self.layouts = {entry.name: plan.layouts[entry.name] for entry in plan.inputs}
         self.planned = {entry.name: entry.shape for entry in plan.inputs}
         self.ranks, self.device, self.mesh = ranks, wire(device), plan.mesh
-        self._digests: dict[str, int] = {}
         self._batches: dict[tuple[int, ...], Batch] = {}
         self._fingerprint = Fingerprint(self.device)
         self._wanted: dict[object, list[Shape]] = {}  # of the ranks, by input and parts
@@ -135,16 +137,16 @@ class LocalInputs:
                 )
             )
 
-    def batch(self, signature: Signature, named: Sequence[tuple[str, Any]]) -> Batch:
-        """The batch of which this rank passes ``named``; every rank asks for it in every call.
+    def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
+        """The batch of which this rank passes ``tensors``; every rank asks for it in every call.
 
         Raises ShardwiseError, on all ranks, where the parts do not make one.
         """
-        own = self._digest(signature)
-        digests = self.ranks.gather_from_all(torch.tensor([own], device=self.device), "the sizes of the ranks' inputs")
+        own = torch.tensor([signature.digest], device=self.device)
+        digests = self.ranks.gather_from_all(own, "the sizes of the ranks' inputs")
         combination = tuple(digests.flatten().tolist())
         if combination not in self._batches:
-            self._batches[combination] = self._agreed(signature, named)
+            self._batches[combination] = self._agreed(signature, tensors)
         return self._batches[combination]
 
     def own_part(self, name: str, tensor: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
@@ -166,15 +168,8 @@ class LocalInputs:
             return tensor
         return shard(self._whole(name, tensor, batch), layout, self.ranks.coordinates)
 
-    def _digest(self, signature: Signature) -> int:
-        key = repr(signature)
-        if key not in self._digests:
-            content = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            self._digests[key] = int.from_bytes(content, "little", signed=True)
-        return self._digests[key]
-
-    def _agreed(self, signature: Signature, named: Sequence[tuple[str, Any]]) -> Batch:
-        prints = {name: int(self._fingerprint(x)) for name, x in named if isinstance(x, torch.Tensor)}
+    def _agreed(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
+        prints = {name: int(self._fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
         what = f"the parts of a batch ({signature})"
         everywhere = gather_objects((signature, prints), self.ranks, self.device, what)
         _check_same([own for own, _ in everywhere], with_shapes=False)

@@ -115,18 +115,4 @@ def check_initial_values(
             )
 
 
-def mixed(seed: int) -> int:
-    """A seed whose bits depend on all bits of ``seed``, as a signed number of 64 bits: the calls of a job count on from
-    it, and those of jobs with neighbouring seeds must not draw the same numbers one call later.
-
-    The finaliser of splitmix64 (Steele, Lea and Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
-    """
-    mask = 2**64 - 1
-    z = (seed + 0x9E3779B97F4A7C15) & mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    z ^= z >> 31
-    return z - 2**64 if z >= 2**63 else z
-
-
-__all__ = ["State", "check_initial_values", "mixed"]
+__all__ = ["State", "check_initial_values"]
