@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ShardwiseError,
     )
     from shardwise.graph.annotate import constrain, shard
+    from shardwise.graph.segments import recompute
     from shardwise.launch.ranks import finish, init_ranks, rank, world_size
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.parallel import Parallel
     from shardwise.runtime.parallelize import parallelize
     from shardwise.search.rules import UnsplitWarning
+    from shardwise.search.zero import Zero
 
 __version__ = "0.1.0"
 
@@ -59,10 +61,12 @@ _HOMES = {
         "ShardwiseError",
     ),
     "shardwise.graph.annotate": ("constrain", "shard"),
+    "shardwise.graph.segments": ("recompute",),
     "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.plan": ("Plan",),
     "shardwise.search.rules": ("UnsplitWarning",),
+    "shardwise.search.zero": ("Zero",),
     "shardwise.rules.custom": ("rule",),
     "shardwise.runtime.initial.deferred": ("deferred",),
     "shardwise.runtime.guards.elementwise": ("elementwise_optimizer",),
@@ -109,6 +113,7 @@ __all__ = [
     "RuleReport",
     "ShardwiseError",
     "UnsplitWarning",
+    "Zero",
     "check_rule",
     "clip_grad_norm",
     "compare",
@@ -120,6 +125,7 @@ __all__ = [
     "parallelize",
     "plan",
     "rank",
+    "recompute",
     "rule",
     "shard",
     "verify",

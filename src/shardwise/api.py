@@ -19,6 +19,7 @@ from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
+from shardwise.graph.segments import How, check_how
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.bind import program_of
@@ -27,7 +28,6 @@ from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.buckets import BUCKET_BYTES
-from shardwise.programs.spmd import build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.planned import Planned
@@ -35,9 +35,11 @@ from shardwise.runtime.agree import working
 from shardwise.search.auto import PRICED_SEARCHES, Search
 from shardwise.search.decide import decide
 from shardwise.search.kept import Kept, keep
+from shardwise.search.levers import Gathered, Levers
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.modes import MODES, batch_size
-from shardwise.search.planner import Planner, Settings
+from shardwise.search.planner import Planner, Settings, built
+from shardwise.search.zero import Zero
 
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
 
@@ -60,6 +62,8 @@ def plan(
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    recompute: How | None = None,
+    zero: int | Zero | None = None,
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
 
@@ -78,11 +82,15 @@ def plan(
     on these submodules. ``layouts``: inputs, parameters or buffers that are delivered or kept in a given layout,
     ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are
     converted (how a data loader splits its batches, say). ``bucket_bytes``: the largest message in which gradients (or
-    gathered parameters) travel together; 0: each by itself.
+    gathered parameters) travel together; 0: each by itself. ``recompute``: what backward makes again instead of keeping
+    it: by default what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); ``"full"`` or ``"cheap"``:
+    its repeated blocks besides; ``"none"``: nothing. ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and
+    optimizer states are stored in parts wherever they would be copied; under 3 gathered parameters are not held from
+    forward to backward, but gathered again.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
     """
-    _check_words(mode, search, bucket_bytes)
+    _check_words(mode, search, bucket_bytes, recompute)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None:
@@ -94,7 +102,20 @@ def plan(
         if search is None:
             nothing_said = mode == "auto" and not annotations and not graph.constraints
             search = "dynamic_programming" if nothing_said else "sharding_propagation"
+        stage = Zero.of(zero)
+        gathered: Gathered = "again" if stage is not None and stage.stage == 3 else "held"
         settings = (mode, search, optimizer, module.training, bucket_bytes)
+        wanted = Settings(
+            search,
+            optimizer,
+            precision or Precision(),
+            _passes(graph, global_batch),
+            memory_bytes,
+            bucket_bytes,
+            layouts or {},
+            Levers.of(graph, captured.segments, recompute, gathered),
+            stage,
+        )
         if mode != "auto" or search not in PRICED_SEARCHES:
             if precision not in (None, Precision()):
                 warnings.warn(
@@ -106,24 +127,15 @@ def plan(
             mesh = mesh or Mesh(dp=cluster.num_devices)
             factored, choice = decide(graph, annotations, mesh, mode)
             choice = keep(choice, layouts or {}, graph, factored, mesh)
-            spmd = build_spmd(graph, factored.rules, choice, mesh, bucket_bytes=bucket_bytes)
+            choice, spmd = built(graph, factored.rules, choice, mesh, wanted, Kinds())
             return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
-        wanted = Settings(
-            search,
-            optimizer,
-            precision or Precision(),
-            _passes(graph, global_batch),
-            memory_bytes,
-            bucket_bytes,
-            layouts or {},
-        )
         meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
         planned = Planner.of(graph, annotations, cluster, meshes, wanted).plan()
         if planned.ranking.excess:
             raise nothing_fits(planned.ranking)
-        stage = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
+        listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
         pricing = _pricing(cluster, wanted.precision, planned.search)
-        return Planned.of(Plan((stage,), *settings, pricing, planned.prediction), planned.search)
+        return Planned.of(Plan((listed,), *settings, pricing, planned.prediction), planned.search)
 
 
 def compare(
@@ -186,8 +198,10 @@ def step_memory(
     return memory_of(program_of(plan, captured.graph, training=module.training), prices_of(plan))
 
 
-def _check_words(mode: str, search: str | None, bucket_bytes: int) -> None:
-    """Refuse what is no mode, no search and no size of a message."""
+def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None) -> None:
+    """Refuse what is no mode, no search, no size of a message and no way to recompute."""
+    if recompute is not None:
+        check_how(recompute, "recompute=")
     if search is not None and search not in SEARCHES:
         raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:

@@ -40,7 +40,7 @@ def test_the_propagated_plan_on_eight_devices_equals_one_device_and_splits_all_o
     assert share.parameters is None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "bert"])  # the zoo has tensor-parallel plans of the others
 def test_a_data_by_tensor_plan_equals_one_device_and_splits_arithmetic_and_parameters(name):
     share = verified_share(MODELS[name], sw.Mesh(dp=2, tp=4), strategies=MODELS[name].strategies)
     assert share.without_rule == ()

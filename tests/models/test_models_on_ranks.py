@@ -28,6 +28,7 @@ from shardwise import api
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.widen import reference_mode, widen
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.lifetimes import backward_collectives
 from shardwise.proof.runs import OPTIMIZERS
 from shardwise.runtime import calls
 from shardwise.runtime.shards import shard
@@ -43,13 +44,13 @@ TOLERANCE = 1e-9
 # gradients are zero by mathematics.
 LEAST = {"output": 1e-3, "gradient": 1e-6, "parameter": 1e-3, "buffer": 1e-3}
 
-MODELS = {name: ZOO[name] for name in ("llama", "bert", "t5", "mixtral", "unet", "lstm", "dlrm")}
+MODELS = {name: ZOO[name] for name in ("llama", "bert", "mixtral", "unet", "dlrm")}
 MODELS["resnet"] = tiny_models.resnet()
 LABELS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", "dlrm", "lstm"), ("by hand", "searched")),
+    "llama": ("searched",),
+    "dlrm": ("by hand", "searched"),
     **dict.fromkeys(("bert", "mixtral"), ("by hand",)),
-    "t5": ("searched",),
-    "unet": ("searched", "rows"),
+    "unet": ("rows",),
     "resnet": ("rows",),
 }
 ROWS = {"resnet": {"*.embedder.convolution": "y0@tp"}, "unet": {"first.0": "y0@tp"}}
@@ -82,12 +83,13 @@ def widened(module: ModuleType) -> Iterator[None]:
         yield
 
 
-def plan_of(name: str, label: str) -> sw.Plan:
-    """By strategies, as searched, or with split rows."""
+def plan_of(name: str, label: str, **choices: Any) -> sw.Plan:
+    """By strategies, as searched, or with split rows; or by the caller's choices."""
     by_hand = ROWS[name] if label == "rows" else MODELS[name].strategies
-    choices: dict[str, Any] = {"cluster": RANKS, "mesh": sw.Mesh(dp=2, tp=2), "strategies": by_hand}
     if label == "searched":
         choices = {"cluster": DESCRIBED.with_nodes(2, 2), "search": "dynamic_programming"}
+    elif not choices:
+        choices = {"cluster": RANKS, "mesh": sw.Mesh(dp=2, tp=2), "strategies": by_hand}
     with widened(api):
         return sw.plan(build(name), (), kwargs=batch(name, 0), optimizer=OPTIMIZER[name], **choices)
 
@@ -159,8 +161,8 @@ def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes, Passes]]:
                 return output
 
             steps = trained(name, par, call)
-            spmd = par.latest.spmd
-            sides = spmd.forward_collectives(), spmd.backward_collectives()
+            program = par.latest.step.emitted.program
+            sides = program.spmd.forward_collectives(), backward_collectives(program)
             found.append((steps, passes, [messages(par.plan.mesh, side) for side in sides]))
     return found
 

@@ -24,11 +24,13 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
+from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.lifetimes import backward_collectives, dropped_values, repeated
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program as StepProgram
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Choice, Spmd, build_spmd
+from shardwise.programs.spmd import Choice, Lifetimes, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
@@ -133,14 +135,28 @@ def random_spmd(
     return build_spmd(graph, factored.rules, Choice(strategies, storage, route=router), mesh), storage
 
 
+def random_lifetimes(spmd: Spmd, rng: random.Random, kept: float) -> Lifetimes:
+    """Some operators and conversions whose results are made again."""
+    operators = frozenset(op.name for op in spmd.graph.ops if rng.random() >= kept)
+    return Lifetimes(operators, frozenset(c.result for c in spmd.conversions if rng.random() >= kept))
+
+
 def run(
-    program: Program, seed: int, mesh: Mesh | None = None, *, by_hand: bool = False, priced: bool = False
+    program: Program,
+    seed: int,
+    mesh: Mesh | None = None,
+    *,
+    by_hand: bool = False,
+    priced: bool = False,
+    kept: float = 1.0,
 ) -> Outcome:
-    """Run a program under the random choices of ``seed`` (``random_spmd``)."""
+    """Run a program under the random choices of ``seed`` (``random_spmd``). ``kept``: the share of operators and
+    conversions whose results are kept for backward; the others are made again."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     mesh = mesh or rng.choice(MESHES)
     spmd, storage = random_spmd(program, rng, mesh, by_hand=by_hand, priced=priced)
+    spmd = replace(spmd, lifetimes=random_lifetimes(spmd, rng, kept))
     outcome = Outcome()
     _count_features(spmd, outcome)
     cluster = VirtualCluster(mesh)
@@ -155,6 +171,13 @@ def run(
         differentiate(localize(spmd, rank), KINDS, loss_only=False, reached=reached) for rank in range(mesh.num_devices)
     ]
     bindings = [{name: tensors[rank].detach() for name, tensors in held.items()} for rank in range(mesh.num_devices)]
+    if spmd.lifetimes:
+        for own in programs:
+            check_program(own)
+            dropped = dropped_values(own)
+            assert not dropped.intersection(own.saved), "what is dropped is not kept"
+            outcome.features["dropped"] += len(dropped)
+            outcome.features["made again"] += sum(map(len, repeated(own)))
     environments = run_forward(cluster, programs, bindings)
     outcome.collectives_match &= tuple(cluster.record) == spmd.forward_collectives()
     for position, (output, want) in enumerate(zip(spmd.outputs, program.results, strict=True)):
@@ -185,7 +208,7 @@ def _check_gradients(
     one = [torch.ones_like(env[own.resolve(spmd.loss or "")]) for own, env in zip(programs, environments, strict=True)]
     seeds = [{own.cotangents[0]: ones} if own.cotangents[0] else {} for own, ones in zip(programs, one, strict=True)]
     gradients = run_backward(cluster, programs, environments, seeds)
-    outcome.collectives_match &= tuple(cluster.record) == spmd.backward_collectives()
+    outcome.collectives_match &= tuple(cluster.record) == backward_collectives(programs[0])
     largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
     for name, want in wanted.items():
         shapes = [storage[name].local_shape(coordinates) for coordinates in cluster.coordinates]

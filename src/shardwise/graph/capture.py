@@ -31,12 +31,13 @@ from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, probl
 from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
-from shardwise.graph.functionalize import Functionalizer, region_mark
+from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.schema import arguments, is_random, operator_name
+from shardwise.graph.segments import Segment, segments_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.state import difference
 from shardwise.graph.tracing import (
@@ -71,7 +72,8 @@ class Capture:
 
     ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of what the call returns (of the loss, if a loss
     function was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: what the
-    user fixed, by scope. ``memories``: of the outputs; None for constants.
+    user fixed, by scope. ``memories``: of the outputs; None for constants. ``segments``: the parts that the
+    model or the user wants computed again in backward.
     """
 
     graph: Graph
@@ -80,6 +82,7 @@ class Capture:
     constants: dict[str, torch.Tensor]
     annotations: tuple[Annotation, ...]
     memories: tuple[Memory | None, ...]
+    segments: tuple[Segment, ...] = ()
 
 
 def capture(
@@ -122,16 +125,15 @@ def capture(
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
     traced = trace(module, examples, call, regions)
-    _announce_unrecomputed(module)
     if traced.outcome.changed:
         _check_state(module, names, examples, call, traced.outcome.changed)
-    graph, constants, scopes, memories = _to_graph(traced, module, names, examples)
+    graph, constants, scopes, memories, segments = _to_graph(traced, module, names, examples)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
         for scope, region in zip(scopes, traced.regions, strict=True)
         if scope and region.strategy is not None
     )
-    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories)
+    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories, segments)
 
 
 def refuse_autocast(where: str) -> None:
@@ -140,18 +142,6 @@ def refuse_autocast(where: str) -> None:
     if active:
         raise CaptureError(
             problem(f'torch.autocast("{active[0]}") is active {where}: it is not executed', fix=AUTOCAST_FIX)
-        )
-
-
-def _announce_unrecomputed(module: nn.Module) -> None:
-    """Warns of models that ask for recomputation by an attribute, as those of transformers do."""
-    asking = [path or type(m).__name__ for path, m in module.named_modules() if vars(m).get("gradient_checkpointing")]
-    if asking and module.training:
-        warnings.warn(
-            f"gradient checkpointing is enabled (of {asking[0]}), and changes nothing under a plan yet: nothing is "
-            "recomputed, and what backward needs is kept",
-            CaptureWarning,
-            stacklevel=3,
         )
 
 
@@ -188,7 +178,7 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
 
     names = tuple(f"args[{i}]" for i in range(len(examples)))
     module = nn.Module()
-    graph, constants, _, _ = _to_graph(trace(module, examples, run, {}), module, names, examples)
+    graph, constants, *_ = _to_graph(trace(module, examples, run, {}), module, names, examples)
     if constants:
         raise CaptureError(
             problem(
@@ -272,9 +262,9 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 
 def _to_graph(
     traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
-) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[Memory | None, ...]]:
-    """The finished graph, its constants, the scope of every region ("" if it covers no operator), and the memories of
-    its outputs."""
+) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[Memory | None, ...], tuple[Segment, ...]]:
+    """The finished graph, its constants, the scope of every region ("" if it covers no operator), the memories of its
+    outputs, and its segments."""
     raw, constants, functionalizer, memories = _functional_graph(traced, module, input_names, examples)
     # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
     _announce_dense(raw)
@@ -287,10 +277,12 @@ def _to_graph(
     graph = assign_names(eliminate_dead_code(graph))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
-    graph = replace(graph, ops=tuple(replace(op, scope=marks[op.scope]) for op in graph.ops))
+    segments = segments_of((op, op.scope.partition(BETWEEN)[2]) for op in graph.ops)
+    ops = (replace(op, scope=marks[op.scope.partition(BETWEEN)[0]]) for op in graph.ops)
+    graph = replace(graph, ops=tuple(ops))
     verify_graph(graph)
     used = {source.value for source in graph.sources if source.kind == "constant"}
-    return graph, {name: data for name, data in constants.items() if name in used}, scopes, memories
+    return graph, {name: data for name, data in constants.items() if name in used}, scopes, memories, segments
 
 
 def _announce_dense(graph: Graph) -> None:

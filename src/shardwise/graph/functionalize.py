@@ -28,6 +28,7 @@ from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
 from shardwise.graph.origins import first_line, is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
+from shardwise.graph.segments import SEGMENT
 from shardwise.graph.tracing import AUTOCAST_FIX
 from shardwise.graph.views import write_through
 
@@ -357,10 +358,14 @@ class Functionalizer:
         path = module_path(node, self._prefix)
         custom = node.meta.get("custom") or {}
         source = line_of(node)
-        number = custom.get(REGION)
+        number, segment = custom.get(REGION), custom.get(SEGMENT, "")
         if number is not None:
             self.region_paths.setdefault(number, path)
-        return Op(f"{path}/", aten.alias.default, (), (), (), source, "" if number is None else region_mark(number))
+        mark = ("" if number is None else region_mark(number)) + (BETWEEN + segment if segment else "")
+        return Op(f"{path}/", aten.alias.default, (), (), (), source, mark)
+
+
+BETWEEN = "|"  # the mark of a region and that of a segment in a provisional scope
 
 
 def region_mark(number: int) -> str:

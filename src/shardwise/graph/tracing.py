@@ -37,6 +37,7 @@ from shardwise.graph.annotate import Region, recording
 from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
+from shardwise.graph.segments import segments_opened
 from shardwise.graph.stand_ins import STAND_INS, cumulative_averages
 from shardwise.graph.state import BETWEEN_CALLS, snapshot
 from shardwise.graph.trees import constant_key, flatten_output
@@ -363,8 +364,8 @@ def _export_as(
     with _quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages():
         for path, region in annotated.items():
             recorder.cover(traced.module.get_submodule(path), region)
-        replaced = functions_as_operators(user_line)
-        with torch.fx.traceback.preserve_node_meta(), lines, replaced, torch.enable_grad():
+        replaced, segments = functions_as_operators(user_line), segments_opened(traced.module)
+        with torch.fx.traceback.preserve_node_meta(), lines, replaced, segments, torch.enable_grad():
             program = torch.export.export(traced, inputs, strict=False)
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed
 

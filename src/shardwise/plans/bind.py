@@ -21,7 +21,8 @@ from shardwise.plans.listing import check_program
 from shardwise.plans.paths import ListedPaths
 from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import Bucket
-from shardwise.programs.spmd import Choice, Spmd, fill, insert_conversions, place, with_buckets
+from shardwise.programs.lower import lowered_operators
+from shardwise.programs.spmd import Choice, Lifetimes, Spmd, fill, insert_conversions, place, with_buckets
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.cuts import with_cuts
@@ -56,7 +57,8 @@ def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, origin
             ) from error
     else:
         dtypes = {} if original is None else {s.value: original.by_name[s.value].dtype for s in original.sources}
-        spmd = fill(spmd, plan.bucket_bytes, dtypes)
+        spmd = fill(spmd, plan.bucket_bytes, dtypes, by_block=any(entry.again for entry in stage.parameters))
+    spmd = replace(spmd, lifetimes=_lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None))
     if is_planned and stage.conversions is not None:
         _check_strategies(stage, graph, choice)
         check_program(stage, spmd, widened=original is not None)
@@ -83,6 +85,25 @@ def _listed_buckets(stage: Stage, spmd: Spmd) -> list[Bucket]:
         if conversions:  # where one is missing, the comparison says so
             buckets.append(Bucket(conversions, entries[0].overlaps))
     return buckets
+
+
+def _lifetimes(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Lifetimes:
+    """What backward makes again. ``listed``: the stage lists the conversions of this very program; of another one those
+    are made again that lead to operators which are, and the parameters that are gathered again."""
+    operators = lowered_operators({entry.name for entry in stage.operators if entry.again}, graph, spmd.graph)
+    if listed:
+        listed_again = [entry for entry in stage.conversions or () if entry.again]
+        wanted = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
+        keys = {c.result: (value_name(c.origin, graph), format_layout(c.target)) for c in spmd.conversions}
+        return Lifetimes(operators, frozenset(result for result, key in keys.items() if key in wanted))
+    parameters = {source.value: source.names[0] for source in graph.sources if source.kind == "parameter"}
+    gathered = {entry.name for entry in stage.parameters if entry.again}
+    found = {
+        c.result
+        for c in spmd.conversions
+        if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators)
+    }
+    return Lifetimes(operators, frozenset(found))
 
 
 def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:

@@ -64,7 +64,7 @@ def _layouts(plan: Plan) -> dict[str, str]:
 
 
 def _strategies(plan: Plan) -> dict[str, str]:
-    return {name: strategy or "whole" for name, strategy in plan.strategies.items()}
+    return {e.name: (e.strategy or "whole") + ", again in backward" * e.again for e in plan.operators}
 
 
 def _communication(plan: Plan) -> dict[str, str]:

@@ -28,14 +28,23 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterEntry(TensorEntry):
+    """A parameter. ``again``: what is gathered of it is not held from forward to backward, but gathered again."""
+
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """An operator: its target, its strategy, and for reading its rule and the line of the model it stands on."""
+    """An operator: its target, its strategy, and for reading its rule and the line of the model it stands on.
+    ``again``: its results are not kept for backward, which makes them again."""
 
     name: str
     target: str
     rule: str
     strategy: str
     source: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,8 @@ class ConversionEntry:
     execution. Conversions of the same ``bucket`` (other than 0) stand side by side and share their messages.
     ``overlaps``: its messages leave before operators that do not need them, and arrive after (those of parameters).
     ``path``: its moves as texts (``layouts.text.format_move``); empty in plans of files that did not have them.
+    ``again``: the converted value is not kept for backward, which converts a second time (a parameter is gathered
+    again).
     """
 
     value: str
@@ -70,6 +81,7 @@ class ConversionEntry:
     bucket: int
     overlaps: bool = False
     path: tuple[str, ...] = ()
+    again: bool = False
 
     def __str__(self) -> str:
         return f"{self.value}: {self.source} -> {self.target}    {self.communication}"
@@ -78,7 +90,8 @@ class ConversionEntry:
     def communication(self) -> str:
         """Forward and backward collectives as text."""
         sides = (" ".join(map(str, side)) or "none" for side in (self.forward, self.backward))
-        return " / ".join(sides) if self.forward or self.backward else "no communication"
+        said = " / ".join(sides) if self.forward or self.backward else "no communication"
+        return f"{said}, again in backward" if self.again else said
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +122,7 @@ class Stage:
 
     placement: Placement
     inputs: tuple[TensorEntry, ...]
-    parameters: tuple[TensorEntry, ...]
+    parameters: tuple[ParameterEntry, ...]
     buffers: tuple[TensorEntry, ...]
     operators: tuple[OperatorEntry, ...]
     conversions: tuple[ConversionEntry, ...] | None
@@ -141,9 +154,13 @@ class Stage:
         entries = self.conversions or ()
         ordered = reversed(entries) if backward else entries
         for _, together in groupby(enumerate(ordered), lambda pair: pair[1].bucket or -pair[0] - 1):
-            sides = [entry.backward if backward else entry.forward for _, entry in together]
-            for same in zip(*sides, strict=True):
-                yield replace(same[0], num_bytes=sum(one.num_bytes for one in same))
+            members = [entry for _, entry in together]
+            directions = [[entry.backward if backward else entry.forward for entry in members]]
+            if backward and members[0].again:
+                directions.insert(0, [entry.forward for entry in members])
+            for sides in directions:
+                for same in zip(*sides, strict=True):
+                    yield replace(same[0], num_bytes=sum(one.num_bytes for one in same))
 
     def faults(self) -> Iterator[str]:
         """What does not fit the mesh or the tensor: layouts, strategies, paths."""
@@ -167,9 +184,12 @@ class Stage:
             if fault:
                 yield problem(fault, op=f"conversion of {conversion.value} for {conversion.op or 'the user'}")
         for number, together in groupby(self.conversions or (), lambda entry: entry.bucket):
-            sides = {(len(entry.forward), len(entry.backward)) for entry in together}
+            members = list(together)
+            sides = {(len(entry.forward), len(entry.backward)) for entry in members}
             if number and len(sides) > 1:
                 yield f"bucket {number} has conversions with different numbers of collectives"
+            if number and len({entry.again for entry in members}) > 1:
+                yield f"bucket {number} has conversions that backward makes again, and others"
 
 
 def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:

@@ -1,8 +1,8 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 5 has stages, and in every conversion its path. Version 4 had one stage, whose entries stood beside the
-settings, and no paths: a file of a plan that was not chosen by price is read, since its conversions take the paths that
-send the fewest bytes; one that was chosen by price says to plan again.
+Version 6 says what is made again in backward. Version 5 has stages, and in every conversion its path. Version 4 had one
+stage, whose entries stood beside the settings, and no paths: a file of a plan that was not chosen by price is read,
+since its conversions take the paths that send the fewest bytes; one that was chosen by price says to plan again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardwise.plans.entries import (
     CollectiveEntry,
     ConversionEntry,
     OperatorEntry,
+    ParameterEntry,
     PricingEntry,
     SharedEntry,
     Stage,
@@ -30,8 +31,10 @@ from shardwise.plans.entries import (
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
-VERSION = 5
+VERSION = 6
+BEFORE_LIFETIMES = 5
 BEFORE_STAGES = 4
+_READABLE = (BEFORE_STAGES, BEFORE_LIFETIMES, VERSION)
 _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
 _MOST_NAME = 2**10
 _MOST_DIMS = 64
@@ -107,11 +110,11 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
-    if type(data.get("version")) is not int or data["version"] not in (BEFORE_STAGES, VERSION):
+    if type(data.get("version")) is not int or data["version"] not in _READABLE:
         raise PlanError(
             problem(
                 f"{name} has plan version {shown(data.get('version'))}; this shardwise reads versions "
-                f"{BEFORE_STAGES} and {VERSION}",
+                f"{BEFORE_STAGES} to {VERSION}",
                 fix="make the plan again with sw.plan",
             )
         )
@@ -125,7 +128,28 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
                 fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
             )
         )
-    return _with_stages(body, name, edited) if data["version"] == BEFORE_STAGES else body
+    if data["version"] == BEFORE_STAGES:
+        body = _with_stages(body, name, edited)
+    return _with_lifetimes(body) if data["version"] < VERSION else body
+
+
+def _with_lifetimes(body: dict[str, Any]) -> dict[str, Any]:
+    """The content of an older file, under which everything was kept for backward."""
+
+    def entry(data: Any) -> Any:
+        return {**data, "again": False} if isinstance(data, dict) else data
+
+    def stage(data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        conversions = data.get("conversions")
+        for key in ("operators", "parameters"):
+            if isinstance(data.get(key), dict):
+                data = {**data, key: {name: entry(own) for name, own in data[key].items()}}
+        return {**data, "conversions": list(map(entry, conversions))} if isinstance(conversions, list) else data
+
+    stages = body.get("stages")
+    return {**body, "stages": list(map(stage, stages))} if isinstance(stages, list) else body
 
 
 def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any]:
@@ -199,7 +223,7 @@ def _stage(data: Any, where: str) -> Stage:
     return Stage(
         placement=placement,
         inputs=table(TensorEntry, "inputs"),
-        parameters=table(TensorEntry, "parameters"),
+        parameters=table(ParameterEntry, "parameters"),
         buffers=table(TensorEntry, "buffers"),
         operators=table(OperatorEntry, "operators"),
         conversions=_conversions(data, f"{where}.conversions"),

@@ -6,14 +6,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shardwise.errors import PlanError, problem
-from shardwise.graph.ir import Graph
+from shardwise.graph.ir import Graph, Source
 from shardwise.graph.naming import value_name
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype, format_layout, format_move
-from shardwise.plans.entries import CollectiveEntry, ConversionEntry, OperatorEntry, SharedEntry, Stage, TensorEntry
+from shardwise.plans.entries import (
+    CollectiveEntry,
+    ConversionEntry,
+    OperatorEntry,
+    ParameterEntry,
+    SharedEntry,
+    Stage,
+    TensorEntry,
+)
 from shardwise.programs.buckets import Bucket
+from shardwise.programs.lower import model_operators
 from shardwise.programs.spmd import Choice, Spmd, conversions_of
 from shardwise.programs.steps import Conversion
 from shardwise.rules.rule import OpRule
@@ -22,23 +31,33 @@ from shardwise.rules.rule import OpRule
 def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Spmd) -> Stage:
     """The stage that a program is: ``graph`` the model's (not lowered), ``choice`` what the program was built for."""
 
-    def tensors(kind: str) -> tuple[TensorEntry, ...]:
-        entries = []
-        for source in graph.sources:
-            if source.kind == kind and source.names[0] != SEED:
-                value = graph.by_name[source.value]
-                layout = format_layout(choice.sources[source.value], value.dtype)
-                entries.append(TensorEntry(source.names[0], format_dtype(value.dtype), value.shape, layout))
-        return tuple(entries)
+    def described(source: Source) -> tuple[str, str, tuple[int, ...], str]:
+        value = graph.by_name[source.value]
+        layout = format_layout(choice.sources[source.value], value.dtype)
+        return source.names[0], format_dtype(value.dtype), value.shape, layout
 
+    def tensors(kind: str) -> tuple[TensorEntry, ...]:
+        return tuple(TensorEntry(*described(s)) for s in graph.sources if s.kind == kind and s.names[0] != SEED)
+
+    gathered = {c.origin for c in spmd.conversions if c.result in spmd.lifetimes.conversions}
+    again = model_operators(spmd.lifetimes.operators, graph)
     return Stage(
         placement=Placement.whole(spmd.mesh),
         inputs=tensors("input"),
-        parameters=tensors("parameter"),
+        parameters=tuple(
+            ParameterEntry(*described(source), source.value in gathered)
+            for source in graph.sources
+            if source.kind == "parameter"
+        ),
         buffers=tensors("buffer"),
         operators=tuple(
             OperatorEntry(
-                op.name, str(op.target), str(rules[op.name]), choice.strategies[op.name].format(spmd.mesh), op.source
+                op.name,
+                str(op.target),
+                str(rules[op.name]),
+                choice.strategies[op.name].format(spmd.mesh),
+                op.source,
+                op.name in again,
             )
             for op in graph.ops
         ),
@@ -79,6 +98,7 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int, overlaps:
         bucket,
         overlaps,
         tuple(map(format_move, conversion.moves)),
+        conversion.result in spmd.lifetimes.conversions,
     )
 
 

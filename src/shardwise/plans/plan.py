@@ -26,6 +26,7 @@ from shardwise.plans.entries import (
     CollectiveEntry,
     ConversionEntry,
     OperatorEntry,
+    ParameterEntry,
     PricingEntry,
     SharedEntry,
     Stage,
@@ -90,7 +91,7 @@ class Plan:
         return tuple(entry for stage in self.stages for entry in stage.inputs)
 
     @property
-    def parameters(self) -> tuple[TensorEntry, ...]:
+    def parameters(self) -> tuple[ParameterEntry, ...]:
         return tuple(entry for stage in self.stages for entry in stage.parameters)
 
     @property

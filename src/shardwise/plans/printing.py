@@ -45,6 +45,7 @@ def format_plan(plan: Plan) -> str:
         f"    forward   {format_totals(tuple(plan.collectives()))}",
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
     ]
+    lines += _made_again(plan)
     if plan.prediction is not None:
         lines += _predicted(plan.prediction)
     if sentence := not_executed(plan):
@@ -54,6 +55,23 @@ def format_plan(plan: Plan) -> str:
             lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranks(stage.placement.ranks)}")
         lines += _stage(stage)
     return "\n".join(lines)
+
+
+def _made_again(plan: Plan) -> list[str]:
+    """What backward makes again instead of keeping it."""
+    operators = sum(entry.again for entry in plan.operators)
+    parameters = {entry.name for entry in plan.parameters if entry.again}
+    values = sum(entry.again and entry.value not in parameters for entry in plan.conversions)
+    said = [
+        f"{count:,} of {len(of):,} {what}"
+        for count, of, what in (
+            (operators, plan.operators, "operators"),
+            (values, plan.conversions, "conversions"),
+            (len(parameters), plan.parameters, "parameters are gathered"),
+        )
+        if count
+    ]
+    return [f"  again in backward: {', '.join(said)}"] if said else []
 
 
 def _stage(stage: Stage) -> list[str]:
@@ -106,8 +124,9 @@ def _operators(stage: Stage) -> list[str]:
     blocks = []
     for operator in stage.operators:
         strategy, module = operator.strategy or "whole", operator.name.rpartition("/")[0]
+        rule = f"{operator.rule}  (again in backward)" if operator.again else operator.rule
         lines = [_conversion(conversion, module) for conversion in under.get(operator.name, ())]
-        blocks.append((operator.name, "\n".join([strategy, operator.rule, *lines])))
+        blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
     delivered = [_conversion(conversion) for conversion in under.get("", ())]
     merged = [(name, *text.split("\n")) for name, text in _merged(blocks)]
     heads = _columns([(name, strategy, rule) for name, strategy, rule, *_ in merged])

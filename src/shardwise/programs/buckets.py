@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.graph.segments import block_of
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.steps import Conversion, Step, collectives_of
 
@@ -49,11 +50,14 @@ def fill_buckets(
     dtype_of: Callable[[str], torch.dtype],
     receives_gradient: Callable[[Conversion], bool],
     bucket_bytes: int = BUCKET_BYTES,
+    *,
+    by_block: bool = False,
 ) -> tuple[Step | Conversion | Bucket, ...]:
     """The steps with conversions put into buckets.
 
     ``sources``: the parameters; ``dtype_of``: the dtype of a value, which decides what may share a message and how many
-    bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself).
+    bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself); ``by_block``: parameters share
+    messages with others of their block only, so that they can be let go with it.
     """
     if bucket_bytes == 0:
         return tuple(steps)
@@ -63,7 +67,8 @@ def fill_buckets(
         moves = tuple((move.cell, move.axes) for move in conversion.moves)
         kinds = tuple(c.kind for side in _both(conversion) for c in side)
         own = conversion.differentiable, receives_gradient(conversion), conversion.value in sources
-        return moves, kinds, dtype_of(conversion.origin), own
+        block = block_of(conversion.op) if by_block and conversion.value in sources else ""
+        return moves, kinds, dtype_of(conversion.origin), own, block
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
@@ -78,7 +83,8 @@ def fill_buckets(
             continue
         largest = max(c.num_bytes for side in _both(step) for c in side)
         size = largest // step.itemsize * dtype_of(step.value).itemsize
-        found, filled, room = open_buckets.get(message_kind(step), ([], 0, min(bucket_bytes, FIRST_BUCKET_BYTES)))
+        first = bucket_bytes if by_block else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        found, filled, room = open_buckets.get(message_kind(step), ([], 0, first))
         if found and filled + size > room:
             members[found[-1]] = found[::-1]
             found, filled, room = [], 0, bucket_bytes

@@ -28,6 +28,7 @@ from shardwise.programs.instructions import (
     Instruction,
     Origin,
 )
+from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.linears import with_biases
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
@@ -113,7 +114,7 @@ class _Writer:
             self.forms,
             dict(self.kinds.untraceable),
         )
-        return mark_overwrites(program)
+        return mark_overwrites(with_lifetimes(program))
 
     def resolve(self, name: str) -> str:
         return self.aliases.get(name, name)

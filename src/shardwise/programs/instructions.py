@@ -7,7 +7,7 @@ something else says that, too (``shares``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,11 +22,13 @@ Part = Literal["forward", "input", "weight"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The operator that an instruction belongs to, its line in the user's model, and the part of the step."""
+    """The operator that an instruction belongs to, its line in the user's model, and the part of the step. ``again``:
+    a part of forward that backward does a second time."""
 
     op: str
     source: str
     part: Part
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,15 @@ def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> In
     if isinstance(instruction, Depart):
         return replace(instruction, operands=operands)
     return replace(instruction, operands=operands, shares=_renamed_shares(instruction.shares, name_of))
+
+
+def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
+    """The instruction with other names for what it makes."""
+    if isinstance(instruction, Depart):
+        return instruction
+    if isinstance(instruction, Copy):
+        return replace(instruction, result=names[0])
+    return replace(instruction, results=tuple(names))
 
 
 def _renamed_shares(shares: tuple[str | None, ...], name_of: Callable[[str], str]) -> tuple[str | None, ...]:

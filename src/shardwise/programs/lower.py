@@ -8,7 +8,7 @@ everything else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -27,6 +27,8 @@ from shardwise.programs.propagate import Propagation
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule, takes_runs
 from shardwise.rules.tables import CUSTOM, rule_of, whole_rule
+
+_INSIDE = "./"  # between an operator's name and that of one it was lowered to
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +240,17 @@ def lower_all(
         placed.extend(found)
         values.extend(added)
     return tuple(placed), replace(graph, values=tuple(values), ops=tuple(item.op for item in placed))
+
+
+def lowered_operators(names: Collection[str], graph: Graph, lowered: Graph) -> frozenset[str]:
+    """The operators of the lowered graph that those of the model have become."""
+    return frozenset(op.name for op in lowered.ops if _of_model(op.name, graph) in names)
+
+
+def model_operators(names: Iterable[str], graph: Graph) -> frozenset[str]:
+    """The operators of the model that those of the lowered graph come from."""
+    return frozenset(_of_model(name, graph) for name in names)
+
+
+def _of_model(name: str, graph: Graph) -> str:
+    return name if name in graph.op_by_name else name.partition(_INSIDE)[0]

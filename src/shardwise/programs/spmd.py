@@ -29,6 +29,20 @@ Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 
 
 @dataclass(frozen=True)
+class Lifetimes:
+    """What of forward is not kept for backward. ``operators``: those whose results are made again where backward reads
+    them; ``conversions``: results of conversions that are; ``offloaded``: operators whose results wait on the host.
+    Names are those of the lowered graph."""
+
+    operators: frozenset[str] = frozenset()
+    conversions: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.operators or self.conversions or self.offloaded)
+
+
+@dataclass(frozen=True)
 class Choice:
     """All that decides a program: a strategy for every operator, and for every source the layout in which it is stored
     or delivered. ``shared``: values that are converted to one layout first, from which all consumers take them;
@@ -50,7 +64,7 @@ class Spmd:
     ``outputs``: per flattened output the name of a value that is whole on every rank (or in the layout in which it is
     delivered), or a constant; ``loss`` likewise; ``mutations``: (buffer value, name of the value in the buffer's
     layout). ``cotangents``: of a part of a cut graph, those outputs whose cotangents come from outside, in the dual
-    layouts.
+    layouts. ``lifetimes``: what is not kept from forward to backward.
     """
 
     mesh: Mesh
@@ -61,6 +75,7 @@ class Spmd:
     loss: str | None
     mutations: tuple[tuple[str, str], ...]
     cotangents: tuple[str, ...] = ()
+    lifetimes: Lifetimes = Lifetimes()
 
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
@@ -111,12 +126,19 @@ class Spmd:
 
 
 def build_spmd(
-    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES
+    graph: Graph,
+    rules: Mapping[str, OpRule],
+    choice: Choice,
+    mesh: Mesh,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    by_block: bool = False,
 ) -> Spmd:
     """What all ranks run under a choice. ``rules``: the divided rules; ``bucket_bytes``: the largest message that
-    several parameters share (0: none is shared). Raises LayoutError as ``place`` does."""
+    several parameters share (0: none is shared); ``by_block``: only those of one repeated block of the model do. Raises
+    LayoutError as ``place`` does."""
     placed, lowered = place(graph, rules, choice.strategies, mesh)
-    return fill(insert_conversions(placed, lowered, choice, mesh), bucket_bytes)
+    return fill(insert_conversions(placed, lowered, choice, mesh), bucket_bytes, by_block=by_block)
 
 
 def place(
@@ -146,9 +168,15 @@ def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice,
     return Spmd(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
 
 
-def fill(spmd: Spmd, bucket_bytes: int, parameter_dtypes: Mapping[str, torch.dtype] | None = None) -> Spmd:
+def fill(
+    spmd: Spmd,
+    bucket_bytes: int,
+    parameter_dtypes: Mapping[str, torch.dtype] | None = None,
+    *,
+    by_block: bool = False,
+) -> Spmd:
     """The program with its conversions put into buckets (``programs.buckets``). ``parameter_dtypes``: those that decide
-    about sharing, where they are not the graph's."""
+    about sharing, where they are not the graph's; ``by_block``: as in ``build_spmd``."""
     graph, dtypes = spmd.graph, parameter_dtypes or {}
     parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
     steps = fill_buckets(
@@ -157,6 +185,7 @@ def fill(spmd: Spmd, bucket_bytes: int, parameter_dtypes: Mapping[str, torch.dty
         lambda value: dtypes.get(value, graph.by_name[value].dtype),
         spmd.receives_gradient,
         bucket_bytes,
+        by_block=by_block,
     )
     return replace(spmd, steps=steps)
 

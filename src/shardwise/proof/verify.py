@@ -23,6 +23,7 @@ from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
 from shardwise.plans.bind import program_of, same_inputs
 from shardwise.plans.plan import Plan
+from shardwise.programs.lifetimes import backward_collectives
 from shardwise.proof.comparison import Difference, Key, compare
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
 from shardwise.proof.rounding import Rounding, explain, local_part, of_sources
@@ -130,7 +131,7 @@ def verify(
         forward=records[0],
         backward=records[1],
         planned_forward=spmd.forward_collectives(),
-        planned_backward=spmd.backward_collectives(),
+        planned_backward=backward_collectives(ranks.programs[0]),
         matches_plan=_listed(plan, graph, records),
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,

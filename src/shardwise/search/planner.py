@@ -35,7 +35,9 @@ from shardwise.search.cost_graph import CostGraph
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
 from shardwise.search.kept import Kept, keep
+from shardwise.search.levers import Levers, with_levers
 from shardwise.search.ranking import Ranked, Simulated, ranked
+from shardwise.search.zero import Zero, stored_apart
 
 RETRIES = 3
 
@@ -44,7 +46,8 @@ RETRIES = 3
 class Settings:
     """How a plan is searched for. ``search``: one of ``search.auto``; ``passes``: batches whose gradients a step adds
     up; ``memory_bytes``: what a device may hold (None: what the cluster's devices have); ``bucket_bytes``: the largest
-    message that several parameters share; ``layouts``: those in which the user keeps tensors."""
+    message that several parameters share; ``layouts``: those in which the user keeps tensors; ``levers``: what is made
+    again in backward; ``zero``: whether parameters are stored in parts wherever they would be copied."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -53,6 +56,8 @@ class Settings:
     memory_bytes: float | None = None
     bucket_bytes: int = BUCKET_BYTES
     layouts: Mapping[str, Kept] = field(default_factory=dict)
+    levers: Levers = field(default_factory=Levers)
+    zero: Zero | None = None
 
 
 @dataclass(frozen=True)
@@ -185,8 +190,7 @@ class Planner:
         search = candidate.search
         choice = search.choice(candidate.assignment)
         choice = keep(choice, self.settings.layouts, self.graph, self.factored, search.mesh)
-        buckets = self.settings.bucket_bytes
-        spmd = build_spmd(self.graph, self.factored.rules, choice, search.mesh, bucket_bytes=buckets)
+        choice, spmd = built(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.kinds)
         step = simulate(spmd, search.cost.domains.prices, self.kinds) if simulated else None
         return Simulated(candidate, choice, spmd, step)
 
@@ -199,6 +203,20 @@ class Planner:
         if self.settings.layouts:
             prediction = _as_kept(prediction, best, search)
         return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking)
+
+
+def built(
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: Settings, kinds: Kinds
+) -> tuple[Choice, Spmd]:
+    """The program of a choice under some settings, and the choice with its parameters as they are stored."""
+    by_block = settings.levers.gathered == "again"
+    spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
+    if settings.zero is not None:
+        said = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
+        choice = stored_apart(choice, spmd, settings.zero)
+        choice = replace(choice, sources={**choice.sources, **said})
+        spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
+    return choice, with_levers(spmd, graph, settings.levers, kinds)
 
 
 def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:

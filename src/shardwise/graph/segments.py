@@ -1,0 +1,141 @@
+"""Parts of a model that backward computes again: what ``recompute`` names, and the model's own calls of
+``torch.utils.checkpoint``.
+
+While a model is captured, a call of such a part opens a *segment*: every operator traced inside carries its mark. Of
+segments inside each other the outermost counts, unless the inner one is recomputed in another way.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch import nn
+
+from shardwise.errors import CaptureWarning, ShardwiseError, problem
+from shardwise.graph.ir import Op
+
+How = Literal["full", "cheap", "none"]
+HOWS: tuple[How, ...] = ("full", "cheap", "none")
+SEGMENT = "shardwise_segment"
+_ATTRIBUTE = "_shardwise_recompute"
+_GENERATOR = "_checkpoint_without_reentrant_generator"  # what torch's checkpoint runs around the function
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One call of a part of the model. ``name``: the path of the module, or ``checkpoint``; ``how``: ``"full"``: all
+    that is made inside is made again from what comes in; ``"cheap"``: what costs little; ``"none"``: it is kept, also
+    where everything else is not; ``operators``: by name."""
+
+    name: str
+    how: How
+    operators: frozenset[str]
+
+
+def recompute(module: _Module, how: How = "full") -> _Module:
+    """Backward computes what is inside of ``module`` again, instead of keeping it.
+
+    ``how``: ``"full"``: of every call only what comes in and what goes out is kept (Chen et al. 2016,
+    arXiv:1604.06174); ``"cheap"``: results of element-wise operators, norms and the like are made again, results of
+    products and attention are kept; ``"none"``: everything is kept, also where ``sw.plan(..., recompute="full")`` asks
+    for the others. Returns the module, which computes what it did; a plan made from it says what is made again. Raises
+    ShardwiseError for what is no module and no such way.
+    """
+    if not isinstance(module, nn.Module):
+        raise ShardwiseError(
+            problem(f"recompute takes a module, not {type(module).__name__}", fix="recompute(model.layers[3])")
+        )
+    check_how(how, "recompute")
+    setattr(module, _ATTRIBUTE, how)
+    return module
+
+
+def check_how(how: object, where: str) -> None:
+    """Raise ShardwiseError unless it is a way to recompute."""
+    if how not in HOWS:
+        raise ShardwiseError(
+            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, HOWS))}")
+        )
+
+
+@contextmanager
+def segments_opened(module: nn.Module) -> Iterator[None]:
+    """While ``module`` (a copy made for capture) is traced, calls of its parts open segments."""
+    opened: list[int] = [0]
+    around: list[How] = []
+
+    @contextmanager
+    def segment(name: str, how: How) -> Iterator[None]:
+        if around and around[-1] == how:
+            yield
+            return
+        mark = f"{opened[0]} {how} {name}"
+        opened[0] += 1
+        around.append(how)
+        try:
+            with torch.fx.traceback.annotate({SEGMENT: mark}):
+                yield
+        finally:
+            around.pop()
+
+    def checkpointed(
+        function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *others: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        if context_fn is not torch.utils.checkpoint.noop_context_fn:
+            warnings.warn(
+                "a checkpoint of the model chooses by context_fn what it keeps: under a plan all of it is made again",
+                CaptureWarning,
+                stacklevel=2,
+            )
+        with segment("checkpoint", "full"):
+            yield
+
+    for path, part in module.named_modules():
+        how = vars(part).get(_ATTRIBUTE)
+        if how is not None:
+            part.forward = _inside(part.forward, segment, path, how)
+    before = getattr(torch.utils.checkpoint, _GENERATOR)
+    setattr(torch.utils.checkpoint, _GENERATOR, checkpointed)
+    try:
+        yield
+    finally:
+        setattr(torch.utils.checkpoint, _GENERATOR, before)
+
+
+def _inside(forward: Callable[..., Any], segment: Callable[[str, How], Any], path: str, how: How) -> Callable[..., Any]:
+    @wraps(forward)
+    def covered(*args: Any, **kwargs: Any) -> Any:
+        with segment(path, how):
+            return forward(*args, **kwargs)
+
+    return covered
+
+
+def block_of(op: str) -> str:
+    """The repeated block of an operator, by its name: the module whose path has a number for the first time
+    (``layers.3``); empty in none."""
+    parts = op.partition("/")[0].split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def segments_of(marked: Iterable[tuple[Op, str]]) -> tuple[Segment, ...]:
+    """The segments of operators with their marks ("": in none), in the order in which they were opened."""
+    members: dict[str, set[str]] = {}
+    for op, mark in marked:
+        if mark:
+            members.setdefault(mark, set()).add(op.name)
+    segments = []
+    for mark in sorted(members, key=lambda mark: int(mark.partition(" ")[0])):
+        _, how, name = mark.split(" ", 2)
+        segments.append(Segment(name, cast(How, how), frozenset(members[mark])))
+    return tuple(segments)

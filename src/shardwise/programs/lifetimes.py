@@ -1,0 +1,193 @@
+"""How long what backward wants lives: kept from forward, made again, or waiting on the host.
+
+A value that is not kept is made again where backward first reads it, from what is kept, by the instructions that made
+it in forward: kernels, and where the program says so conversions too. Recomputation, and parameters that are gathered a
+second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from shardwise.graph.operators import STREAMS
+from shardwise.layouts.conversions import Collective
+from shardwise.programs.instructions import (
+    Arrive,
+    Compute,
+    Convert,
+    Depart,
+    Instruction,
+    forms_of,
+    sent_by,
+    with_operands,
+    with_results,
+)
+from shardwise.programs.opaque import Record
+from shardwise.programs.passes import memories
+from shardwise.programs.rank_program import Program
+
+AGAIN = "~"  # ends the name of what is made again
+
+
+def with_lifetimes(program: Program) -> Program:
+    """The program with the lifetimes that its ``spmd`` says."""
+    wanted = program.spmd.lifetimes
+    if not wanted or not program.backward:
+        return program
+    return _made_again(program)
+
+
+def repeated(program: Program) -> tuple[frozenset[str], frozenset[str]]:
+    """(operators, results of conversions) that a program makes again in backward."""
+    operators: set[str] = set()
+    conversions: set[str] = set()
+    for instruction in program.backward:
+        if not any(name.endswith(AGAIN) for name in instruction.results):
+            continue
+        if isinstance(instruction, Compute):
+            operators.add(instruction.origin.op)
+        elif isinstance(instruction, (Convert, Arrive)):
+            conversions.update(conversion.result for conversion in instruction.conversions)
+    return frozenset(operators), frozenset(conversions)
+
+
+def backward_collectives(program: Program) -> tuple[Collective, ...]:
+    """Every collective of one backward pass, in order."""
+    if not program.spmd.lifetimes:
+        return program.spmd.backward_collectives()
+    return tuple(collective for instruction in program.backward for collective in sent_by(instruction))
+
+
+def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
+    """Whether a kernel makes the same a second time. ``changed``: sources that hold something else by then."""
+    target = instruction.target
+    if isinstance(target, Record):
+        target = target.call[0]
+    draws = target in STREAMS.values() or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return not draws and not set(changed).intersection(instruction.operands)
+
+
+# -- made again --------------------------------------------------------------------------------------------------------
+
+
+def _made_again(program: Program) -> Program:
+    forward, dropped = program.forward, dropped_values(program)
+    maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
+    departure = {instruction.flight: i for i, instruction in enumerate(forward) if isinstance(instruction, Depart)}
+    together = _written_together(forward)
+    again: dict[str, str] = {}
+    backward: list[Instruction] = []
+    forms = dict(program.forms)
+
+    def needed(names: Iterable[str]) -> list[int]:
+        """Positions in forward of what makes some names from what is there, in order."""
+        found: set[int] = set()
+        waiting = [name for name in names if name in dropped and name not in again]
+        while waiting:
+            position = maker[waiting.pop()]
+            if position in found:
+                continue
+            for i in together.get(position, (position,)):
+                found.add(i)
+                instruction = forward[i]
+                operands = instruction.operands
+                if isinstance(instruction, Arrive):
+                    found.add(departure[instruction.flight])
+                    operands = forward[departure[instruction.flight]].operands
+                waiting += [name for name in operands if name in dropped and name not in again]
+        return sorted(found)
+
+    for instruction in program.backward:
+        for position in needed(instruction.operands):
+            made = _again(forward[position], again)
+            again.update(zip(forward[position].results, made.results, strict=True))
+            forms.update(zip(made.results, forms_of(made), strict=True))
+            backward.append(made)
+        backward.append(with_operands(instruction, lambda name: again.get(name, name)))
+    backward = _leaving_early(backward)
+    return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
+
+
+def dropped_values(program: Program) -> frozenset[str]:
+    """The names that forward makes and that are not kept for backward: those of the operators and conversions in
+    question, as far as their memory is theirs."""
+    wanted, forward = program.spmd.lifetimes, program.forward
+    changed = {buffer for buffer, _ in program.mutations}
+    steady = {
+        instruction.origin.op
+        for instruction in forward
+        if isinstance(instruction, Compute) and not is_repeatable(instruction, changed)
+    }
+    candidates: set[str] = set()
+    for instruction in forward:
+        if isinstance(instruction, Compute):
+            drops = instruction.origin.op in wanted.operators and instruction.origin.op not in steady
+        elif isinstance(instruction, (Convert, Arrive)):
+            drops = all(conversion.result in wanted.conversions for conversion in instruction.conversions)
+        else:
+            drops = False
+        if drops:
+            candidates.update(instruction.results)
+    root = memories(forward, program.spmd.graph.source_of)
+    stay = {root[name] for name in (*program.delivered, *(value for _, value in program.mutations))}
+    return frozenset(name for name in candidates if root[name] in candidates and root[name] not in stay)
+
+
+def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:
+    """Position -> those of its operator's kernels, where one writes to what another made: they go together."""
+    of_op: dict[str, list[int]] = {}
+    for i, instruction in enumerate(forward):
+        if isinstance(instruction, Compute):
+            of_op.setdefault(instruction.origin.op, []).append(i)
+    writing = {
+        instruction.origin.op for instruction in forward if isinstance(instruction, Compute) and instruction.writes
+    }
+    return {i: tuple(of_op[op]) for op in writing for i in of_op[op]}
+
+
+def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
+    """The instruction a second time, on values that were made a second time."""
+    made = with_results(instruction, [name + AGAIN for name in instruction.results])
+    renamed = {**again, **dict(zip(instruction.results, made.results, strict=True))}
+    made = with_operands(made, lambda name: renamed.get(name, name))
+    if isinstance(made, (Depart, Arrive)):
+        made = replace(made, flight=made.flight + AGAIN)
+    return replace(made, origin=replace(made.origin, again=True))
+
+
+def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
+    """A message with parameters that backward gathers again leaves before the one ahead of it is waited for."""
+    arrivals = [
+        i for i, one in enumerate(backward) if isinstance(one, Arrive) and one.of_parameters and one.origin.again
+    ]
+    leaves = {one.flight: i for i, one in enumerate(backward) if isinstance(one, Depart)}
+    moved: dict[int, int] = {}  # position of an arrival -> that of the departure which goes ahead of it
+    for earlier, later in pairwise(arrivals):
+        arrival = backward[later]
+        assert isinstance(arrival, Arrive)
+        departure = leaves[arrival.flight]
+        if departure > earlier and not _made_between(backward, earlier, departure):
+            moved[earlier] = departure
+    away = set(moved.values())
+    ordered: list[Instruction] = []
+    for i, instruction in enumerate(backward):
+        if i in moved:
+            ordered.append(backward[moved[i]])
+        if i not in away:
+            ordered.append(instruction)
+    return ordered
+
+
+def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:
+    """Whether something that a departure sends is only made after ``begin``."""
+    made = {name for instruction in backward[begin:departure] for name in instruction.results}
+    return bool(made.intersection(backward[departure].operands))
+
+
+def _saved(program: Program, backward: Sequence[Instruction]) -> tuple[str, ...]:
+    made = {name for instruction in program.forward for name in instruction.results} | {*program.spmd.graph.source_of}
+    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in made)

@@ -1,0 +1,145 @@
+"""What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, parameters
+that are gathered again in backward.
+
+``full``: of a segment what comes in and goes out is kept, everything between is made again. ``cheap``: of its values as
+few bytes are kept as there are ways to make the others again without a product (a minimum cut, as in torch.compile's
+partitioner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import networkx as nx
+
+from shardwise.costs.flops import FLOPS
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.ir import Graph, refs
+from shardwise.graph.segments import How, Segment, block_of
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.instructions import Compute
+from shardwise.programs.lifetimes import is_repeatable, repeated
+from shardwise.programs.lower import lowered_operators, model_operators
+from shardwise.programs.passes import memories
+from shardwise.programs.program import busiest_rank, localize
+from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import Lifetimes, Spmd
+from shardwise.programs.vjp import Kinds
+
+Gathered = Literal["held", "again"]
+
+
+@dataclass(frozen=True)
+class Levers:
+    """``segments``: parts of the model that are made again; ``gathered``: whether gathered parameters are held from
+    forward to backward, or gathered again (ZeRO-3)."""
+
+    segments: tuple[Segment, ...] = ()
+    gathered: Gathered = "held"
+
+    def __bool__(self) -> bool:
+        return self.gathered == "again" or any(segment.how != "none" for segment in self.segments)
+
+    @staticmethod
+    def of(
+        graph: Graph, segments: Sequence[Segment], recompute: How | None = None, gathered: Gathered = "held"
+    ) -> Levers:
+        """The levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is done
+        with its repeated blocks besides (None: what the model asks for, and no more). Raises ShardwiseError where it
+        has none."""
+        if recompute == "none":
+            return Levers((), gathered)
+        if recompute is None:
+            return Levers(tuple(segments), gathered)
+        taken = {name for segment in segments for name in segment.operators}
+        blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
+        if not blocks and not segments:
+            raise ShardwiseError(
+                problem(
+                    f"recompute={recompute!r}: the model has no repeated blocks (modules whose path has a number)",
+                    fix="name the parts: sw.recompute(model.encoder)",
+                )
+            )
+        return Levers((*segments, *(block for block in blocks if block.operators)), gathered)
+
+
+def blocks_of(graph: Graph) -> tuple[Segment, ...]:
+    """The repeated blocks of a model."""
+    members: dict[str, set[str]] = {}
+    for op in graph.ops:
+        if block_of(op.name):
+            members.setdefault(block_of(op.name), set()).add(op.name)
+    return tuple(Segment(path, "full", frozenset(names)) for path, names in members.items())
+
+
+def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
+    """The program with the lifetimes that the levers ask for. ``graph``: the model's (not lowered). Only what backward
+    really makes again is listed."""
+    if not levers:
+        return spmd
+    plain = differentiate(localize(spmd, busiest_rank(spmd)), kinds)
+    operators: set[str] = set()
+    conversions: set[str] = set()
+    parameters = {source.value for source in graph.sources if source.kind == "parameter"}
+    if levers.gathered == "again":
+        conversions.update(c.result for c in spmd.conversions if c.origin in parameters and c.collectives())
+    for segment in levers.segments:
+        inside = lowered_operators(segment.operators, graph, spmd.graph)
+        if segment.how == "full":
+            operators |= inside - _leaving(spmd, inside)
+            conversions.update(c.result for c in spmd.conversions if c.op in inside and c.origin not in parameters)
+        elif segment.how == "cheap":
+            operators |= _cheap(plain, inside)
+    wanted = replace(spmd, lifetimes=Lifetimes(frozenset(operators), frozenset(conversions)))
+    made = repeated(differentiate(localize(wanted, busiest_rank(spmd)), kinds))
+    found = lowered_operators(model_operators(made[0], graph), graph, spmd.graph)
+    return replace(spmd, lifetimes=Lifetimes(found & operators, made[1]))
+
+
+def _leaving(spmd: Spmd, inside: Collection[str]) -> set[str]:
+    """The operators of a segment whose results somebody outside reads in forward."""
+    graph = spmd.graph
+    read = {name for op in graph.ops if op.name not in inside for name in op.operands}
+    read.update(refs(graph.outputs), (value for _, value in graph.mutations))
+    return {op.name for op in graph.ops if op.name in inside and read.intersection(op.results)}
+
+
+# -- cheap -------------------------------------------------------------------------------------------------------------
+
+
+def _cheap(program: Program, inside: Collection[str]) -> set[str]:
+    """Those operators of a segment that are made again where it holds the fewest bytes for backward, and no product is
+    done twice."""
+    forward = program.forward
+    root = memories(forward, program.spmd.graph.source_of)
+    changed = {buffer for buffer, _ in program.mutations}
+    wanted = {root[name] for name in program.saved}
+    products = {op.name for op in program.spmd.graph.ops if op.target in FLOPS}
+    flow = nx.DiGraph()
+    made: dict[str, str] = {}  # memory -> the operator that makes it
+    for instruction in forward:
+        if not isinstance(instruction, Compute) or instruction.origin.op not in inside:
+            continue
+        again = instruction.origin.op not in products and is_repeatable(instruction, changed)
+        for name in instruction.results:
+            memory = root[name]
+            if memory != name and memory not in made:
+                continue  # a view of what comes in
+            made[memory] = instruction.origin.op
+            flow.add_edge(("in", memory), ("out", memory), capacity=program.forms[memory].num_bytes)
+            if not again:
+                flow.add_edge("kept", ("in", memory))
+            for operand in instruction.operands:
+                before = root.get(operand, operand)
+                if before in made and before != memory:
+                    flow.add_edge(("out", before), ("in", memory))
+            if memory in wanted:
+                flow.add_edge(("out", memory), "backward")
+    if not made or "backward" not in flow or "kept" not in flow:
+        return {op for memory, op in made.items() if memory in wanted} if "backward" in flow else set()
+    _, (kept_side, _) = nx.minimum_cut(flow, "kept", "backward")
+    cut = {memory for memory in made if ("in", memory) in kept_side and ("out", memory) not in kept_side}
+    steady = {made[memory] for memory in cut}
+    return {op for op in made.values() if op not in steady and op not in products}

@@ -1,0 +1,103 @@
+"""Parameters, gradients and optimizer states split over the devices that would hold copies of them (ZeRO, Rajbhandari
+et al. 2020, arXiv:1910.02054; FSDP, Zhao et al. 2023, arXiv:2304.11277).
+
+Stages are storage layouts and lifetimes, nothing else. A parameter is stored in parts along the axes on which the
+operators that use it want it whole: it is gathered for them, and its gradient leaves them reduced and scattered. Up to
+stage 2 what was gathered is held from forward to backward; stage 3 lets it go after use and gathers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.layouts.choice import Place, Where, layout_of, where_of
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.programs.spmd import Choice, Spmd
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """``stage``: 1, 2 or 3 (in one pass 1 and 2 are the same: gradients are reduced once, and scattered).
+    ``whole_below``: parameters with fewer elements stay whole. ``over``: mesh axes; by default all on which a parameter
+    would be copied (some of them: hybrid sharding, HSDP). Raises ShardwiseError for anything else."""
+
+    stage: int = 3
+    whole_below: int = 0
+    over: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):
+            raise ShardwiseError(problem(f"zero={self.stage!r} is no stage", fix="1, 2 or 3; leave it out for none"))
+        if isinstance(self.whole_below, bool) or not isinstance(self.whole_below, int) or self.whole_below < 0:
+            raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
+
+    @staticmethod
+    def of(zero: int | Zero | None) -> Zero | None:
+        """A stage as settings."""
+        return zero if zero is None or isinstance(zero, Zero) else Zero(zero)
+
+
+def stored_apart(choice: Choice, spmd: Spmd, zero: Zero) -> Choice:
+    """The choice with parameters stored in parts. ``spmd``: its program, whose conversions say along which axes a
+    parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
+    mesh = spmd.mesh
+    over = set(mesh.sub_axes)
+    if zero.over is not None:
+        unknown = [axis for axis in zero.over if axis not in dict(mesh.axes) and axis not in mesh.sub_axes]
+        if unknown:
+            raise LayoutError(
+                problem(f"zero is to split over {unknown[0]!r}", fix=f"axes of the mesh: {', '.join(dict(mesh.axes))}")
+            )
+        over = {part for axis in zero.over for part in (mesh.expand(axis) if axis in dict(mesh.axes) else (axis,))}
+    copied = _copied(spmd)
+    sources = dict(choice.sources)
+    for source in spmd.graph.sources:
+        name = source.value
+        axes = [axis for axis in mesh.sub_axes if axis in copied.get(name, ()) and axis in over]
+        layout = sources[name]
+        if source.kind == "parameter" and axes and not layout.windows and prod(layout.shape) >= zero.whole_below:
+            sources[name] = _split(layout, axes, mesh)
+    return replace(choice, sources=sources)
+
+
+def _copied(spmd: Spmd) -> dict[str, set[str]]:
+    """Parameter -> the axes along which it is stored whole, and its gradient is summed."""
+    parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
+    found: dict[str, set[str]] = {}
+    for conversion in spmd.conversions:
+        if conversion.origin not in parameters:
+            continue
+        stored, used = spmd.layouts[conversion.origin], dict(conversion.target.states)
+        split = {axis for dim in stored.dims for atom in dim for axis in atom.axes}
+        axes = {axis for axis, state in used.items() if state == "R" and axis not in split}
+        found.setdefault(conversion.origin, set()).update(axes)
+    return found
+
+
+def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
+    """The layout with its tensor split over further axes: all on one atom if one divides, the outermost first."""
+    where: dict[str, Where] = dict(where_of(layout))
+    places = [(d, i) for d, dim in enumerate(layout.dims) for i in range(len(dim))]
+    left = {(d, i): layout.dims[d][i].size // mesh.size_of(layout.dims[d][i].axes) for d, i in places}
+    together = list(axes)
+    count = mesh.size_of(together)
+    target = next((place for place in places if left[place] % count == 0), None)
+    for axis in together:
+        size = mesh.sizes[axis]
+        at = target or next((place for place in places if left[place] % size == 0 and left[place]), None)
+        at = at or next((place for place in places if left[place] > size), None)
+        if at is None:
+            continue
+        exact = left[at] % size == 0
+        left[at] = left[at] // size if exact else 1
+        del where[axis]  # axes that share a place are major first, in the order in which they come
+        where[axis] = _place(layout, at)
+    return layout_of(where, layout.atoms, mesh)
+
+
+def _place(layout: Layout, at: Sequence[int]) -> Place:
+    return Place.of(at[0], layout.atoms[at[0]], at[1])

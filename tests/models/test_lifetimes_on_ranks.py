@@ -1,0 +1,55 @@
+"""Real models on real gloo ranks with parameters in parts and values that backward makes again: three optimizer steps
+are those of plain PyTorch in one process, and the messages are those of the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from models.test_models_on_ranks import (
+    TOLERANCE,
+    RunRanks,
+    check_collectives,
+    plan_of,
+    train_alone,
+    train_on_rank,
+    worst_errors,
+)
+
+RANKS = 2
+LEVERS: dict[str, dict[str, Any]] = {
+    "zero 3, full": {"zero": 3, "recompute": "full"},
+    "zero 3, cheap": {"zero": sw.Zero(3, whole_below=200), "recompute": "cheap"},
+    "zero 1": {"zero": 1, "recompute": "none"},
+    "full": {"recompute": "full"},
+}
+CASES = {
+    "llama": ("zero 3, cheap",),
+    "mixtral": ("zero 3, full",),
+    "bert": ("full",),  # dropout is drawn a second time, as it was
+    "dlrm": ("zero 1",),
+    "resnet": ("zero 3, full",),  # running statistics are written once
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_models_train_with_every_lever_as_plain_pytorch_trains_them(run_ranks: RunRanks) -> None:
+    plans = {
+        (name, label): plan_of(name, label, cluster=RANKS, mode="data_parallel", **LEVERS[label])
+        for name, labels in CASES.items()
+        for label in labels
+    }
+    cases = [(*key, plan.to_json()) for key, plan in plans.items()]
+    results = run_ranks(train_on_rank, RANKS, cases, time_limit_seconds=300)
+    alone = {name: train_alone(name) for name in CASES}
+    for i, ((name, label), plan) in enumerate(plans.items()):
+        again = sum(entry.again for entry in plan.operators), sum(entry.again for entry in plan.parameters)
+        assert bool(again[0]) == ("full" in label or "cheap" in label), f"{name}, {label}: {again}"
+        assert bool(again[1]) == ("zero 3" in label), f"{name}, {label}: {again}"
+        for rank in range(RANKS):
+            errors = worst_errors(plan, rank, results[rank][i][0], alone[name])
+            assert max(errors.values()) < TOLERANCE, f"{name}, {label}, rank {rank}: {errors}"
+        check_collectives(plan, [results[rank][i][1] for rank in range(RANKS)], results[0][i][2])
