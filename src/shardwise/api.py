@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,7 @@ from shardwise.report.planned import Planned
 from shardwise.runtime.agree import working
 from shardwise.search.auto import PRICED_SEARCHES, Search
 from shardwise.search.decide import decide
+from shardwise.search.fitting import plan_within
 from shardwise.search.kept import Kept, keep
 from shardwise.search.levers import Gathered, Levers
 from shardwise.search.mesh_shapes import candidate_meshes
@@ -62,7 +63,7 @@ def plan(
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    recompute: How | None = None,
+    recompute: How | Literal["auto"] | None = "auto",
     zero: int | Zero | None = None,
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
@@ -82,11 +83,13 @@ def plan(
     on these submodules. ``layouts``: inputs, parameters or buffers that are delivered or kept in a given layout,
     ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are
     converted (how a data loader splits its batches, say). ``bucket_bytes``: the largest message in which gradients (or
-    gathered parameters) travel together; 0: each by itself. ``recompute``: what backward makes again instead of keeping
-    it: by default what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); ``"full"`` or ``"cheap"``:
-    its repeated blocks besides; ``"none"``: nothing. ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and
-    optimizer states are stored in parts wherever they would be copied; under 3 gathered parameters are not held from
-    forward to backward, but gathered again.
+    gathered parameters) travel together; 0: each by itself. ``recompute``: what backward makes again instead of
+    keeping it: ``"full"`` or ``"cheap"`` (``sw.recompute``): the repeated blocks of the model, besides what it asks for
+    itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); by
+    default the same, and where nothing fits, searches that go by price make again what lets a plan fit
+    (``search.fitting``). ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in
+    parts wherever they would be copied; under 3 gathered parameters are not held from forward to backward, but gathered
+    again.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
     """
@@ -113,7 +116,7 @@ def plan(
             memory_bytes,
             bucket_bytes,
             layouts or {},
-            Levers.of(graph, captured.segments, recompute, gathered),
+            Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered),
             stage,
         )
         if mode != "auto" or search not in PRICED_SEARCHES:
@@ -130,7 +133,11 @@ def plan(
             choice, spmd = built(graph, factored.rules, choice, mesh, wanted, Kinds())
             return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
         meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
-        planned = Planner.of(graph, annotations, cluster, meshes, wanted).plan()
+        planner = Planner.of(graph, annotations, cluster, meshes, wanted)
+        if recompute == "auto":
+            planned = plan_within(planner, captured.segments, None if stage is None else gathered)
+        else:
+            planned = planner.plan()
         if planned.ranking.excess:
             raise nothing_fits(planned.ranking)
         listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
@@ -200,7 +207,7 @@ def step_memory(
 
 def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None) -> None:
     """Refuse what is no mode, no search, no size of a message and no way to recompute."""
-    if recompute is not None:
+    if recompute not in ("auto", None):
         check_how(recompute, "recompute=")
     if search is not None and search not in SEARCHES:
         raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))

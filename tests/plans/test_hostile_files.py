@@ -294,7 +294,7 @@ LEVEL = '[[levels]]\nname = "node"\nsize = 4\nbandwidth = "100 GB/s"\nlatency = 
 SMALL = f'name = "small"\n[device]\nlike = "h100"\n{LEVEL}'
 CLUSTERS = {
     "brackets": ("", "a = " + "[" * 4_000, "nested too deep"),
-    "brackets on many lines": ("", "a = [\n" + "[\n" * MANY, "nested too deep"),
+    "brackets on many lines": ("", "a = [\n" + "[\n" * 5_000, "nested too deep"),
     "nesting that is closed": ("", "a = " + "[" * 30 + "]" * 30, "more than 16 deep"),
     "a dotted name": ("", ".".join("a" * 2_000) + " = 1", "more than 16 parts"),
     "many dotted names": (

@@ -117,7 +117,12 @@ def test_the_file_can_be_read_by_a_person(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["stages"][0]["mesh"] == {"dp": 2, "tp": 4}
-    assert data["stages"][0]["parameters"]["up.weight"] == {"dtype": "f32", "shape": [16, 8], "layout": "f32[16@tp, 8]"}
+    assert data["stages"][0]["parameters"]["up.weight"] == {
+        "dtype": "f32",
+        "shape": [16, 8],
+        "layout": "f32[16@tp, 8]",
+        "again": False,
+    }
     linear = data["stages"][0]["operators"]["up/linear"]
     assert linear["strategy"] == "m@dp n@tp"
     assert linear["rule"] == "m k, n k -> m n  k:sum"

@@ -51,7 +51,8 @@ def conversion_seconds(conversion: Conversion, value: Value, prices: Prices, *, 
 @dataclass(frozen=True, slots=True)
 class ProgramPrice:
     """Seconds of one training step, component by component, without overlap: collectives that operators wait for,
-    operators, the part of collectives of parameters that overlaps with operators, and the optimizer's update."""
+    operators, the part of collectives of parameters that overlaps with operators, and the optimizer's update. What
+    backward makes again is counted twice."""
 
     exposed: float
     compute: float
@@ -70,13 +71,19 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
         if isinstance(step, Step):
             if step.placed.op.name not in free:
                 compute += prices.operator(*priced_call(step, graph))
+            if step.placed.op.name in spmd.lifetimes.operators:
+                compute += prices.forward(*priced_call(step, graph))
             continue
         for conversion in conversions_of(step):
             origin = conversion.origin
             if not conversion.op and origin != graph.loss and origin not in written:
                 continue
             is_parameter = origin in parameters
-            seconds = conversion_seconds(conversion, graph.by_name[origin], prices, is_parameter=is_parameter)
+            value = graph.by_name[origin]
+            seconds = conversion_seconds(conversion, value, prices, is_parameter=is_parameter)
+            if conversion.result in spmd.lifetimes.conversions:
+                forward = replace(conversion, differentiable=False)
+                seconds += conversion_seconds(forward, value, prices, is_parameter=is_parameter)
             hidden = prices.device.overlap if is_parameter else 0.0
             traffic += hidden * seconds
             exposed += (1 - hidden) * seconds

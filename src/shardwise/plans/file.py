@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -81,19 +82,19 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The inverse of ``format_ranks``. Raises PlanError."""
-    ranks: dict[int, None] = {}
+    runs: list[range] = []
     for run in text.split(","):
         first, dash, last = run.partition("-")
         begin, end = whole_number(first), whole_number(last if dash else first)
         if begin is None or end is None or end < begin:
             raise PlanError(f"ranks read 0-3,8, not {shown(text)}")
-        if max(begin, end) >= MAX_DEVICES or len(ranks) + end - begin >= MAX_DEVICES:
+        if end >= MAX_DEVICES or sum(map(len, runs)) + end - begin >= MAX_DEVICES:
             raise PlanError(f"ranks {shown(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once")
-        twice = next((rank for rank in range(begin, end + 1) if rank in ranks), None)
+        twice = next((max(begin, own.start) for own in runs if begin < own.stop and own.start <= end), None)
         if twice is not None:
             raise PlanError(f"ranks {shown(text)}: rank {twice} is named twice")
-        ranks.update(dict.fromkeys(range(begin, end + 1)))
-    return tuple(ranks)
+        runs.append(range(begin, end + 1))
+    return tuple(chain.from_iterable(runs))
 
 
 # --------------------------------------------------------------------------------------------------------- reading

@@ -66,6 +66,7 @@ def difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
         return float("inf")
     if not want.numel():
         return 0.0
+    want, have = want.detach(), have.detach()
     inexact = want.is_floating_point() or want.is_complex()
     same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if inexact else want == have
     wide = torch.complex128 if want.is_complex() or have.is_complex() else torch.float64

@@ -31,6 +31,7 @@ from shardwise.search.cost_graph import (
     COMPUTE,
     EXPOSED,
     TRAFFIC,
+    Again,
     CostGraph,
     OperatorVariable,
     SharedVariable,
@@ -94,12 +95,13 @@ def cost_graph(
     fixed: Choices,
     axes: Axes,
     prices: Prices,
+    again: Again | None = None,
 ) -> CostGraph:
-    """The cost graph of a model on one mesh."""
+    """The cost graph of a model on one mesh. ``again``: what backward makes again."""
     parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
     router = Router(axes, prices, factored.atoms, parameters)
     domains = Domains(graph, factored.rules, factored.atoms, router)
-    return build(domains, fixed)
+    return build(domains, fixed, again=again)
 
 
 def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:

@@ -191,15 +191,31 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
     return found
 
 
-def build(domains: Domains, fixed: Choices, storage: Mapping[str, Layout] | None = None) -> CostGraph:
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What is priced as made again in backward. ``operators``: those whose results are not kept; ``gathers``: whether
+    parameters are gathered again. Conversions of values that are done again are left to the simulation."""
+
+    operators: frozenset[str] = frozenset()
+    gathers: bool = False
+
+
+# A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
+GATHERED_AGAIN = 1.5
+
+
+def build(
+    domains: Domains, fixed: Choices, storage: Mapping[str, Layout] | None = None, again: Again | None = None
+) -> CostGraph:
     """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided."""
-    return _Builder(domains, fixed, storage or {}).run()
+    return _Builder(domains, fixed, storage or {}, again or Again()).run()
 
 
 class _Builder:
-    def __init__(self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout]) -> None:
+    def __init__(self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout], again: Again) -> None:
         self.domains, self.graph = domains, domains.graph
-        self.fixed, self.storage = fixed, storage
+        self.fixed, self.storage, self.again = fixed, storage, again
+        self.dropped = {name for op in self.graph.ops if op.name in again.operators for name in op.results}
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
         self.consumers = _consumers(self.graph, domains.operators, domains.active)
@@ -273,7 +289,14 @@ class _Builder:
             return
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._add(OperatorVariable(op.name, domain))
-        self._factor((variable,), ("operator", id(domain)), lambda: (domain.exposed, domain.compute, None, domain.kept))
+        again = op.name in self.again.operators
+
+        def table() -> Components:
+            if again:
+                return domain.exposed, domain.compute + domain.forward, None, None
+            return domain.exposed, domain.compute, None, domain.kept
+
+        self._factor((variable,), ("operator", id(domain), again), table)
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
         for i, name in enumerate(op.results):
@@ -294,7 +317,8 @@ class _Builder:
         nodes = np.unique(np.concatenate(used))
         routes = self.domains.routes(name)
         variable = self._add(SharedVariable(name, routes, nodes))
-        kept = self._is_kept(name)
+        kept = self._is_kept(name) and not self._is_dropped(name)
+        times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
 
         def table() -> Components:
             seconds = routes.prices(nodes)[made]
@@ -303,11 +327,15 @@ class _Builder:
                 # A parameter is counted where it is stored, any other value here.
                 copied = _copied(routes, made, nodes) if traffic else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
-            return self._placed(seconds, held, traffic)
+            return self._placed(seconds * times, held, traffic)
 
         key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic)
         self._factor((maker, variable), key, table)
         self.cost.home[name] = variable, nodes
+
+    def _is_dropped(self, name: str) -> bool:
+        """Whether what is converted of a value is not held for backward."""
+        return name in self.dropped or (self.again.gathers and name in self.parameter)
 
     def _is_kept(self, name: str) -> bool:
         return any(
@@ -326,6 +354,8 @@ class _Builder:
         positions = tuple(i for i, own in enumerate(op.operands) if own == name)
         traffic = name in self.parameter
         computed = isinstance(self.cost.variables[home], OperatorVariable)
+        dropped = self._is_dropped(name)
+        times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
 
         def table() -> Components:
             seconds = np.zeros((len(made), len(domain)))
@@ -338,15 +368,15 @@ class _Builder:
                 for other in done:  # two operands in the same layout share the conversion
                     fresh *= nodes != other
                 seconds += self._between(routes, made, nodes) * fresh[None, :]
-                if position in domain.keeps:
+                if position in domain.keeps and not dropped:
                     copied = _copied(routes, made, nodes)
                     if computed:
                         copied = np.ones_like(copied)  # the value itself is kept, once
                     held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
                 done.append(nodes)
-            return self._placed(seconds, held, traffic)
+            return self._placed(seconds * times, held, traffic)
 
-        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed)
+        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped)
         self._factor((home, variable), key, table)
 
     @staticmethod

@@ -27,13 +27,17 @@ from shardwise.layouts.strategy import Strategy
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.search.wishes import num_blockers
 
+# Of the seconds of a lowered operator forward has one part in so many: as many as for each of two operands.
+LOWERED_PARTS = 3
+
 
 @dataclass(frozen=True)
 class Domain:
     """Strategies 0, 1, ... of one kind of operator. ``choices``: per strategy the choice of each of ``axes``.
     ``operands``, ``results``: per tensor and strategy its node in the value's ``Routes`` (operands that carry no
     gradient and depend on no parameter: None). ``compute``: seconds of the operator; ``exposed``: of collectives that
-    are part of it; ``kept``: bytes kept for backward besides operands; ``keeps``: operands that are kept."""
+    are part of it; ``kept``: bytes kept for backward besides operands; ``keeps``: operands that are kept; ``forward``:
+    the part of ``compute`` that is done again where nothing is kept."""
 
     axes: Axes
     choices: tuple[tuple[AxisChoice, ...], ...]
@@ -43,6 +47,7 @@ class Domain:
     exposed: Floats
     kept: Floats
     keeps: frozenset[int]
+    forward: Floats
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -62,6 +67,7 @@ class Domain:
             self.exposed[kept],
             self.kept[kept],
             self.keeps,
+            self.forward[kept],
         )
 
 
@@ -273,7 +279,7 @@ class Domains:
         results: list[Ints | None],
     ) -> Domain:
         count = len(choices)
-        compute, exposed, kept = np.zeros(count), np.zeros(count), np.zeros(count)
+        compute, exposed, kept, forward = np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count)
         lowered = {Split(factor.name) for factor in rule.factors if factor.kind == "lowered"}
         lowered |= {Split(rule.parts_of(window.factor)[0].name) for _, window in rule.windows}
         values = [self.graph.by_name[name] for name in op.operands]
@@ -285,7 +291,7 @@ class Domains:
         plain = np.array([lowered.isdisjoint(own) for own in choices], dtype=np.bool_)
         same, back = np.unique(local[:, plain], axis=1, return_inverse=True)
         place = {factor.name: i for i, factor in enumerate(rule.factors)}
-        prices = np.zeros((2, same.shape[1]))
+        prices = np.zeros((3, same.shape[1]))
         for i, sizes in enumerate(same.T.tolist()):
             shapes = tuple(
                 tuple(tuple(prod(sizes[place[f]] for f in dim) for dim in dims) for dims in side)
@@ -293,10 +299,12 @@ class Domains:
             )
             prices[0, i] = self.prices.operator(op, values, outputs, (shapes[0], shapes[1]))
             prices[1, i] = self._kept(op, saved.results, saved.other_bytes, values, outputs, shapes)
-        compute[plain], kept[plain] = prices[:, back.reshape(-1)]
+            prices[2, i] = self.prices.forward(op, values, outputs, (shapes[0], shapes[1]))
+        compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)]
         for i in np.flatnonzero(~plain).tolist():
             fragment = self.fragments(op, rule, strategy_of(choices[i], self.axes))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
+            forward[i] = fragment.compute / LOWERED_PARTS
             taken = zip(operands, op.operands, fragment.operands, strict=True)
             made = zip(results, op.results, fragment.results, strict=True)
             for nodes, name, layout in (*taken, *made):
@@ -313,6 +321,7 @@ class Domains:
             exposed,
             kept,
             frozenset(saved.operands),
+            forward,
         )
         return domain if alive.all() else domain.only(np.flatnonzero(alive))
 

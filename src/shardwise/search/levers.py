@@ -27,6 +27,7 @@ from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Lifetimes, Spmd
 from shardwise.programs.vjp import Kinds
+from shardwise.search.cost_graph import Again
 
 Gathered = Literal["held", "again"]
 
@@ -64,6 +65,18 @@ class Levers:
             )
         return Levers((*segments, *(block for block in blocks if block.operators)), gathered)
 
+    def priced(self, graph: Graph) -> Again:
+        """What the search prices as made again: of full segments all that stays inside, of cheap ones what is no
+        product. The program decides what is made again in truth."""
+        operators: set[str] = set()
+        for segment in self.segments:
+            if segment.how == "full":
+                operators |= segment.operators - _leaving(graph, segment.operators)
+            elif segment.how == "cheap":
+                products = {op.name for op in graph.ops if op.target in FLOPS}
+                operators |= segment.operators - _leaving(graph, segment.operators) - products
+        return Again(frozenset(operators), self.gathered == "again")
+
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:
     """The repeated blocks of a model."""
@@ -88,7 +101,7 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
     for segment in levers.segments:
         inside = lowered_operators(segment.operators, graph, spmd.graph)
         if segment.how == "full":
-            operators |= inside - _leaving(spmd, inside)
+            operators |= inside - _leaving(spmd.graph, inside)
             conversions.update(c.result for c in spmd.conversions if c.op in inside and c.origin not in parameters)
         elif segment.how == "cheap":
             operators |= _cheap(plain, inside)
@@ -98,9 +111,8 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
     return replace(spmd, lifetimes=Lifetimes(found & operators, made[1]))
 
 
-def _leaving(spmd: Spmd, inside: Collection[str]) -> set[str]:
+def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
     """The operators of a segment whose results somebody outside reads in forward."""
-    graph = spmd.graph
     read = {name for op in graph.ops if op.name not in inside for name in op.operands}
     read.update(refs(graph.outputs), (value for _, value in graph.mutations))
     return {op.name for op in graph.ops if op.name in inside and read.intersection(op.results)}

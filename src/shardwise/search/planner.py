@@ -126,7 +126,8 @@ class Planner:
         """The choices on a mesh and their prices."""
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
         axes = Axes.of(mesh, separate_axes(fixed, mesh))
-        return cost_graph(self.graph, self.factored, fixed, axes, self.prices(mesh))
+        again = self.settings.levers.priced(self.graph)
+        return cost_graph(self.graph, self.factored, fixed, axes, self.prices(mesh), again)
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
@@ -195,6 +196,24 @@ class Planner:
         return Simulated(candidate, choice, spmd, step)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
+
+    def eased(self, planned: Planned, weaker: Levers) -> Planned:
+        """A plan that fits with some of its segments as ``weaker`` has them: as many from the last as the limit allows.
+        Memory decides, as all that is made again costs time."""
+        strong = self.settings.levers.segments
+        own = {segment.name: segment for segment in weaker.segments}
+        best, ranking = planned, planned.ranking
+        least, most = 0, len(strong)  # how many of the first stay as they are; all of them fit
+        while least < most:
+            count = (least + most) // 2
+            mixed = tuple(own.get(s.name, s) if i >= count else s for i, s in enumerate(strong))
+            settings = replace(self.settings, levers=replace(self.settings.levers, segments=mixed))
+            tried = replace(self, settings=settings)._built(ranking.best.candidate)
+            if tried.num_bytes <= self.limit:
+                best, most = self._planned(replace(ranking, best=tried), []), count
+            else:
+                least = count + 1
+        return best
 
     def _planned(self, ranking: Ranked, searches: Sequence[Search]) -> Planned:
         best, search = ranking.best, ranking.search
