@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -68,18 +66,6 @@ class Dropping(nn.Module):
 def test_a_strategy_of_attention_that_drops_probabilities_is_refused_with_its_own_mend():
     with pytest.raises(LayoutError, match=r"(?s)covers 4 operators: /matmul.*fix: .*pass dropout_p=0"):
         sw.plan(Dropping(), torch.randn(2, 8, 8), 2, mesh=sw.Mesh(cp=2))
-
-
-def test_gradient_checkpointing_that_is_enabled_is_announced():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    net[1].gradient_checkpointing = True
-    with pytest.warns(CaptureWarning, match="of 1.*nothing is recomputed"):
-        capture(net, (torch.ones(4, 4),))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        capture(net.eval(), (torch.ones(4, 4),))
-        net[1].gradient_checkpointing = False
-        capture(net.train(), (torch.ones(4, 4),))
 
 
 def test_sparse_gradients_are_dense_and_announced_under_a_priced_plan():

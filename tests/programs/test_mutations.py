@@ -71,7 +71,7 @@ def is_caught(made: tuple[Program, ...]) -> bool:
 
 
 def test_nothing_is_caught_when_nothing_is_broken() -> None:
-    assert not is_caught(programs()[:40])
+    assert not is_caught(programs()[:10])  # test_random_programs runs the others
 
 
 def ids(cells: list[tuple[tuple[str, str], str]]) -> list[str]:

@@ -60,3 +60,15 @@ def test_every_operator_on_its_own_equals_one_device(part: int) -> None:
     for index in TESTED[part * EVERY :: PARTS * EVERY]:
         outcome = run(program_of_sample(SAMPLES[index]), index)
         check(outcome, f"program_of_sample(SAMPLES[{index}]) {SAMPLES[index]}, run seed {index}")
+
+
+def test_random_programs_that_make_values_again_equal_one_device() -> None:
+    """Operators and conversions whose results are not kept, chosen at random."""
+    features: Counter[str] = Counter()
+    for seed in range(100, 112):
+        for kept in (0.0, 0.5):
+            outcome = run(random_program(seed), seed, kept=kept)
+            check(outcome, f"random_program({seed}), run seed {seed}, {kept=}")
+            features += outcome.features
+    assert features["made again"] > 500, features
+    assert features["dropped"] > features["made again"], features

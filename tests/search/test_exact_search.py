@@ -136,8 +136,6 @@ def test_a_search_that_is_beaten_by_another_mesh_stops_with_a_bound_that_says_so
     ("name", "search"),
     [
         ("gpt2", "dynamic_programming"),
-        ("vit", "dynamic_programming"),
-        ("bert", "ilp"),
         ("resnet", "recursive_programming"),
     ],
 )

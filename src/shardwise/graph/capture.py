@@ -37,7 +37,7 @@ from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.schema import arguments, is_random, operator_name
-from shardwise.graph.segments import Segment, segments_of
+from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.state import difference
 from shardwise.graph.tracing import (
@@ -128,6 +128,7 @@ def capture(
     if traced.outcome.changed:
         _check_state(module, names, examples, call, traced.outcome.changed)
     graph, constants, scopes, memories, segments = _to_graph(traced, module, names, examples)
+    announce_selective(segments)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
         for scope, region in zip(scopes, traced.regions, strict=True)

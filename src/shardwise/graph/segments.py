@@ -26,6 +26,7 @@ How = Literal["full", "cheap", "none"]
 HOWS: tuple[How, ...] = ("full", "cheap", "none")
 SEGMENT = "shardwise_segment"
 _ATTRIBUTE = "_shardwise_recompute"
+SELECTIVE = "checkpoint with context_fn"
 _GENERATOR = "_checkpoint_without_reentrant_generator"  # what torch's checkpoint runs around the function
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -90,25 +91,49 @@ def segments_opened(module: nn.Module) -> Iterator[None]:
     def checkpointed(
         function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *others: Any, **kwargs: Any
     ) -> Iterator[None]:
-        if context_fn is not torch.utils.checkpoint.noop_context_fn:
-            warnings.warn(
-                "a checkpoint of the model chooses by context_fn what it keeps: under a plan all of it is made again",
-                CaptureWarning,
-                stacklevel=2,
-            )
-        with segment("checkpoint", "full"):
+        selective = context_fn is not torch.utils.checkpoint.noop_context_fn
+        with segment(SELECTIVE if selective else "checkpoint", "full"):
             yield
 
     for path, part in module.named_modules():
         how = vars(part).get(_ATTRIBUTE)
         if how is not None:
             part.forward = _inside(part.forward, segment, path, how)
+    with _checkpoints_run(checkpointed):
+        yield
+
+
+@contextmanager
+def checkpoints_kept() -> Iterator[None]:
+    """While it lasts, checkpoints keep what backward needs, as if they were not there."""
+
+    def kept(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    with _checkpoints_run(kept):
+        yield
+
+
+@contextmanager
+def _checkpoints_run(around: Callable[..., Iterator[None]]) -> Iterator[None]:
+    """While it lasts, torch's checkpoints (that are not re-entrant) run this around their function."""
     before = getattr(torch.utils.checkpoint, _GENERATOR)
-    setattr(torch.utils.checkpoint, _GENERATOR, checkpointed)
+    setattr(torch.utils.checkpoint, _GENERATOR, around)
     try:
         yield
     finally:
         setattr(torch.utils.checkpoint, _GENERATOR, before)
+
+
+def announce_selective(segments: Iterable[Segment]) -> None:
+    """Warns of checkpoints that choose by themselves what they keep."""
+    if any(segment.name == SELECTIVE for segment in segments):
+        warnings.warn(
+            "a checkpoint of the model chooses by context_fn what it keeps: under a plan all of it is made again; name "
+            'its parts for something else: sw.recompute(module, "cheap")',
+            CaptureWarning,
+            stacklevel=3,
+        )
 
 
 def _inside(forward: Callable[..., Any], segment: Callable[[str, How], Any], path: str, how: How) -> Callable[..., Any]:

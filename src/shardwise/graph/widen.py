@@ -21,6 +21,7 @@ from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph
 from shardwise.graph.normalize_random import alpha_scale
 from shardwise.graph.operators import dropout_mask, uniform
+from shardwise.graph.segments import checkpoints_kept
 
 NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -58,14 +59,14 @@ def reference_mode(seed: int) -> Iterator[None]:
 
     A function mode sees a call of ``torch.nn.functional`` as one, and none of those inside it, such as the dropout of
     ``multi_head_attention_forward``. So these functions are told meanwhile that there is no mode, and their insides
-    meet it.
+    meet it. Checkpoints keep what backward needs: it runs outside, and would compute something else again.
     """
     functions = vars(torch.nn.functional)
     asked = {name: functions[name] for name in functions if name.startswith("has_torch_function")}
     functions.update(dict.fromkeys(asked, lambda *operands: False))
     token = _ACTIVE.set(True)
     try:
-        with _Reference(seed):
+        with _Reference(seed), checkpoints_kept():
             yield
     finally:
         _ACTIVE.reset(token)

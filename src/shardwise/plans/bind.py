@@ -94,7 +94,7 @@ def _lifetimes(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Lifet
     if listed:
         listed_again = [entry for entry in stage.conversions or () if entry.again]
         wanted = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
-        keys = {c.result: (value_name(c.origin, graph), format_layout(c.target)) for c in spmd.conversions}
+        keys = {c.result: (value_name(c.origin, spmd.graph), format_layout(c.target)) for c in spmd.conversions}
         return Lifetimes(operators, frozenset(result for result, key in keys.items() if key in wanted))
     parameters = {source.value: source.names[0] for source in graph.sources if source.kind == "parameter"}
     gathered = {entry.name for entry in stage.parameters if entry.again}
