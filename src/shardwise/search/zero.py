@@ -54,12 +54,17 @@ def stored_apart(choice: Choice, spmd: Spmd, zero: Zero) -> Choice:
             )
         over = {part for axis in zero.over for part in (mesh.expand(axis) if axis in dict(mesh.axes) else (axis,))}
     copied = _copied(spmd)
+    everywhere = set().union(*copied.values())
     sources = dict(choice.sources)
     for source in spmd.graph.sources:
-        name = source.value
-        axes = [axis for axis in mesh.sub_axes if axis in copied.get(name, ()) and axis in over]
-        layout = sources[name]
-        if source.kind == "parameter" and axes and not layout.windows and prod(layout.shape) >= zero.whole_below:
+        if source.kind != "parameter":
+            continue
+        name, layout = source.value, sources[source.value]
+        split = {axis for dim in layout.dims for atom in dim for axis in atom.axes}
+        # A frozen parameter has no gradient that would be summed: it is copied where the others are.
+        along = copied.get(name, set()) if spmd.graph.by_name[name].requires_grad else everywhere - split
+        axes = [axis for axis in mesh.sub_axes if axis in along & over]
+        if axes and not layout.windows and prod(layout.shape) >= zero.whole_below:
             sources[name] = _split(layout, axes, mesh)
     return replace(choice, sources=sources)
 
