@@ -1,8 +1,9 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 5 has stages, and in every conversion its path. Version 4 had one stage, whose entries stood beside the
-settings, and no paths: a file of a plan that was not chosen by price is read, since its conversions take the paths that
-send the fewest bytes; one that was chosen by price says to plan again.
+Version 6 may name the precision of the step; a plan that does not is executed in the dtypes of the model, as all of
+version 5 are, whatever they were priced for. Version 5 has stages, and in every conversion its path. Version 4 had one
+stage, whose entries stood beside the settings, and no paths: a file of a plan that was not chosen by price is read,
+since its conversions take the paths that send the fewest bytes; one that was chosen by price says to plan again.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
+from shardwise.plans.precision import precision_of
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
-VERSION = 5
+VERSION = 6
+READ_AS_THEY_ARE = (5, VERSION)
 BEFORE_STAGES = 4
 _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
 _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _LINES = "pricing.cluster"  # the text of several lines
-_SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction")
+_SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction", "precision")
 
 
 def digest_of(body: Any) -> str:
@@ -107,11 +110,11 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
-    if type(data.get("version")) is not int or data["version"] not in (BEFORE_STAGES, VERSION):
+    if type(data.get("version")) is not int or data["version"] not in (BEFORE_STAGES, *READ_AS_THEY_ARE):
         raise PlanError(
             problem(
                 f"{name} has plan version {shown(data.get('version'))}; this shardwise reads versions "
-                f"{BEFORE_STAGES} and {VERSION}",
+                f"{BEFORE_STAGES} to {VERSION}",
                 fix="make the plan again with sw.plan",
             )
         )
@@ -176,6 +179,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
         "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
         "prediction": _prediction(body.get("prediction")),
+        "precision": precision_of(body.get("precision")),
     }
 
 

@@ -27,8 +27,8 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
         for source in graph.sources:
             if source.kind == kind and source.names[0] != SEED:
                 value = graph.by_name[source.value]
-                layout = format_layout(choice.sources[source.value], value.dtype)
-                entries.append(TensorEntry(source.names[0], format_dtype(value.dtype), value.shape, layout))
+                layout = format_layout(choice.sources[source.value], value.kept_dtype)
+                entries.append(TensorEntry(source.names[0], format_dtype(value.kept_dtype), value.shape, layout))
         return tuple(entries)
 
     return Stage(

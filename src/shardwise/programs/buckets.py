@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
+from shardwise.graph.ir import Value
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.steps import Conversion, Step, collectives_of
 
@@ -46,14 +45,14 @@ class Bucket:
 def fill_buckets(
     steps: Sequence[Step | Conversion],
     sources: frozenset[str],
-    dtype_of: Callable[[str], torch.dtype],
+    value_of: Callable[[str], Value],
     receives_gradient: Callable[[Conversion], bool],
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Step | Conversion | Bucket, ...]:
     """The steps with conversions put into buckets.
 
-    ``sources``: the parameters; ``dtype_of``: the dtype of a value, which decides what may share a message and how many
-    bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself).
+    ``sources``: the parameters; ``value_of``: a value by its name, whose dtypes decide what may share a message and how
+    many bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself).
     """
     if bucket_bytes == 0:
         return tuple(steps)
@@ -62,8 +61,8 @@ def fill_buckets(
         """What conversions have in common that share their messages."""
         moves = tuple((move.cell, move.axes) for move in conversion.moves)
         kinds = tuple(c.kind for side in _both(conversion) for c in side)
-        own = conversion.differentiable, receives_gradient(conversion), conversion.value in sources
-        return moves, kinds, dtype_of(conversion.origin), own
+        own, value = (conversion.differentiable, receives_gradient(conversion)), value_of(conversion.origin)
+        return moves, kinds, value.dtype, value.reduced, own, conversion.value in sources
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
@@ -76,8 +75,9 @@ def fill_buckets(
             or not _is_one_message(step, receives_gradient)
         ):
             continue
-        largest = max(c.num_bytes for side in _both(step) for c in side)
-        size = largest // step.itemsize * dtype_of(step.value).itemsize
+        value = value_of(step.value)
+        sent = replace(step, itemsize=value.dtype.itemsize, grad_itemsize=value.grad_itemsize)
+        size = max(c.num_bytes for side in _both(sent) for c in side)
         found, filled, room = open_buckets.get(message_kind(step), ([], 0, min(bucket_bytes, FIRST_BUCKET_BYTES)))
         if found and filled + size > room:
             members[found[-1]] = found[::-1]
