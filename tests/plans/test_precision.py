@@ -133,7 +133,7 @@ def test_traffic_is_priced_in_the_dtypes_that_travel() -> None:
         with torch.device("meta"):
             model, x = nn.Sequential(nn.Linear(4096, 4096, bias=False)), torch.empty(65536, 4096)
         cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(gpu=8)
-        fixed = {"mesh": mesh, "strategies": {"0": "b@gpu"}, "search": "dynamic_programming", "precision": precision}
+        fixed = {"mesh": mesh, "strategies": {"0": "m@gpu"}, "search": "dynamic_programming", "precision": precision}
         plan = sw.plan(model, x, cluster, loss=lambda y: y.float().mean(), **fixed)
         assert plan.prediction is not None
         return plan.prediction.traffic
@@ -179,7 +179,8 @@ def test_verify_finds_a_cast_that_is_missing_or_wrong() -> None:
         report = sw.verify(model, batch, plan, steps=1).in_dtypes
     assert report is not None
     assert not report.ok
-    assert "reduce_scatter" in report.wrong_messages
+    assert "num_bytes=1024) planned" in report.wrong_messages
+    assert "num_bytes=512) sent" in report.wrong_messages
     with mock.patch.object(gradients, "cast", cast_to(BF16)):  # what is accumulated
         report = sw.verify(model, batch, plan_of("llama", 2, sw.Precision(BF16, FP32), "dp"), steps=1).in_dtypes
     assert report is not None

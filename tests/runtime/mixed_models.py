@@ -50,7 +50,8 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # whose gradient would be rounding, ahead of a norm
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
         self.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
         self.order = nn.Parameter(torch.arange(7, -1, -1), requires_grad=False)
         self.register_buffer("shift", torch.linspace(-1, 1, 8))
@@ -132,7 +133,8 @@ def trained_alone(name: str, precision: sw.Precision, steps: int = 3, *, off: fl
 
 def apart(one: Trained, other: Trained) -> dict[str, float]:
     """How far two runs are apart, by tensor, as a share of its largest number."""
-    found = {"loss": max(float((a.double() - b.double()).abs()) for a, b in zip(one.losses, other.losses, strict=True))}
+    losses = [(a.double(), b.double()) for a, b in zip(one.losses, other.losses, strict=True)]
+    found = {"loss": max(float((a - b).abs() / a.abs()) for a, b in losses)}
     for kind, left, right in (("gradient", one.gradients, other.gradients), ("state", one.state, other.state)):
         assert left.keys() == right.keys(), (kind, left.keys() ^ right.keys())
         floor = 1e-3 * max(float(x.double().abs().max()) for x in left.values())

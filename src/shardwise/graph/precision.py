@@ -92,11 +92,15 @@ def check_real(module: nn.Module, precision: Precision) -> None:
 
 
 def with_reductions(graph: Graph) -> Graph:
-    """The graph in which what is computed from parameters alone (a transposed weight) says, like these, in which dtype
-    its gradient is reduced: it may be converted in their place."""
+    """The graph in which what is computed from parameters and from no input (a transposed weight, the rows of a table
+    of positions) says, like parameters, in which dtype its gradient is reduced: it may be converted in their place."""
     values = dict(graph.by_name)
+    fixed = {source.value for source in graph.sources if source.kind in ("parameter", "buffer", "constant")}
     for op in graph.ops:
-        said = {values[name].reduced for name in op.operands}
+        if not fixed.issuperset(op.operands):
+            continue
+        fixed.update(op.results)
+        said = {values[name].reduced for name in op.operands if values[name].requires_grad}
         reduced = said.pop() if len(said) == 1 else None
         for name in op.results if reduced is not None else ():
             if values[name].requires_grad and values[name].dtype != reduced:
