@@ -92,10 +92,10 @@ def plan(
     args, named = call_arguments(example_inputs, kwargs)
     with working():  # other ranks wait for rank 0
         precision = precision or Precision()
-        if precision.loses_updates:
+        if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
-                f"optimizer changes by less than {torch.finfo(precision.parameter).eps / 2:.2g} of a number is lost",
+                f"optimizer changes by less than {precision.lost_share:.2g} of a number is lost",
                 PlanWarning,
                 stacklevel=2,
             )

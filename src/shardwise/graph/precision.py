@@ -52,9 +52,13 @@ class Precision:
         return self.compute is self.parameter is self.reduce is None
 
     @property
-    def loses_updates(self) -> bool:
-        """Whether parameters are stored with fewer bits than they are computed with."""
-        return None not in (self.compute, self.parameter) and _fineness(self.parameter) < _fineness(self.compute)
+    def lost_share(self) -> float:
+        """The share of a parameter below which its update is lost, where it is stored with fewer bits than it is
+        computed with; else 0."""
+        if self.parameter is None or self.compute is None:
+            return 0.0
+        stored, computed = (torch.finfo(dtype).eps for dtype in (self.parameter, self.compute))
+        return stored / 2 if stored > computed else 0.0
 
     def of_parameter(self, value: Value) -> Value:
         """A parameter with the dtypes that it has in a graph; ``value`` has the model's."""
@@ -111,8 +115,3 @@ def with_reductions(graph: Graph) -> Graph:
 def other(dtype: torch.dtype, own: torch.dtype) -> torch.dtype | None:
     """``dtype`` where it is not the one that is computed in, else None (``Value.stored``, ``Value.reduced``)."""
     return None if dtype == own else dtype
-
-
-def _fineness(dtype: torch.dtype | None) -> float:
-    """What tells precisions apart: the negative logarithm of the spacing at 1."""
-    return 0.0 if dtype is None else -torch.finfo(dtype).eps
