@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.api import compare, plan
     from shardwise.costs.cluster import Cluster
-    from shardwise.costs.prices import Precision
     from shardwise.errors import (
         CaptureError,
         CaptureWarning,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         ShardwiseError,
     )
     from shardwise.graph.annotate import constrain, shard
+    from shardwise.graph.precision import Precision
     from shardwise.graph.segments import recompute
     from shardwise.launch.ranks import finish, init_ranks, rank, world_size
     from shardwise.layouts.layout import Layout
@@ -46,7 +46,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "shardwise.api": ("compare", "plan"),
     "shardwise.costs.cluster": ("Cluster",),
-    "shardwise.costs.prices": ("Precision",),
     "shardwise.errors": (
         "CaptureError",
         "CaptureWarning",
@@ -61,6 +60,7 @@ _HOMES = {
         "ShardwiseError",
     ),
     "shardwise.graph.annotate": ("constrain", "shard"),
+    "shardwise.graph.precision": ("Precision",),
     "shardwise.graph.segments": ("recompute",),
     "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),

@@ -14,14 +14,15 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
-from shardwise.costs.prices import Precision, Prices
+from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
-from shardwise.graph.capture import call_arguments, capture
+from shardwise.graph.called import call_arguments
+from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
+from shardwise.graph.precision import Precision
 from shardwise.graph.segments import How, check_how
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.text import format_dtype
 from shardwise.plans.bind import program_of
 from shardwise.plans.listing import stage_of
 from shardwise.plans.plan import Plan, PricingEntry
@@ -71,10 +72,11 @@ def plan(
     ``example_inputs``: the inputs of one whole batch: a tuple (or one tensor), or a dict of named ones; ``kwargs``:
     named ones beside positional ones.
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
-    last inputs. ``optimizer``: the one whose states are counted, and that ``sw.verify`` steps with. ``precision``: the
-    dtypes that are priced, where they are not the model's. ``mode``: ``"auto"``, ``"semi_auto"``, ``"data_parallel"``
-    or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"`` decides (``search.auto``); by default
-    ``"dynamic_programming"``, and where strategies are given ``"sharding_propagation"``, which completes them.
+    last inputs. ``optimizer``: the one whose states are counted, and that ``sw.verify`` steps with. ``precision``: in
+    which dtypes ranks compute, store and reduce, where they are not the model's (``sw.Precision``). ``mode``:
+    ``"auto"``, ``"semi_auto"``, ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"``
+    decides (``search.auto``); by default ``"dynamic_programming"``, and where strategies are given
+    ``"sharding_propagation"``, which completes them.
     ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
     cluster's levels, the others use one axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
     step that accumulates the gradients of several such batches. ``memory_bytes``: what a device may hold of parameters,
@@ -100,7 +102,15 @@ def plan(
         _check_mesh(mesh, cluster)
     args, named = call_arguments(example_inputs, kwargs)
     with working():  # other ranks wait for rank 0
-        captured = capture(module, args, named, loss=loss, strategies=strategies)
+        precision = precision or Precision()
+        if precision.lost_share:
+            warnings.warn(
+                f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
+                f"optimizer changes by less than {precision.lost_share:.2g} of a number is lost",
+                PlanWarning,
+                stacklevel=2,
+            )
+        captured = capture(module, args, named, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
         if search is None:
             nothing_said = mode == "auto" and not annotations and not graph.constraints
@@ -111,7 +121,6 @@ def plan(
         wanted = Settings(
             search,
             optimizer,
-            precision or Precision(),
             _passes(graph, global_batch),
             memory_bytes,
             bucket_bytes,
@@ -120,18 +129,11 @@ def plan(
             stage,
         )
         if mode != "auto" or search not in PRICED_SEARCHES:
-            if precision not in (None, Precision()):
-                warnings.warn(
-                    f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks "
-                    "compute in the dtypes of the model",
-                    PlanWarning,
-                    stacklevel=2,
-                )
             mesh = mesh or Mesh(dp=cluster.num_devices)
             factored, choice = decide(graph, annotations, mesh, mode)
             choice = keep(choice, layouts or {}, graph, factored, mesh)
             choice, spmd = built(graph, factored.rules, choice, mesh, wanted, Kinds())
-            return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
+            return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings, precision=precision)
         meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
         planner = Planner.of(graph, annotations, cluster, meshes, wanted)
         if recompute == "auto":
@@ -141,8 +143,8 @@ def plan(
         if planned.ranking.excess:
             raise nothing_fits(planned.ranking)
         listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
-        pricing = _pricing(cluster, wanted.precision, planned.search)
-        return Planned.of(Plan((listed,), *settings, pricing, planned.prediction), planned.search)
+        pricing = _pricing(cluster, planned.search)
+        return Planned.of(Plan((listed,), *settings, pricing, planned.prediction, precision), planned.search)
 
 
 def compare(
@@ -163,7 +165,8 @@ def compare(
     so; whatever else is wrong raises as ``sw.plan`` does."""
     cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
     args, named = call_arguments(example_inputs, kwargs)
-    captured = capture(module, args, named, loss=loss, strategies=settings.get("strategies"))
+    precision = precision or Precision()
+    captured = capture(module, args, named, loss=loss, strategies=settings.get("strategies"), precision=precision)
     kinds, rows = Kinds(), []
     for search in searches:
         start = time.perf_counter()
@@ -175,7 +178,7 @@ def compare(
                 kwargs=kwargs,
                 loss=loss,
                 optimizer=optimizer,
-                precision=precision if search in PRICED_SEARCHES else None,
+                precision=precision,
                 search=search,
                 mesh=mesh,
                 **settings,
@@ -184,7 +187,7 @@ def compare(
             rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
-        prices = Prices(Links(cluster, found.mesh), optimizer, precision or Precision())
+        prices = Prices(Links(cluster, found.mesh), optimizer)
         spmd = program_of(found, captured.graph, training=module.training)
         rows.append(Compared(search, seconds, found, simulate(spmd, prices, kinds)))
     return Comparison(tuple(rows))
@@ -201,7 +204,7 @@ def step_memory(
     """What a device holds during a training step under a plan: the peak, where it is and what it is made of. Inputs and
     parameters may be meta tensors. Raises PlanError when the plan does not fit."""
     args, named = call_arguments(example_inputs, kwargs)
-    captured = capture(module, args, named, loss=loss)
+    captured = capture(module, args, named, loss=loss, precision=plan.precision)
     return memory_of(program_of(plan, captured.graph, training=module.training), prices_of(plan))
 
 
@@ -219,13 +222,11 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
 
 
-def _pricing(cluster: Cluster, precision: Precision, search: Search) -> PricingEntry:
+def _pricing(cluster: Cluster, search: Search) -> PricingEntry:
     """What a plan says of the prices that it was chosen by."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
     separate = tuple(name for name, _ in mesh.axes if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups)
-    dtypes = (precision.compute, precision.parameter, precision.reduce)
-    compute, parameter, reduce = ("" if dtype is None else format_dtype(dtype) for dtype in dtypes)
-    return PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
+    return PricingEntry(format_cluster(cluster), "", "", "", separate)
 
 
 def _passes(graph: Graph, global_batch: int | None) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.graph.capture import Capture, call_module, capture
+from shardwise.graph.called import call_module
+from shardwise.graph.capture import Capture, capture
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Ref
 from shardwise.graph.text import format_graph, parse_graph

@@ -133,7 +133,7 @@ def test_a_wrong_bucket_size_is_refused(wrong):
 
 
 def test_a_conversion_by_itself_is_no_bucket():
-    filled = fill_buckets([], frozenset(), lambda _: torch.float32, lambda _: True)
+    filled = fill_buckets([], frozenset(), {}.__getitem__, lambda _: True)
     assert filled == ()
     plan = sw.plan(
         nn.Sequential(nn.Linear(4, 4, bias=False)),

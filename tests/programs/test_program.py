@@ -185,7 +185,7 @@ def test_time_and_memory_are_those_of_the_same_busiest_rank() -> None:
     plan = sw.plan(Looked(), ids, 4, mesh=mesh, strategies={"table.0": "v@tp{3000,3000,390,10}"})
     spmd = program_of(plan, capture(Looked(), (ids,), {}).graph, training=True)
     prices = Prices(Links(Cluster.local(4), mesh))
-    rank = busiest_program(spmd, prices, KINDS).rank
+    rank = busiest_program(spmd, KINDS).rank
     assert spmd.layouts[spmd.graph.sources[0].value].local_shape(mesh.coordinates(rank))[0] == 3000
     peak = simulate(spmd, prices, KINDS).peak_bytes
     assert peak == memory_of(spmd, prices, kinds=KINDS).peak.num_bytes

@@ -57,7 +57,7 @@ class Fragments:
                 compute += prices.operator(*priced_call(step, small))
                 kept += self._kept_bytes(step, small) + self._kept_operands(op, step, small, outside)
             else:
-                exposed += conversion_seconds(step, small.by_name[step.origin], prices)
+                exposed += conversion_seconds(step, prices)
         return Fragment(
             tuple(layouts[name] for name in op.operands),
             tuple(builder.layouts[name] for name in op.results),
@@ -94,12 +94,12 @@ class Fragments:
             name = inner.operands[i]
             if name in op.operands and name not in counted:
                 counted.add(name)
-                total += step.operand_layouts[i].max_local_numel * self.router.prices.dtype(values[i]).itemsize
+                total += step.operand_layouts[i].max_local_numel * values[i].dtype.itemsize
         return total
 
     def _kept_bytes(self, step: Step, graph: Graph) -> float:
         """Bytes that one operator inside a lowering keeps for backward, values of the lowering included."""
-        op, dtype = step.placed.op, self.router.prices.dtype
+        op = step.placed.op
         values = [graph.by_name[name] for name in op.operands]
         outputs = [graph.by_name[name] for name in op.results]
         saved = self._saved.get(op.name)
@@ -108,9 +108,9 @@ class Fragments:
         total = 0.0
         for i in saved.operands:
             if op.operands[i] not in self.graph.by_name:
-                total += step.operand_layouts[i].max_local_numel * dtype(values[i]).itemsize
+                total += step.operand_layouts[i].max_local_numel * values[i].dtype.itemsize
         for i in saved.results:
-            total += step.result_layouts[i].max_local_numel * dtype(outputs[i]).itemsize
+            total += step.result_layouts[i].max_local_numel * outputs[i].dtype.itemsize
         whole = sum(value.numel for value in outputs)
         part = sum(layout.max_local_numel for layout in step.result_layouts)
         return total + saved.other_bytes * part / max(whole, 1)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 from shardwise.costs.ledger import Category, Ledger, Peak, Tensor
 from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
 from shardwise.costs.prices import OPTIMIZER_STATES, Prices
+from shardwise.programs.casts import computed_name
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
 from shardwise.programs.program import busiest_rank, localize
@@ -31,20 +31,15 @@ class Memory:
     kept_bytes: int
 
 
-def busiest_program(spmd: Spmd, prices: Prices, kinds: Kinds) -> Program:
-    """The step of the rank that holds most, in the dtypes that are priced: what memory and time are those of."""
-    priced = {
-        source.value: prices.dtype(spmd.graph.by_name[source.value])
-        for source in spmd.graph.sources
-        if source.kind in ("parameter", "input")
-    }
-    return differentiate(localize(spmd, busiest_rank(spmd)), kinds, dtypes=priced)
+def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:
+    """The step of the rank that holds most: what memory and time are those of."""
+    return differentiate(localize(spmd, busiest_rank(spmd)), kinds)
 
 
 def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memory:
     """The memory of a training step of the rank that holds most. ``kinds``: those traced already, which many programs
     of a model share."""
-    return memory_of_program(busiest_program(spmd, prices, kinds or Kinds()), prices)
+    return memory_of_program(busiest_program(spmd, kinds or Kinds()), prices)
 
 
 def memory_of_program(program: Program, prices: Prices) -> Memory:
@@ -65,6 +60,7 @@ class _Walk:
         self.graph = self.spmd.graph
         self.messages = Messages(self.ledger, self.spmd.mesh, self.spmd.mesh.coordinates(self.program.rank))
         self.parameters = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
+        self.casts = {computed_name(name) for name in self.parameters}
         self.saved = set(self.program.saved)
         self.gradients = {name for source, name in self.program.gradients.items() if source in self.parameters}
         self.dying = self._last_reads()
@@ -101,16 +97,12 @@ class _Walk:
         """What is there before the step: sources, and optimizer states."""
         states = OPTIMIZER_STATES[self.prices.optimizer]
         for source in self.graph.sources:
-            value, form = self.graph.by_name[source.value], self.program.forms[source.value]
+            form = self.program.forms[source.value]
             is_parameter = source.kind == "parameter"
             storage = self.ledger.hold(self.ledger.new(form.num_bytes, "parameters" if is_parameter else "inputs"))
             self.tensors[source.value] = Tensor(form, storage)
-            if is_parameter:
-                stored = prod(form.shape) * self.prices.stored_itemsize(value)
-                if self.prices.stored_itemsize(value) != form.dtype.itemsize:  # what is computed with is a cast of it
-                    self.ledger.hold(self.ledger.new(stored, "parameters"))
-                if source.value in self.graph.updated:
-                    self.ledger.hold(self.ledger.new(states * stored, "optimizer states"))
+            if is_parameter and source.value in self.graph.updated:
+                self.ledger.hold(self.ledger.new(states * form.num_bytes, "optimizer states"))
 
     # -- instructions --------------------------------------------------------------------------------------------------
 
@@ -131,6 +123,7 @@ class _Walk:
         """A name for a tensor; the storage is what the name is, unless it was something already."""
         storage = self.ledger.hold(tensor.storage)
         category: Category = "saved" if name in self.saved else "gradients" if name in self.gradients else "temporaries"
+        category = "parameters" if name in self.casts else category
         if storage.category in ("temporaries", "communication") and category != "temporaries":
             self.ledger.recategorize(storage, category)
         self.tensors[name] = Tensor(self.program.forms.get(name, tensor.form), storage)
@@ -182,17 +175,10 @@ class _Walk:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        """Gradients in the dtype of what is stored; then the optimizer goes from parameter to parameter, with one
-        temporary tensor of its size (the denominator of Adam) where there are states."""
+        """The optimizer goes from parameter to parameter, with one temporary tensor of its size (the denominator of
+        Adam) where there are states."""
         self.ledger.phase, self.ledger.op = "update", ""
-        stored = {
-            name: prod(self.program.forms[name].shape) * self.prices.stored_itemsize(self.graph.by_name[name])
-            for name in self.parameters
-        }
-        for source, name in self.program.gradients.items():
-            if source in self.parameters and stored[source] != self.tensors[name].form.num_bytes:
-                self.ledger.hold(self.ledger.new(stored[source], "gradients"))
-                self._forget(name)
+        stored = {name: self.program.forms[name].num_bytes for name in self.parameters}
         for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:
             self._forget(name)
         updated = [name for name in self.parameters if name in self.graph.updated]

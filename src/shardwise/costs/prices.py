@@ -1,13 +1,13 @@
 """What a training step costs on a cluster: one object that the search, the program and its simulation all ask.
 
-Precision, optimizer and device decide how many bytes a value, a gradient and an optimizer state have and how long each
-operator and each collective takes.
+Optimizer and device decide how many bytes an optimizer state has and how long each operator and each collective takes;
+a graph says in which dtypes its values are computed, stored and reduced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -43,16 +43,6 @@ OPTIMIZER_STATES: Mapping[str, int] = {
 LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Dtypes of a step, where they are not those of the model: ``compute`` for values and gathered parameters,
-    ``parameter`` for what is stored (optimizer states as well), ``reduce`` for reduced gradients."""
-
-    compute: torch.dtype | None = None
-    parameter: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-
 @dataclass(frozen=True)
 class Prices:
     """Seconds and bytes on the devices of ``links``, of one pass: forward and backward of one batch. ``passes``: how
@@ -61,7 +51,6 @@ class Prices:
 
     links: Links
     optimizer: str = "adamw"
-    precision: Precision = field(default_factory=Precision)
     passes: int = 1
     bucket_bytes: float = 0.0
 
@@ -81,31 +70,15 @@ class Prices:
     def with_buckets(self, graph: Graph, bucket_bytes: int) -> Prices:
         """The prices where parameters share messages of up to ``bucket_bytes``; none is fuller than all gradients."""
         updated = [graph.by_name[name] for name in graph.updated]
-        total = sum(prod(value.shape) * self.grad_itemsize(value, True) for value in updated)
+        total = sum(prod(value.shape) * value.grad_itemsize for value in updated)
         return replace(self, bucket_bytes=float(min(bucket_bytes, total)))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    def dtype(self, value: Value) -> torch.dtype:
-        """In which a value is computed and sent."""
-        own = self.precision.compute
-        return own if own is not None and value.dtype.is_floating_point else value.dtype
-
-    def grad_itemsize(self, value: Value, is_parameter: bool) -> int:
-        """Bytes per element of a cotangent on its way."""
-        if is_parameter and self.precision.reduce is not None:
-            return self.precision.reduce.itemsize
-        return self.dtype(value).itemsize
-
-    def stored_itemsize(self, value: Value) -> int:
-        """Bytes per element of a parameter as it is stored."""
-        own = self.precision.parameter
-        return own.itemsize if own is not None and value.dtype.is_floating_point else value.dtype.itemsize
-
     def state_bytes(self, value: Value, updated: bool) -> int:
         """Bytes per element of a parameter that a device keeps from step to step: itself, and its gradient and states
         if the optimizer updates it."""
-        own = self.stored_itemsize(value)
+        own = value.kept_dtype.itemsize
         return own * (2 + OPTIMIZER_STATES[self.optimizer]) if updated else own
 
     # -- seconds -------------------------------------------------------------------------------------------------------
@@ -136,28 +109,42 @@ class Prices:
 
     def forward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
         """Seconds of the forward call alone."""
-        return forward_seconds(self.device, op, *shapes, self._dtypes(operands, results))
+        return forward_seconds(self.device, op, *shapes, _dtypes(operands, results))
 
     def backward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
         """Seconds of the backward of that call alone."""
         if not any(value.requires_grad for value in results):
             return 0.0
         needed = [value.requires_grad for value in operands]
-        return backward_seconds(self.device, op, *shapes, self._dtypes(operands, results), needed)
-
-    def _dtypes(self, operands: Sequence[Value], results: Sequence[Value]) -> list[torch.dtype]:
-        return [self.dtype(value) for value in (*operands, *results)]
+        return backward_seconds(self.device, op, *shapes, _dtypes(operands, results), needed)
 
     def update(self, value: Value, numel: float) -> float:
         """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter: it reads
         parameter, gradient and states and writes parameter and states."""
-        own = self.stored_itemsize(value)
-        moved = own * (3 + 2 * OPTIMIZER_STATES[self.optimizer])
-        return numel * moved / self.device.bytes_per_second() / self.passes
+        moved = value.kept_dtype.itemsize * (3 + 2 * OPTIMIZER_STATES[self.optimizer])
+        return self.moved(numel * moved) / self.passes
+
+    def casts(self, value: Value, numel: float, updated: bool) -> float:
+        """A pass's seconds of the casts of ``numel`` elements of what a device stores: read in one dtype and written in
+        the other; of an updated parameter the gradient as well, which arrives as it was reduced. (That it is cast
+        ahead of its reduction, where it is not sharded yet, is seen by the simulation.)"""
+        stored, arrives = value.kept_dtype.itemsize, value.grad_itemsize
+        moved = stored + value.dtype.itemsize if value.stored is not None else 0
+        if updated and (value.reduced or value.dtype) != value.kept_dtype:
+            moved += arrives + stored
+        return self.moved(numel * moved)
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds in which a device reads and writes so many bytes together."""
+        return num_bytes / self.device.bytes_per_second()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.links, self.optimizer, self.precision, self.passes, self.bucket_bytes))
+        return hash((self.links, self.optimizer, self.passes, self.bucket_bytes))
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def _dtypes(operands: Sequence[Value], results: Sequence[Value]) -> list[torch.dtype]:
+    return [value.dtype for value in (*operands, *results)]

@@ -37,11 +37,9 @@ def collective_seconds(collectives: Sequence[Collective], prices: Prices) -> flo
     return float(sum(prices.collective(c.kind, c.axes, np.array([float(c.num_bytes)]))[0] for c in collectives))
 
 
-def conversion_seconds(conversion: Conversion, value: Value, prices: Prices, *, is_parameter: bool = False) -> float:
+def conversion_seconds(conversion: Conversion, prices: Prices, *, is_parameter: bool = False) -> float:
     """Seconds of a conversion, forward and backward: by itself, or of a parameter its share of a full message."""
-    forward = replace(conversion, itemsize=prices.dtype(value).itemsize)
-    backward = replace(conversion, itemsize=prices.grad_itemsize(value, is_parameter))
-    collectives = (*forward.collectives(), *backward.collectives(backward=True))
+    collectives = (*conversion.collectives(), *conversion.collectives(backward=True))
     if not is_parameter:
         return collective_seconds(collectives, prices)
     shares = (prices.parameter_collective(c.kind, c.axes, np.array([float(c.num_bytes)]))[0] for c in collectives)
@@ -51,8 +49,8 @@ def conversion_seconds(conversion: Conversion, value: Value, prices: Prices, *, 
 @dataclass(frozen=True, slots=True)
 class ProgramPrice:
     """Seconds of one training step, component by component, without overlap: collectives that operators wait for,
-    operators, the part of collectives of parameters that overlaps with operators, and the optimizer's update. What
-    backward makes again is counted twice."""
+    operators, the part of collectives of parameters that overlaps with operators, and the casts and updates of
+    parameters. What backward makes again is counted twice."""
 
     exposed: float
     compute: float
@@ -79,15 +77,17 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
             if not conversion.op and origin != graph.loss and origin not in written:
                 continue
             is_parameter = origin in parameters
-            value = graph.by_name[origin]
-            seconds = conversion_seconds(conversion, value, prices, is_parameter=is_parameter)
+            seconds = conversion_seconds(conversion, prices, is_parameter=is_parameter)
             if conversion.result in spmd.lifetimes.conversions:
                 forward = replace(conversion, differentiable=False)
-                seconds += conversion_seconds(forward, value, prices, is_parameter=is_parameter)
+                seconds += conversion_seconds(forward, prices, is_parameter=is_parameter)
             hidden = prices.device.overlap if is_parameter else 0.0
             traffic += hidden * seconds
             exposed += (1 - hidden) * seconds
     for source in graph.sources:
+        value, numel = graph.by_name[source.value], spmd.layouts[source.value].max_local_numel
+        if source.kind == "parameter":
+            update += prices.casts(value, numel, source.value in graph.updated)
         if source.value in graph.updated:
-            update += prices.update(graph.by_name[source.value], spmd.layouts[source.value].max_local_numel)
+            update += prices.update(value, numel)
     return ProgramPrice(exposed, compute, traffic, update)

@@ -36,9 +36,9 @@ class Router:
         """The layouts of a kind of value and the routes between them."""
         tensor = Tensor(
             atoms,
-            self.prices.dtype(value).itemsize,
+            value.dtype.itemsize,
             value.requires_grad,
-            self.prices.grad_itemsize(value, is_parameter),
+            value.grad_itemsize,
         )
         found = self._routes.get((tensor, is_parameter))
         if found is None:
@@ -58,7 +58,7 @@ class Router:
             ends = routes.node_of(source), routes.node_of(target)
             if ends[0] is not None and ends[1] is not None:
                 return routes.moves(ends[0], ends[1])
-        seconds = self.prices.links.price(self.prices.dtype(value).itemsize)
+        seconds = self.prices.links.price(value.dtype.itemsize)
         return redistribute(source, target, differentiable=value.requires_grad, price=seconds)
 
 

@@ -49,7 +49,7 @@ class SimulatedStep:
 
 def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> SimulatedStep:
     """A step of the busiest rank. ``kinds``: those traced already."""
-    program = busiest_program(spmd, prices, kinds or Kinds())
+    program = busiest_program(spmd, kinds or Kinds())
     timeline = _Timeline(program, prices)
     timeline.run()
     peak = memory_of_program(program, prices).peak
@@ -89,13 +89,15 @@ class _Timeline:
         for instruction in instructions:
             if isinstance(instruction, Compute):
                 key = instruction.origin.op, instruction.origin.part
-                if key not in done and key[0] in self.steps:
+                if key[1] == "cast":
+                    self._work(self._cast(instruction))
+                elif key not in done and key[0] in self.steps:
                     self._work(self._seconds(*key, both={(key[0], "input"), (key[0], "weight")} <= parts))
                 done.add(key)
             elif isinstance(instruction, Convert):
-                self.now = self._message(self._collectives(instruction))
+                self.now = self._message(sent_by(instruction))
             elif isinstance(instruction, Depart):
-                self.arrivals[instruction.flight] = self._message(self._collectives(instruction))
+                self.arrivals[instruction.flight] = self._message(sent_by(instruction))
             elif isinstance(instruction, Arrive):
                 self.now = max(self.now, self.arrivals.pop(instruction.flight))
 
@@ -108,6 +110,11 @@ class _Timeline:
         if part == "forward":
             return self.prices.forward(*call)
         return self.prices.backward(*call) / (2 if both else 1)
+
+    def _cast(self, cast: Compute) -> float:
+        """Seconds of a cast: what it reads, and what it writes."""
+        (operand,), (form,) = cast.operands, cast.forms
+        return self.prices.moved(self.program.forms[operand].num_bytes + form.num_bytes)
 
     def _work(self, seconds: float) -> None:
         self.now += seconds
@@ -122,18 +129,6 @@ class _Timeline:
             self.free[collective.axes] = ready
             self.communication += seconds
         return ready
-
-    def _collectives(self, instruction: Convert | Depart) -> tuple[Collective, ...]:
-        """The messages of an exchange, in the dtypes that are priced."""
-        first = instruction.conversions[0]
-        value = self.spmd.graph.by_name[first.origin]
-        itemsize = self.prices.dtype(value).itemsize
-        if instruction.backward:
-            itemsize = self.prices.grad_itemsize(value, first.origin in self.parameters)
-        return tuple(
-            Collective(item.kind, item.axes, item.num_bytes * itemsize // first.itemsize)
-            for item in sent_by(instruction)
-        )
 
     def _call(self, op: str) -> tuple[Op, list[Value], list[Value], LocalShapes]:
         return priced_call(self.steps[op], self.spmd.graph)

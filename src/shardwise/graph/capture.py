@@ -11,7 +11,6 @@ The module is neither changed nor copied: a module of 405B parameters on meta is
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
+from shardwise.graph.called import call_module, divide_targets, find_loss
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
@@ -36,6 +36,7 @@ from shardwise.graph.ir import Graph, Ref, Source, Value
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
+from shardwise.graph.precision import MODELS_OWN, Precision, check_real, with_reductions
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
@@ -92,6 +93,7 @@ def capture(
     *,
     loss: Callable[..., Any] | None = None,
     strategies: Mapping[str, Any] | None = None,
+    precision: Precision = MODELS_OWN,
 ) -> Capture:
     """Captures ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
 
@@ -100,7 +102,8 @@ def capture(
     the keyword examples that are named like its parameters and not like a parameter of the module's ``forward``.
     Without ``loss``, the loss is the output if it is a floating scalar, else its ``loss`` (attribute or key), else its
     first leaf if that is a floating scalar, else None. ``strategies`` maps patterns over module paths
-    ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every module that matches.
+    ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every module that matches. ``precision``: the graph
+    has the dtypes that are computed in, and its sources say in which others they are stored, given and reduced.
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
@@ -108,9 +111,14 @@ def capture(
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = flatten_with_path((args, kwargs))
     check_constants((leaf_name(path), leaf) for path, leaf in leaves)
-    names = tuple(leaf_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
-    # Inputs carry no gradient: what is differentiated is the loss, with respect to parameters.
-    examples = tuple(leaf.detach() for _, leaf in leaves if isinstance(leaf, torch.Tensor))
+    check_real(module, precision)
+    own_args, own_kwargs, *_ = divide_targets(module, args, kwargs, loss)
+    given = tuple(
+        Given.of(path, leaf, precision if _is_among(path, len(own_args), own_kwargs) else MODELS_OWN)
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    )
+    examples = tuple(one.example for one in given)
 
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         arguments = iter(tensors)
@@ -124,10 +132,10 @@ def capture(
     }
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
-    traced = trace(module, examples, call, regions)
+    traced = trace(module, examples, call, regions, precision)
     if traced.outcome.changed:
-        _check_state(module, names, examples, call, traced.outcome.changed)
-    graph, constants, scopes, memories, segments = _to_graph(traced, module, names, examples)
+        _check_state(module, given, call, traced.outcome.changed, precision)
+    graph, constants, scopes, memories, segments = _to_graph(traced, module, given, precision)
     announce_selective(segments)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
@@ -135,6 +143,28 @@ def capture(
         if scope and region.strategy is not None
     )
     return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories, segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor of the call: its name, an example in the dtype that is computed with, and the dtype in which it is
+    given, where that is another."""
+
+    name: str
+    example: torch.Tensor
+    stored: torch.dtype | None = None
+
+    @staticmethod
+    def of(path: tuple[Any, ...], leaf: torch.Tensor, precision: Precision) -> Given:
+        example = leaf.detach()  # inputs carry no gradient: the loss is differentiated with respect to parameters
+        if (dtype := precision.computed(leaf.dtype)) == leaf.dtype:
+            return Given(leaf_name(path), example)
+        return Given(leaf_name(path), torch.empty_like(example, dtype=dtype, device="meta"), leaf.dtype)
+
+
+def _is_among(path: tuple[Any, ...], num_args: int, kwargs: Collection[str]) -> bool:
+    """Whether a leaf of (args, kwargs) belongs to the first arguments, or to some of the keywords."""
+    return path[1].idx < num_args if path[0].idx == 0 else path[1].key in kwargs
 
 
 def refuse_autocast(where: str) -> None:
@@ -146,28 +176,6 @@ def refuse_autocast(where: str) -> None:
         )
 
 
-def call_arguments(
-    example_inputs: Any, kwargs: Mapping[str, Any] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones."""
-    if isinstance(example_inputs, Mapping):
-        return (), {**example_inputs, **(kwargs or {})}
-    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
-    return args, dict(kwargs or {})
-
-
-def call_module(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None
-) -> Any:
-    """What ``capture`` captures, as an ordinary call.
-
-    The module's output, or what ``loss`` makes of it and of the targets.
-    """
-    own_args, own_kwargs, targets, named = _divide_targets(module, tuple(args), dict(kwargs), loss)
-    output = module(*own_args, **own_kwargs)
-    return output if loss is None else loss(output, *targets, **named)
-
-
 def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...]) -> Graph:
     """Captures a function over tensors. The sources are the examples, in order, used or not; requires_grad is theirs.
 
@@ -177,9 +185,9 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
     def run(_: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         return call(*tensors), None
 
-    names = tuple(f"args[{i}]" for i in range(len(examples)))
+    given = tuple(Given(f"args[{i}]", example) for i, example in enumerate(examples))
     module = nn.Module()
-    graph, constants, *_ = _to_graph(trace(module, examples, run, {}), module, names, examples)
+    graph, constants, *_ = _to_graph(trace(module, examples, run, {}), module, given)
     if constants:
         raise CaptureError(
             problem(
@@ -187,53 +195,6 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
             )
         )
     return graph
-
-
-# ------------------------------------------------------------------------------------------------- arguments
-
-
-def _divide_targets(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
-    """(module args, module kwargs, positional targets, named targets)"""
-    if loss is None:
-        return args, kwargs, (), {}
-    parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
-    wanted = required[1:]
-    of_forward, every = set(inspect.signature(module.forward).parameters), set(parameters)
-    named = {name: value for name, value in kwargs.items() if name in every and name not in of_forward}
-    count = len([name for name in wanted if name not in named])
-    if count > len(args):
-        raise CaptureError(
-            problem(
-                f"the loss takes {count} positional targets ({', '.join(wanted)}), "
-                f"but there are {len(args)} positional examples",
-                op=getattr(loss, "__name__", type(loss).__name__),
-                fix="give the examples in order: inputs of the module first, then the targets of the loss",
-            )
-        )
-    first = len(args) - count
-    return args[:first], {name: value for name, value in kwargs.items() if name not in named}, args[first:], named
-
-
-def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
-    """The scalar that is differentiated, by the convention of ``capture``."""
-    candidates = [output, getattr(output, "loss", None)]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    if isinstance(output, (tuple, list)):
-        candidates.extend(pytree.tree_leaves(output)[:1])
-    for candidate in candidates:
-        if isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.dtype.is_floating_point:
-            return candidate
-    if required:
-        shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise CaptureError(
-            problem(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()")
-        )
-    return None
 
 
 def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dict[str, Region]:
@@ -262,11 +223,11 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 
 
 def _to_graph(
-    traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
+    traced: Traced, module: nn.Module, given: tuple[Given, ...], precision: Precision = MODELS_OWN
 ) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[Memory | None, ...], tuple[Segment, ...]]:
     """The finished graph, its constants, the scope of every region ("" if it covers no operator), the memories of its
     outputs, and its segments."""
-    raw, constants, functionalizer, memories = _functional_graph(traced, module, input_names, examples)
+    raw, constants, functionalizer, memories = _functional_graph(traced, module, given, precision)
     # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
     _announce_dense(raw)
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
@@ -275,7 +236,7 @@ def _to_graph(
     verify_graph(graph)
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph = normalize(graph)
-    graph = assign_names(eliminate_dead_code(graph))
+    graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
     segments = segments_of((op, op.scope.partition(BETWEEN)[2]) for op in graph.ops)
@@ -315,17 +276,15 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
 
 
 def _functional_graph(
-    traced: Traced, module: nn.Module, input_names: tuple[str, ...], examples: tuple[torch.Tensor, ...]
+    traced: Traced, module: nn.Module, given: tuple[Given, ...], precision: Precision
 ) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[Memory | None, ...]]:
     """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
     outcome = traced.outcome
     functionalizer, nodes, constants, canonical = _functionalized(
-        traced.program, module, input_names, examples, traced.transformed
+        traced.program, module, given, precision, traced.transformed
     )
     results = iter(nodes)
-    memories = tuple(
-        None if leaf is not None else Memory(*functionalizer.memory_of(next(results))) for leaf in outcome.leaves
-    )
+    memories = tuple(None if leaf is not None else _memory(functionalizer, next(results)) for leaf in outcome.leaves)
     results = iter(nodes)
     outputs = tuple(functionalizer.ref_of(next(results)) if leaf is None else leaf[0] for leaf in outcome.leaves)
     loss = None if outcome.loss_position is None else functionalizer.ref_of(nodes[outcome.loss_position]).name
@@ -337,16 +296,23 @@ def _functional_graph(
     return graph, constants, functionalizer, memories
 
 
+def _memory(functionalizer: Functionalizer, node: Node) -> Memory:
+    """Whose memory a returned tensor has. What was cast is another tensor than the source."""
+    name, geometry = functionalizer.memory_of(node)
+    value = functionalizer.emitter.values.get(name)
+    return Memory(name, geometry) if value is None or value.stored is None else Memory(f"#{name}")
+
+
 def _functionalized(
     program: ExportedProgram,
     module: nn.Module,
-    input_names: tuple[str, ...],
-    examples: tuple[torch.Tensor, ...],
+    given: tuple[Given, ...],
+    precision: Precision,
     transformed: str = "",
 ) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
     """What emitted the program's nodes, the nodes that it returns, the data of its constants, and qualified name of a
     parameter, buffer or constant -> its value."""
-    sources, values, canonical = _module_sources(module)
+    sources, values, canonical = _module_sources(module, precision)
     constants: dict[str, torch.Tensor] = {}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
@@ -356,9 +322,10 @@ def _functionalized(
             sources.append(Source(name, "constant", (name,)))
             values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
             canonical[name] = name
-    for name, example in zip(input_names, examples, strict=True):
+    for name, example, stored in ((one.name, one.example, one.stored) for one in given):
         sources.append(Source(name, "input", (name,)))
-        values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad))
+        values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
+    input_names = tuple(one.name for one in given)
     functionalizer = Functionalizer(Emitter(values, sources), _PREFIX)
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
@@ -367,16 +334,13 @@ def _functionalized(
 
 
 def _check_state(
-    module: nn.Module,
-    input_names: tuple[str, ...],
-    examples: tuple[torch.Tensor, ...],
-    call: Call,
-    changed: tuple[str, ...],
+    module: nn.Module, given: tuple[Given, ...], call: Call, changed: tuple[str, ...], precision: Precision
 ) -> None:
     """Raises CaptureError if the Python state that a call changes makes the next call compute something else, and warns
     of state that goes on changing: what is captured is the first call."""
-    program, calls = trace_pair(module, examples, call)
-    functionalizer, nodes, constants, _ = _functionalized(program, module, input_names, examples)
+    examples = tuple(one.example for one in given)
+    program, calls = trace_pair(module, examples, call, precision)
+    functionalizer, nodes, constants, _ = _functionalized(program, module, given, precision)
     outputs = tuple(map(functionalizer.ref_of, nodes))
     graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
     what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"
@@ -384,7 +348,7 @@ def _check_state(
         raise CaptureError(
             problem(
                 f"the model's forward changes its own Python state, and {what}: {calls.changed}",
-                source=line_of_change(module, examples, call, changed),
+                source=line_of_change(module, examples, call, changed, precision),
                 fix="keep what changes from call to call in a buffer (self.register_buffer), or pass it as an input",
             )
         )
@@ -397,7 +361,7 @@ def _check_state(
         )
 
 
-def _module_sources(module: nn.Module) -> tuple[list[Source], list[Value], dict[str, str]]:
+def _module_sources(module: nn.Module, precision: Precision) -> tuple[list[Source], list[Value], dict[str, str]]:
     """A source for every parameter and buffer, by identity of the tensor; and qualified name -> value."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -411,7 +375,8 @@ def _module_sources(module: nn.Module) -> tuple[list[Source], list[Value], dict[
         tensor = tensors[key]
         kind: Any = "parameter" if key in trainable else "buffer"
         sources.append(Source(tensor_names[0], kind, tuple(tensor_names), kind == "parameter" and tensor.requires_grad))
-        values.append(Value(tensor_names[0], tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        value = Value(tensor_names[0], tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        values.append(precision.of_parameter(value) if kind == "parameter" else value)
     return sources, values, {name: tensor_names[0] for tensor_names in names.values() for name in tensor_names}
 
 

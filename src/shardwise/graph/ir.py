@@ -29,12 +29,18 @@ Arg = Any
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the graph. ``requires_grad``: a gradient of the loss flows through it."""
+    """A tensor of the graph. ``requires_grad``: a gradient of the loss flows through it.
+
+    ``dtype``: in which it is computed with. ``stored``: of a source that is kept, or given, in another dtype: that one;
+    ``reduced``: of a parameter whose gradient is reduced in another dtype: that one (``graph.precision``).
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    stored: torch.dtype | None = None
+    reduced: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -46,6 +52,16 @@ class Value:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """In which a source is stored or given, and a parameter's gradient accumulated."""
+        return self.stored or self.dtype
+
+    @property
+    def grad_itemsize(self) -> int:
+        """Bytes of an element of its cotangent on its way."""
+        return (self.reduced or self.dtype).itemsize
 
 
 SourceKind = Literal["input", "parameter", "buffer", "constant", "activation"]

@@ -50,9 +50,12 @@ def format_graph(graph: Graph) -> str:
 
 
 def format_type(value: Value) -> str:
-    """``f32[64, 2304]``, with ``grad`` if a gradient flows through the value."""
+    """``f32[64, 2304]``, with ``grad`` if a gradient flows through the value, and what a source is ``stored`` or
+    ``reduced`` in besides."""
     dtype = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-    return f"{dtype}{list(value.shape)}" + (" grad" if value.requires_grad else "")
+    others = (("stored", value.stored), ("reduced", value.reduced))
+    said = "".join(f" {word} {_DTYPE_NAMES[one]}" for word, one in others if one is not None)
+    return f"{dtype}{list(value.shape)}" + (" grad" if value.requires_grad else "") + said
 
 
 def _format_source(source: Source, graph: Graph) -> str:
@@ -206,13 +209,18 @@ class _Cursor:
     def typed_value(self) -> Value:
         name = self.value()
         self.expect(":")
+        dtype = self._dtype()
+        self.expect("[")
+        shape, grad = self.list_of(self._size, "]"), self.skip("grad")
+        stored, reduced = (self._dtype() if self.skip(word) else None for word in ("stored", "reduced"))
+        return Value(name, shape, dtype, grad, stored, reduced)
+
+    def _dtype(self) -> torch.dtype:
         dtype = self.match(r"\w+")
         known = None if dtype is None else _DTYPES.get(dtype.group()) or getattr(torch, dtype.group(), None)
         if not isinstance(known, torch.dtype):
             self.fail("expected a dtype such as f32")
-        self.expect("[")
-        shape = self.list_of(self._size, "]")
-        return Value(name, shape, known, self.skip("grad"))
+        return known
 
     def _size(self) -> int:
         matched = self.match(r"\d+")

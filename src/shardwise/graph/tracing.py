@@ -37,6 +37,7 @@ from shardwise.graph.annotate import Region, recording
 from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
+from shardwise.graph.precision import MODELS_OWN, Precision
 from shardwise.graph.segments import segments_opened
 from shardwise.graph.stand_ins import STAND_INS, cumulative_averages
 from shardwise.graph.state import BETWEEN_CALLS, snapshot
@@ -185,24 +186,27 @@ def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], tor
     }
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor of the same shape, strides, dtype, requires_grad and parameterhood."""
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fake CPU tensor of the same shape, strides, dtype (unless another is wanted), requires_grad and
+    parameterhood."""
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the module that shares no state with it; its parameters and buffers are fake, tied ones stay tied."""
+def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> nn.Module:
+    """A copy of the module that shares no state with it; its parameters and buffers are fake, tied ones stay tied.
+    Parameters have the dtype that is computed with."""
     memo: dict[int, Any] = {}
     for _, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(
                 problem("a lazy module has no shapes yet", fix="run the module once on real inputs before planning it")
             )
-        memo.setdefault(id(tensor), fake_like(tensor, mode))
+        dtype = precision.computed(tensor.dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+        memo.setdefault(id(tensor), fake_like(tensor, mode, dtype))
     for path, owner in module.named_modules():
         for attribute, value in vars(owner).items():
             if isinstance(value, torch.Tensor) and id(value) not in memo:
@@ -293,15 +297,19 @@ def trace(
     examples: tuple[torch.Tensor, ...],
     call: Call,
     annotated: dict[str, Region],
+    precision: Precision = MODELS_OWN,
 ) -> Traced:
-    """Exports ``call(copy of module, examples)``, which returns (output, loss). ``annotated``: module path -> region.
+    """Exports ``call(copy of module, examples)``, which returns (output, loss). ``annotated``: module path -> region;
+    ``precision``: that of the copy's parameters.
 
     Raises CaptureError with the user's line for whatever export rejects, and for random numbers drawn outside torch.
     """
     before = host_random_state()
     try:
-        traced = _export(module, examples, call, annotated)
-        reject_host_random(before, lambda watching: _export(module, examples, _inside(watching, call), annotated))
+        traced = _export(module, examples, call, annotated, precision)
+        reject_host_random(
+            before, lambda watching: _export(module, examples, _inside(watching, call), annotated, precision)
+        )
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
@@ -317,10 +325,12 @@ def _inside(context: Callable[[], AbstractContextManager[None]], call: Call) -> 
     return run
 
 
-def trace_pair(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call) -> tuple[ExportedProgram, TwoCalls]:
+def trace_pair(
+    module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, precision: Precision
+) -> tuple[ExportedProgram, TwoCalls]:
     """Exports two calls after each other. Raises CaptureError for what the second call rejects."""
     try:
-        program, outcome, *_ = _export_as(TracedPair, module, examples, call, {})
+        program, outcome, *_ = _export_as(TracedPair, module, examples, call, {}, precision)
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
@@ -329,7 +339,13 @@ def trace_pair(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call
     return program, outcome
 
 
-def line_of_change(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, changed: tuple[str, ...]) -> str:
+def line_of_change(
+    module: nn.Module,
+    examples: tuple[torch.Tensor, ...],
+    call: Call,
+    changed: tuple[str, ...],
+    precision: Precision,
+) -> str:
     """The first line of the model after which one of these places of its Python state is another."""
     lines: list[str] = []
 
@@ -341,12 +357,18 @@ def line_of_change(module: nn.Module, examples: tuple[torch.Tensor, ...], call: 
         with watching(lines, state):
             return call(copy, tensors)
 
-    _export(module, examples, watched, {})
+    _export(module, examples, watched, {}, precision)
     return lines[0] if lines else ""
 
 
-def _export(module: nn.Module, examples: tuple[torch.Tensor, ...], call: Call, annotated: dict[str, Region]) -> Traced:
-    return Traced(*_export_as(TracedCall, module, examples, call, annotated))
+def _export(
+    module: nn.Module,
+    examples: tuple[torch.Tensor, ...],
+    call: Call,
+    annotated: dict[str, Region],
+    precision: Precision,
+) -> Traced:
+    return Traced(*_export_as(TracedCall, module, examples, call, annotated, precision))
 
 
 def _export_as(
@@ -355,10 +377,11 @@ def _export_as(
     examples: tuple[torch.Tensor, ...],
     call: Call,
     annotated: dict[str, Region],
+    precision: Precision,
 ) -> tuple[ExportedProgram, Any, tuple[Region, ...], str]:
     mode = FakeTensorMode()
     outcomes: list[Any] = []
-    traced = kind(fake_copy(module, mode), call, outcomes.append)
+    traced = kind(fake_copy(module, mode, precision), call, outcomes.append)
     inputs = tuple(fake_like(example, mode) for example in examples)
     lines = UserLines()
     with _quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages():

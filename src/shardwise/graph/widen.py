@@ -39,7 +39,7 @@ def widen(graph: Graph) -> Graph:
         replace(op, args=wide(op.args), kwargs=tuple((key, wide(value)) for key, value in op.kwargs))
         for op in graph.ops
     )
-    values = {value.name: replace(value, dtype=wide(value.dtype)) for value in graph.values}
+    values = {v.name: replace(v, dtype=wide(v.dtype), stored=None, reduced=None) for v in graph.values}
     types = TypeInference()
     for op in ops:
         inferred = types.results(op.target, op.args, op.kwargs, values.__getitem__)
@@ -54,8 +54,9 @@ _ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
 
 
 @contextmanager
-def reference_mode(seed: int) -> Iterator[None]:
-    """Run eager code with widened casts and with the dropout masks of the graph under ``seed``.
+def reference_mode(seed: int, *, widens: bool = True) -> Iterator[None]:
+    """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
+    its own.
 
     A function mode sees a call of ``torch.nn.functional`` as one, and none of those inside it, such as the dropout of
     ``multi_head_attention_forward``. So these functions are told meanwhile that there is no mode, and their insides
@@ -66,7 +67,7 @@ def reference_mode(seed: int) -> Iterator[None]:
     functions.update(dict.fromkeys(asked, lambda *operands: False))
     token = _ACTIVE.set(True)
     try:
-        with _Reference(seed), checkpoints_kept():
+        with _Reference(seed, widens), checkpoints_kept():
             yield
     finally:
         _ACTIVE.reset(token)
@@ -88,11 +89,12 @@ def widened_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 class _Reference(TorchFunctionMode):
-    """Rewrites torch calls: types to float64, dropout and random numbers to the hashed ones, numbered in the order of
-    execution."""
+    """Rewrites torch calls: types to float64, unless they are wanted as they are, and dropout and random numbers to the
+    hashed ones, numbered in the order of execution."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, widens: bool) -> None:
         super().__init__()
+        self.widens = widens
         self.seed = torch.tensor(seed, dtype=torch.int64)
         self.calls = 0
 
@@ -101,7 +103,7 @@ class _Reference(TorchFunctionMode):
         replacement = REPLACED.get(func)
         if replacement is not None:
             return replacement(self, *args, **kwargs)
-        return widened_call(func, args, kwargs)
+        return widened_call(func, args, kwargs) if self.widens else func(*args, **kwargs)
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """``x`` under the mask of the next dropout."""
@@ -114,7 +116,8 @@ class _Reference(TorchFunctionMode):
         """The numbers of the next random call."""
         self.calls += 1
         zeros = (0,) * len(shape)
-        drawn: torch.Tensor = uniform(self.seed, self.calls - 1, shape, zeros, shape, shape, torch.float64)
+        dtype = torch.float64 if self.widens else torch.get_default_dtype()
+        drawn: torch.Tensor = uniform(self.seed, self.calls - 1, shape, zeros, shape, shape, dtype)
         return drawn
 
     def normal(self, shape: Sequence[int]) -> torch.Tensor:

@@ -56,8 +56,8 @@ def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, origin
                 problem(f"the buckets that the plan lists do not fit its program: {error}", fix=fix)
             ) from error
     else:
-        dtypes = {} if original is None else {s.value: original.by_name[s.value].dtype for s in original.sources}
-        spmd = fill(spmd, plan.bucket_bytes, dtypes, by_block=any(entry.again for entry in stage.parameters))
+        again = any(entry.again for entry in stage.parameters)
+        spmd = fill(spmd, plan.bucket_bytes, original, by_block=again)
     spmd = replace(spmd, lifetimes=_lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None))
     if is_planned and stage.conversions is not None:
         _check_strategies(stage, graph, choice)
@@ -224,11 +224,11 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
             own, planned = have[name], want[name]
             texts = [str(list(shape)) for shape in (own.shape, planned.shape)]
             if not widened:
-                texts = [format_dtype(own.dtype) + texts[0], planned.dtype + texts[1]]
+                texts = [format_dtype(own.kept_dtype) + texts[0], planned.dtype + texts[1]]
             if texts[0] != texts[1]:
                 faults.append(f"{kind} {name} is {texts[0]} in the model and {texts[1]} in the plan")
     inputs = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == "input"}
-    _raise_faults(faults + input_faults(plan, {n: (v.dtype, v.shape) for n, v in inputs.items()}, widened))
+    _raise_faults(faults + input_faults(plan, {n: (v.kept_dtype, v.shape) for n, v in inputs.items()}, widened))
 
 
 def _check_operators(plan: Plan, graph: Graph) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.plans.precision import format_precision
 from shardwise.plans.printing import format_seconds, format_totals
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def _changed(own: dict[str, str], other: dict[str, str]) -> tuple[tuple[str, str
 def _settings(plan: Plan) -> dict[str, str]:
     found = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
     found |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
+    found["precision"] = format_precision(plan.precision)
     if plan.prediction is not None:
         found["step"] = format_seconds(plan.prediction.step_seconds)
     return found

@@ -104,8 +104,9 @@ class SharedEntry:
 
 @dataclass(frozen=True, slots=True)
 class PricingEntry:
-    """What a plan was priced with: the cluster as TOML, dtypes of ``Precision`` (empty: the model's), and the mesh axes
-    whose parts are treated differently. Nothing of the program depends on it."""
+    """What a plan was priced with: the cluster as TOML, and the mesh axes whose parts are treated differently. Nothing
+    of the program depends on it. ``compute``, ``parameter``, ``reduce``: of files before version 6, which were priced
+    for other dtypes than they are executed in; else empty."""
 
     cluster: str
     compute: str

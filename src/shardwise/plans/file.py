@@ -1,6 +1,8 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 6 says what is made again in backward. Version 5 has stages, and in every conversion its path. Version 4 had one
+Version 6 says what is made again in backward, and may name the precision of the step; a plan that does not is executed
+in the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has stages, and in every
+conversion its path. Version 4 had one
 stage, whose entries stood beside the settings, and no paths: a file of a plan that was not chosen by price is read,
 since its conversions take the paths that send the fewest bytes; one that was chosen by price says to plan again.
 """
@@ -29,6 +31,7 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
+from shardwise.plans.precision import precision_of
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
@@ -41,7 +44,7 @@ _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _LINES = "pricing.cluster"  # the text of several lines
-_SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction")
+_SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction", "precision")
 
 
 def digest_of(body: Any) -> str:
@@ -201,6 +204,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
         "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
         "prediction": _prediction(body.get("prediction")),
+        "precision": precision_of(body.get("precision")),
     }
 
 

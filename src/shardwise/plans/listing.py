@@ -33,8 +33,8 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
 
     def described(source: Source) -> tuple[str, str, tuple[int, ...], str]:
         value = graph.by_name[source.value]
-        layout = format_layout(choice.sources[source.value], value.dtype)
-        return source.names[0], format_dtype(value.dtype), value.shape, layout
+        layout = format_layout(choice.sources[source.value], value.kept_dtype)
+        return source.names[0], format_dtype(value.kept_dtype), value.shape, layout
 
     def tensors(kind: str) -> tuple[TensorEntry, ...]:
         return tuple(TensorEntry(*described(s)) for s in graph.sources if s.kind == kind and s.names[0] != SEED)

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
+from shardwise.graph.precision import MODELS_OWN, Precision
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import check_placements
@@ -33,6 +34,7 @@ from shardwise.plans.entries import (
     TensorEntry,
 )
 from shardwise.plans.file import VERSION, check_names, checked_body, digest_of, format_ranks, settings_of, stage_body
+from shardwise.plans.precision import precision_body
 from shardwise.plans.printing import format_plan
 from shardwise.texts import MAX_FILE, check_texts, read_text
 
@@ -44,8 +46,9 @@ class Plan:
     """A complete plan. Two plans are equal when all their entries are, and then their digests are equal too.
 
     ``training``: whether the module was in training mode. ``bucket_bytes``: the largest message that several parameters
-    share. ``pricing`` and ``prediction`` are those of a plan that was chosen by price. What concerns a single stage
-    (``mesh``, ``layouts``) can be asked of a plan with one.
+    share. ``precision``: the dtypes of the step, where they are not the model's. ``pricing`` and ``prediction`` are
+    those of a plan that was chosen by price. What concerns a single stage (``mesh``, ``layouts``) can be asked of a
+    plan with one.
     """
 
     stages: tuple[Stage, ...]
@@ -56,6 +59,7 @@ class Plan:
     bucket_bytes: int
     pricing: PricingEntry | None = None
     prediction: Prediction | None = None
+    precision: Precision = MODELS_OWN
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Plan) else NotImplemented
@@ -253,6 +257,7 @@ class Plan:
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else {**asdict(self.pricing), "separate": [*self.pricing.separate]},
             "prediction": None if self.prediction is None else asdict(self.prediction),
+            **precision_body(self.precision),
         }
 
 

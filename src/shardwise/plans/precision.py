@@ -1,18 +1,64 @@
-"""For which dtypes a plan was priced, where ranks run others."""
+"""The precision of a plan as it stands in its file and in its print, and what older plans were only priced for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-from shardwise.layouts.text import parse_dtype
+import torch
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.graph.precision import MODELS_OWN, Precision
+from shardwise.layouts.text import format_dtype, parse_dtype
+from shardwise.texts import shown
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
 
 
-def not_executed(plan: Plan) -> str:
-    """A sentence where a plan was priced for other dtypes than ranks run, which are those of the model; else empty."""
+def format_precision(precision: Precision) -> str:
+    """``compute bf16, parameter f32``; ``the model's`` where nothing else is said."""
+    named = precision_body(precision).get("precision", {})
+    return ", ".join(f"{name} {dtype}" for name, dtype in named.items() if dtype) or "the model's"
+
+
+def precision_body(precision: Precision) -> dict[str, Any]:
+    """The entry of a file; none where all dtypes are the model's."""
+    if precision.is_models:
+        return {}
+    return {"precision": {f.name: _text(getattr(precision, f.name)) for f in fields(Precision)}}
+
+
+def precision_of(data: Any) -> Precision:
+    """The inverse of ``precision_body``, of the entry's content (None: there is none). Raises PlanError."""
+    if data is None:
+        return MODELS_OWN
+    names = [f.name for f in fields(Precision)]
+    if not isinstance(data, Mapping) or sorted(data) != sorted(names):
+        raise PlanError(f"precision is {shown(data)}, not an object of {', '.join(names)}")
+    try:
+        precision = Precision(**{name: _dtype(data[name]) for name in names})
+    except ShardwiseError as error:
+        raise PlanError(f"precision: {error}") from error
+    if precision.is_models:
+        raise PlanError("precision says nothing: leave the entry out for the dtypes of the model")
+    return precision
+
+
+def _text(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else format_dtype(dtype)
+
+
+def _dtype(text: Any) -> torch.dtype | None:
+    if not isinstance(text, str):
+        raise PlanError(f"{shown(text)} is no dtype")
+    return parse_dtype(text) if text else None
+
+
+def only_priced(plan: Plan) -> str:
+    """A sentence where a plan of an older file was priced for other dtypes than ranks run, which are those of the
+    model; else empty."""
     if plan.pricing is None:
         return ""
     stored = _floating(entry.dtype for stage in plan.stages for entry in stage.parameters)
@@ -26,8 +72,8 @@ def not_executed(plan: Plan) -> str:
     if not priced:
         return ""
     return (
-        f"priced for Precision({', '.join(priced)}), which is not executed: ranks compute, store and reduce in the "
-        f"dtypes of the model ({', '.join(sorted(computed))})"
+        f"priced for Precision({', '.join(priced)}) by an older version, and is not executed so: ranks compute, store "
+        f"and reduce in the dtypes of the model ({', '.join(sorted(computed))}); a new plan is"
     )
 
 

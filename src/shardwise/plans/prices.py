@@ -5,8 +5,7 @@ from __future__ import annotations
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import parse as parse_cluster
 from shardwise.costs.collectives import Links
-from shardwise.costs.prices import Precision, Prices
-from shardwise.layouts.text import parse_dtype
+from shardwise.costs.prices import Prices
 from shardwise.plans.plan import Plan
 
 
@@ -15,6 +14,5 @@ def prices_of(plan: Plan) -> Prices:
     entry = plan.pricing
     if entry is None:
         return Prices(Links(Cluster.local(plan.mesh.num_devices), plan.mesh), plan.optimizer)
-    dtypes = [None if name == "" else parse_dtype(name) for name in (entry.compute, entry.parameter, entry.reduce)]
     links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
-    return Prices(links, plan.optimizer, Precision(*dtypes))
+    return Prices(links, plan.optimizer)

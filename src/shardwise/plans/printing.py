@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardwise.layouts.text import DTYPE_NAMES
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
-from shardwise.plans.precision import not_executed
+from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_seconds as format_seconds
 
@@ -45,10 +45,12 @@ def format_plan(plan: Plan) -> str:
         f"    forward   {format_totals(tuple(plan.collectives()))}",
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
     ]
+    if not plan.precision.is_models:
+        lines.insert(2, f"  precision {format_precision(plan.precision)}")
     lines += _made_again(plan)
     if plan.prediction is not None:
         lines += _predicted(plan.prediction)
-    if sentence := not_executed(plan):
+    if sentence := only_priced(plan):
         lines.append(f"    {sentence}")
     for number, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
+from shardwise.graph.ir import Value
 from shardwise.graph.segments import block_of
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.steps import Conversion, Step, collectives_of
@@ -47,7 +46,7 @@ class Bucket:
 def fill_buckets(
     steps: Sequence[Step | Conversion],
     sources: frozenset[str],
-    dtype_of: Callable[[str], torch.dtype],
+    value_of: Callable[[str], Value],
     receives_gradient: Callable[[Conversion], bool],
     bucket_bytes: int = BUCKET_BYTES,
     *,
@@ -55,9 +54,9 @@ def fill_buckets(
 ) -> tuple[Step | Conversion | Bucket, ...]:
     """The steps with conversions put into buckets.
 
-    ``sources``: the parameters; ``dtype_of``: the dtype of a value, which decides what may share a message and how many
-    bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself); ``by_block``: parameters share
-    messages with others of their block only, so that they can be let go with it.
+    ``sources``: the parameters; ``value_of``: a value by its name, whose dtypes decide what may share a message and how
+    many bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself); ``by_block``: parameters
+    share messages with others of their block only, so that they can be let go with it.
     """
     if bucket_bytes == 0:
         return tuple(steps)
@@ -66,9 +65,9 @@ def fill_buckets(
         """What conversions have in common that share their messages."""
         moves = tuple((move.cell, move.axes) for move in conversion.moves)
         kinds = tuple(c.kind for side in _both(conversion) for c in side)
-        own = conversion.differentiable, receives_gradient(conversion), conversion.value in sources
+        own, value = (conversion.differentiable, receives_gradient(conversion)), value_of(conversion.origin)
         block = block_of(conversion.op) if by_block and conversion.value in sources else ""
-        return moves, kinds, dtype_of(conversion.origin), own, block
+        return moves, kinds, value.dtype, value.reduced, own, conversion.value in sources, block
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
@@ -81,8 +80,9 @@ def fill_buckets(
             or not _is_one_message(step, receives_gradient)
         ):
             continue
-        largest = max(c.num_bytes for side in _both(step) for c in side)
-        size = largest // step.itemsize * dtype_of(step.value).itemsize
+        value = value_of(step.value)
+        sent = replace(step, itemsize=value.dtype.itemsize, grad_itemsize=value.grad_itemsize)
+        size = max(c.num_bytes for side in _both(sent) for c in side)
         first = bucket_bytes if by_block else min(bucket_bytes, FIRST_BUCKET_BYTES)
         found, filled, room = open_buckets.get(message_kind(step), ([], 0, first))
         if found and filled + size > room:

@@ -19,20 +19,17 @@ import torch
 
 from shardwise.graph.ir import Ref, refs
 from shardwise.programs.buckets import Bucket
+from shardwise.programs.casts import before_first_use, cast, computed_name
 from shardwise.programs.entries import Called, Exchanged, cuts_windows, in_backward_order, renamed
 from shardwise.programs.exchanges import ExchangeWriter, Travellers
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import (
-    Arrive,
-    Compute,
-    Instruction,
-    Origin,
-)
+from shardwise.programs.gradients import gradients_of
+from shardwise.programs.instructions import Arrive, Compute, Instruction, Origin
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.linears import with_biases
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
-from shardwise.programs.passes import mark_overwrites, memories
+from shardwise.programs.passes import mark_overwrites
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import conversions_of
@@ -50,13 +47,12 @@ def differentiate(
     overlap: bool = True,
     reached: Sequence[bool] | None = None,
     with_gradients: bool = True,
-    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Program:
     """The step of a rank. ``loss_only``: only the loss and what is written back are made, not the other outputs;
     ``overlap``: whether messages travel while something else is computed (else every one is waited for on the spot);
     ``reached``: per delivered value whether it gets a cotangent (by default all that are differentiable);
-    ``with_gradients``: whether there is a backward at all; ``dtypes``: of sources, where they are not the graph's."""
-    writer = _Writer(local, kinds, overlap, dtypes or {})
+    ``with_gradients``: whether there is a backward at all."""
+    writer = _Writer(local, kinds, overlap)
     return writer.write(delivered_values(local.spmd, loss_only=loss_only), reached, with_gradients, loss_only)
 
 
@@ -65,11 +61,12 @@ class _Writer:
     local: LocalProgram
     kinds: Kinds
     overlap: bool
-    dtypes: Mapping[str, torch.dtype]
     forms: dict[str, Form] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     cotangents: dict[str, str] = field(default_factory=dict)
     in_flight: dict[int, Arrive] = field(default_factory=dict)  # what receives gradients that are on their way
+    casts: dict[str, Compute] = field(default_factory=dict)  # of sources, by the names that they make
+    stored: dict[str, Form] = field(default_factory=dict)  # of sources that are cast
 
     def __post_init__(self) -> None:
         self.spmd = self.local.spmd
@@ -94,12 +91,14 @@ class _Writer:
                     self.forms[f"d:{name}"] = self.forms[name].with_gradient(False)
                     self._add_cotangent(name, f"d:{name}", Origin("", "", "input"))
             self._write_backward(entries)
-        forward = self._write_forward(entries)
-        gradients = self._gradients()
-        made = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
-        used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
-        saved = tuple(name for name in used if name in made)
         mutations = tuple((buffer, self.resolve(value)) for buffer, value in self.spmd.mutations)
+        written = self._write_forward(entries)
+        self.backward, gradients = gradients_of(self.graph, self.cotangents, self.backward, self.forms)
+        used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
+        ends = (*map(self.resolve, delivered), *(value for _, value in mutations), *used)
+        forward = before_first_use(written, self.casts, ends)
+        made = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
+        saved = tuple(name for name in used if name in made)
         program = Program(
             self.local.rank,
             self.spmd,
@@ -111,7 +110,7 @@ class _Writer:
             tuple(seeds),
             gradients,
             dict(self.aliases),
-            self.forms,
+            self.forms | self.stored,
             dict(self.kinds.untraceable),
         )
         return mark_overwrites(with_lifetimes(program))
@@ -126,7 +125,13 @@ class _Writer:
             inexact = value.dtype.is_floating_point or value.dtype.is_complex
             frozen = source.kind == "parameter" and not source.trainable
             takes_grad = value.requires_grad and inexact and not frozen
-            self.forms[source.value] = Form.contiguous(shape, self.dtypes.get(source.value, value.dtype), takes_grad)
+            form = self.forms[source.value] = Form.contiguous(shape, value.dtype, takes_grad)
+            if value.stored is not None:
+                name = self.aliases[source.value] = computed_name(source.value)
+                origin = Origin("", source.names[0], "forward")
+                self.casts[name] = cast(source.value, name, form.with_gradient(False), origin)
+                self.forms[name] = form
+                self.stored[source.value] = Form.contiguous(shape, value.stored, takes_grad)
             if source.kind == "parameter":
                 self.parameter_values.add(source.value)
 
@@ -386,30 +391,6 @@ class _Writer:
         shares = (None,) * len(results)
         self.backward.append(Compute(target, args, (), results, places, forms, shares, origin))
 
-    def _gradients(self) -> dict[str, str]:
-        """Source -> its gradient, in memory of its own: whoever gets gradients adds to them in place."""
-        root = memories(self.backward)
-        made = {name for instruction in self.backward for name in instruction.results}
-        gradients: dict[str, str] = {}
-        taken: set[str] = set()
-        for source in self.graph.sources:
-            name = self.cotangents.get(source.value)
-            if name is None:
-                continue
-            memory = root.get(name, name)
-            if memory in taken or memory not in made:
-                copied = f"{name}:{source.value}"
-                form = self.forms[copied] = Form.contiguous(self.forms[name].shape, self.forms[name].dtype)
-                kwargs = (("memory_format", torch.contiguous_format),)
-                origin = Origin("", source.names[0], "weight")
-                self.backward.append(
-                    Compute(aten.clone.default, (Ref(name),), kwargs, (copied,), ((),), (form,), (None,), origin)
-                )
-                name = copied
-            taken.add(memory)
-            gradients[source.value] = name
-        return gradients
-
     def _add_cotangent(self, name: str, cotangent: str, origin: Origin, into: list[Instruction] | None = None) -> None:
         """A cotangent of a value arrives: it is added to what came before."""
         if not self.forms[name].requires_grad:
@@ -419,7 +400,9 @@ class _Writer:
             self.cotangents[name] = cotangent
             return
         first, second = self.forms[before], self.forms[cotangent]
-        form = first if first.stride == second.stride else Form.contiguous(first.shape, first.dtype)
+        dtype = torch.promote_types(first.dtype, second.dtype)  # of a parameter, one may have been reduced in another
+        same = first.stride == second.stride and dtype == first.dtype
+        form = first if same else Form.contiguous(first.shape, dtype)
         total = f"{cotangent}+{before}"
         self.forms[total] = form
         args = (Ref(before), Ref(cotangent))
@@ -442,12 +425,22 @@ class _Writer:
     def _travellers(self, entry: Exchanged, *, backward: bool) -> Travellers:
         conversions = self._travelling(entry, backward=backward)
         if backward:
-            operands = tuple(self.cotangents[conversion.result] for conversion in conversions)
+            operands = tuple(map(self._to_reduce, conversions))
             results = tuple(f"{name}>{one.value}" for name, one in zip(operands, conversions, strict=True))
         else:
             operands = tuple(self.resolve(conversion.value) for conversion in conversions)
             results = tuple(conversion.result for conversion in conversions)
         return Travellers(conversions, operands, results, backward, entry.of_parameters)
+
+    def _to_reduce(self, conversion: Conversion) -> str:
+        """The cotangent of a conversion in the dtype in which it is reduced."""
+        name, dtype = self.cotangents[conversion.result], self.graph.by_name[conversion.origin].reduced
+        if dtype is None or self.forms[name].dtype == dtype:
+            return name
+        result = self.exchanges.cast_name(name, dtype)
+        if result not in self.forms:  # two parameters may have one cotangent
+            self.backward.append(self.exchanges.cast(name, dtype, conversion))
+        return result
 
     def _exchanged(self, entry: Exchanged, *, backward: bool) -> list[Instruction]:
         """An exchange that is waited for on the spot, or what it does without a message."""
@@ -495,4 +488,9 @@ class _Writer:
 
     def _arrived(self, exchange: Travellers | Arrive, into: list[Instruction]) -> None:
         for conversion, result in zip(exchange.conversions, exchange.results, strict=True):
-            self._add_cotangent(conversion.value, result, self.exchanges.origin(conversion, True), into)
+            origin, value = self.exchanges.origin(conversion, True), self.graph.by_name[conversion.origin]
+            if conversion.origin not in self.graph.source_of and self.forms[result].dtype != value.dtype:
+                # It was reduced in another dtype; the backward of the operator that made the value goes on in its own.
+                into.append(self.exchanges.cast(result, value.dtype, conversion))
+                result = into[-1].results[0]
+            self._add_cotangent(conversion.value, result, origin, into)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from shardwise.graph.ir import Graph
+from shardwise.layouts.text import format_dtype
+from shardwise.programs.casts import cast
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Arrive, Convert, Depart, Origin, Part
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Origin, Part
 from shardwise.programs.moves import converted_form
 from shardwise.programs.steps import Conversion
 
@@ -56,6 +60,15 @@ class ExchangeWriter:
         departure = Depart(flight, conversions, backward, travellers.operands, origin, of_parameters)
         arrival = Arrive(flight, conversions, backward, travellers.results, forms, shares, origin, of_parameters)
         return departure, arrival
+
+    def cast(self, name: str, dtype: torch.dtype, conversion: Conversion) -> Compute:
+        """A cotangent of a conversion in another dtype, ahead of its reduction or behind it."""
+        result = self.cast_name(name, dtype)
+        form = self.forms[result] = Form.contiguous(self.forms[name].shape, dtype)
+        return cast(name, result, form, self.origin(conversion, True))
+
+    def cast_name(self, name: str, dtype: torch.dtype) -> str:
+        return f"{name}~{format_dtype(dtype)}"
 
     def origin(self, conversion: Conversion, backward: bool) -> Origin:
         """The operator that needs the converted value, or for what the user gets the one that made it."""

@@ -16,8 +16,9 @@ from shardwise.layouts.conversions import Collective
 from shardwise.programs.forms import Form
 from shardwise.programs.steps import Conversion, collectives_of
 
-# What an instruction is for: the results of an operator, cotangents that others wait for, gradients of parameters.
-Part = Literal["forward", "input", "weight"]
+# What an instruction is for: the results of an operator, cotangents that others wait for, gradients of parameters; or
+# the cast of a source or of its gradient (``programs.casts``).
+Part = Literal["forward", "input", "weight", "cast"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from shardwise.programs.opaque import Record
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
 
-AGAIN = "~"  # ends the name of what is made again
+AGAIN = "^"  # ends the name of what is made again
 
 
 def with_lifetimes(program: Program) -> Program:
@@ -46,7 +46,7 @@ def repeated(program: Program) -> tuple[frozenset[str], frozenset[str]]:
     operators: set[str] = set()
     conversions: set[str] = set()
     for instruction in program.backward:
-        if not any(name.endswith(AGAIN) for name in instruction.results):
+        if not instruction.origin.again:
             continue
         if isinstance(instruction, Compute):
             operators.add(instruction.origin.op)
@@ -125,7 +125,8 @@ def dropped_values(program: Program) -> frozenset[str]:
     candidates: set[str] = set()
     for instruction in forward:
         if isinstance(instruction, Compute):
-            drops = instruction.origin.op in wanted.operators and instruction.origin.op not in steady
+            op, part = instruction.origin.op, instruction.origin.part
+            drops = op in wanted.operators and op not in steady and part != "cast"  # sources are cast once
         elif isinstance(instruction, (Convert, Arrive)):
             drops = all(conversion.result in wanted.conversions for conversion in instruction.conversions)
         else:
@@ -141,7 +142,7 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
     """Position -> those of its operator's kernels, where one writes to what another made: they go together."""
     of_op: dict[str, list[int]] = {}
     for i, instruction in enumerate(forward):
-        if isinstance(instruction, Compute):
+        if isinstance(instruction, Compute) and instruction.origin.part != "cast":
             of_op.setdefault(instruction.origin.op, []).append(i)
     writing = {
         instruction.origin.op for instruction in forward if isinstance(instruction, Compute) and instruction.writes

@@ -130,7 +130,7 @@ def _content(instruction: Instruction) -> object:
         return typed(call), instruction.places, forms
     if isinstance(instruction, Copy):
         return instruction.to, forms
-    ways = tuple((c.source, c.target, c.moves, c.itemsize) for c in instruction.conversions)
+    ways = tuple((c.source, c.target, c.moves, c.itemsize, c.grad_itemsize) for c in instruction.conversions)
     return type(instruction), ways, instruction.backward, forms
 
 

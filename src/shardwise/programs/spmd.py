@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
-
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
 from shardwise.layouts.conversions import Collective, Move
@@ -168,21 +166,16 @@ def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice,
     return Spmd(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
 
 
-def fill(
-    spmd: Spmd,
-    bucket_bytes: int,
-    parameter_dtypes: Mapping[str, torch.dtype] | None = None,
-    *,
-    by_block: bool = False,
-) -> Spmd:
-    """The program with its conversions put into buckets (``programs.buckets``). ``parameter_dtypes``: those that decide
-    about sharing, where they are not the graph's; ``by_block``: as in ``build_spmd``."""
-    graph, dtypes = spmd.graph, parameter_dtypes or {}
+def fill(spmd: Spmd, bucket_bytes: int, original: Graph | None = None, *, by_block: bool = False) -> Spmd:
+    """The program with its conversions put into buckets (``programs.buckets``). ``original``: the graph whose sources'
+    dtypes decide about sharing, where it is another; ``by_block``: as in ``build_spmd``."""
+    graph = spmd.graph
+    values = graph.by_name | ({s.value: original.by_name[s.value] for s in original.sources} if original else {})
     parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
     steps = fill_buckets(
         [step for step in spmd.steps if not isinstance(step, Bucket)],
         parameters,
-        lambda value: dtypes.get(value, graph.by_name[value].dtype),
+        values.__getitem__,
         spmd.receives_gradient,
         bucket_bytes,
         by_block=by_block,
@@ -324,8 +317,9 @@ class Builder:
             result = f"{origin}:{self._count[origin]}"
             self._made[key] = result
             self.layouts[result] = target
+            itemsizes = info.dtype.itemsize, info.grad_itemsize
             self.steps.append(
-                Conversion(name, origin, result, source, target, moves, info.requires_grad, info.dtype.itemsize, op)
+                Conversion(name, origin, result, source, target, moves, info.requires_grad, *itemsizes, op)
             )
         return self._made[key]
 

@@ -14,7 +14,8 @@ class Conversion:
     """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``.
 
     ``origin``: the value of the graph that it is (``value`` itself, unless that was converted before); ``op``: the
-    consumer it was first made for.
+    consumer it was first made for; ``itemsize``, ``grad_itemsize``: bytes of an element on its way, forward and
+    backward.
     """
 
     value: str
@@ -25,6 +26,7 @@ class Conversion:
     moves: tuple[Move, ...]
     differentiable: bool
     itemsize: int
+    grad_itemsize: int
     op: str
 
     def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
@@ -32,7 +34,8 @@ class Conversion:
         if backward and not self.differentiable:
             return ()
         moves = self.moves[::-1] if backward else self.moves
-        found = (collective_of(move, self.itemsize, backward=backward) for move in moves)
+        itemsize = self.grad_itemsize if backward else self.itemsize
+        found = (collective_of(move, itemsize, backward=backward) for move in moves)
         return tuple(collective for collective in found if collective is not None)
 
 

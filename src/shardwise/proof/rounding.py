@@ -91,11 +91,11 @@ def explain(start: Start, ranks: Ranks, wrong: Sequence[Difference], steps: int,
 
 def _moved(start: Start, steps: int) -> dict[Key, float]:
     """How far disturbed runs are from the original after some steps."""
-    original, disturbed = OneDevice(start), _disturbed(start)
+    original, disturbed = OneDevice(start), disturbed_runs(start)
     worst: dict[Key, Difference] = {}
     earlier: list[tuple[Values, list[Values]]] = []
     for number, run in enumerate(disturbed):
-        _disturb(run, number)
+        disturb(run, number)
     for step in range(steps):
         expected = original.step(step)
         actual = [run.step(step) for run in disturbed]
@@ -111,7 +111,7 @@ Unexplained = tuple[tuple[Difference, float | None], ...]
 def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> tuple[Unexplained, tuple[str, ...]]:
     """The differences of the first step that rounding does not explain, every step beginning in the same state, worst
     first; and parameters that were judged by their gradients."""
-    original, before, disturbed = OneDevice(start), OneDevice(start), _disturbed(start)
+    original, before, disturbed = OneDevice(start), OneDevice(start), disturbed_runs(start)
     by_gradient: dict[str, None] = {}
     for step in range(steps):
         before.adopt(original)
@@ -123,7 +123,7 @@ def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> t
         judged = {key: ("gradient", _parameter(key, start.captured)) in expected for key in found}
         if hopeless := [d for d in wrong if not (d.error <= USELESS or judged[d.kind, d.name])]:
             return tuple((d, None) for d in hopeless), ()
-        moved = _moved_in_step(before, disturbed, expected, step) if wrong else {}
+        moved = moved_in_step(before, disturbed, expected, step) if wrong else {}
         beyond = []
         for difference in wrong:
             key = difference.kind, difference.name
@@ -137,11 +137,13 @@ def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> t
     return (), tuple(by_gradient)
 
 
-def _moved_in_step(before: OneDevice, disturbed: Sequence[OneDevice], expected: Values, step: int) -> dict[Key, float]:
+def moved_in_step(
+    before: OneDevice, disturbed: Sequence[OneDevice], expected: Values, step: int, by: float = DISTURBANCE
+) -> dict[Key, float]:
     """How far disturbed runs are from the original after one step from the state ``before``."""
     for number, run in enumerate(disturbed):
         run.adopt(before)
-        _disturb(run, number)
+        disturb(run, number, by)
     worst: dict[Key, Difference] = {}
     compare(expected, [run.step(step) for run in disturbed], _itself, worst)
     return {key: difference.error for key, difference in worst.items()}
@@ -157,30 +159,30 @@ def _parameter(key: Key, captured: Capture) -> str:
     return name if kind == "parameter" else ""
 
 
-def _disturbed(start: Start) -> list[OneDevice]:
-    """Runs whose inputs are disturbed."""
+def disturbed_runs(start: Start, by: float = DISTURBANCE) -> list[OneDevice]:
+    """Runs whose inputs are disturbed, every number by the share ``by``."""
     runs = []
     for number in range(RUNS):
         draw = torch.Generator().manual_seed(number)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_off, draw=draw), (start.args, start.kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_off, draw=draw, by=by), (start.args, start.kwargs))
         runs.append(OneDevice(replace(start, args=args, kwargs=kwargs)))
     return runs
 
 
-def _disturb(run: OneDevice, number: int) -> None:
-    """Change the last bits of parameters and buffers."""
+def disturb(run: OneDevice, number: int, by: float = DISTURBANCE) -> None:
+    """Change the last bits of parameters and buffers: the share ``by`` of every number."""
     draw = torch.Generator().manual_seed(RUNS + number)
     with torch.no_grad():
         for tensor in run.tensors.values():
-            tensor.copy_(_off(tensor, draw=draw))
+            tensor.copy_(_off(tensor, draw=draw, by=by))
 
 
-def _off(tensor: torch.Tensor, *, draw: torch.Generator) -> torch.Tensor:
+def _off(tensor: torch.Tensor, *, draw: torch.Generator, by: float = DISTURBANCE) -> torch.Tensor:
     """The tensor with every number a little larger or smaller."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.clone()
     signs = torch.randint(2, tensor.shape, generator=draw, dtype=torch.int8).double() * 2 - 1
-    return torch.where(tensor.isfinite(), tensor * (1 + signs * DISTURBANCE), tensor)
+    return torch.where(tensor.isfinite(), (tensor * (1 + signs * by)).to(tensor.dtype), tensor)
 
 
 def _itself(_: Key, whole: torch.Tensor, __: int) -> torch.Tensor:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
-from shardwise.graph.capture import Capture, call_module
+from shardwise.graph.called import call_module, divide_targets
+from shardwise.graph.capture import Capture
 from shardwise.graph.ir import Ref, Source
 from shardwise.graph.normalize_random import SEED
+from shardwise.graph.precision import Precision
 from shardwise.graph.trees import flatten, flatten_output
 from shardwise.graph.widen import reference_mode
 from shardwise.layouts.conversions import Collective
@@ -39,7 +42,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class Start:
-    """What both runs start from. ``spmd``: the program of all ranks; ``module``: in float64, and never run itself."""
+    """What both runs start from. ``spmd``: the program of all ranks; ``module``: in float64, or as it is stored, and
+    never run itself; ``precision``: that of the step, None where everything is float64."""
 
     spmd: Spmd
     captured: Capture
@@ -48,13 +52,19 @@ class Start:
     optimizer: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    precision: Precision | None = None
+
+    def constant(self, value: str) -> torch.Tensor:
+        """The data of a constant."""
+        data = self.captured.constants[value]
+        return widened(data) if self.precision is None else data.cpu()
 
 
 class OneDevice:
     """The module on one device."""
 
     def __init__(self, start: Start) -> None:
-        self.captured, self.loss = start.captured, start.loss
+        self.captured, self.loss, self.precision = start.captured, start.loss, start.precision
         self.args, self.kwargs = start.args, start.kwargs
         self.module = copy.deepcopy(start.module)
         self.optimizer = _optimizer(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
@@ -84,8 +94,8 @@ class OneDevice:
         values: Values = {}
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        with reference_mode(seed=step):
-            output = call_module(self.module, self.args, dict(self.kwargs), self.loss)
+        with reference_mode(seed=step, widens=self.precision is None):
+            output = self._output()
         leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -110,12 +120,24 @@ class OneDevice:
             values["parameter", name] = parameter.detach().clone()
         return values
 
+    def _output(self) -> Any:
+        """What the call returns: with parameters and inputs of the module as they are computed with."""
+        if self.precision is None:
+            return call_module(self.module, self.args, self.kwargs, self.loss)
+        args, kwargs, targets, named = divide_targets(self.module, self.args, dict(self.kwargs), self.loss)
+        own = self.captured.graph.by_name
+        cast = {name: p.to(own[name].dtype) for name, p in self.module.named_parameters() if name in own}
+        computed = self.precision.computed
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(computed(x.dtype)), (args, kwargs))
+        output = torch.func.functional_call(self.module, cast, args, kwargs)
+        return output if self.loss is None else self.loss(output, *targets, **named)
+
 
 class Ranks:
     """The ranks of the virtual cluster, each with its shards and its optimizer."""
 
     def __init__(self, start: Start) -> None:
-        self.spmd, self.captured = start.spmd, start.captured
+        self.spmd, self.captured, self.start = start.spmd, start.captured, start
         self.inputs = [leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor)]
         spmd = self.spmd
         self.cluster = VirtualCluster(spmd.mesh)
@@ -137,7 +159,7 @@ class Ranks:
                 own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
             for source in spmd.graph.sources:
                 if source.kind == "constant":
-                    own[source.value] = widened(self.captured.constants[source.value]).clone()
+                    own[source.value] = start.constant(source.value).clone()
             self.tensors.append(own)
         self.optimizers = [
             _optimizer(start.optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors
@@ -206,7 +228,7 @@ class Ranks:
             elif source.names[0] == SEED:
                 whole[source.value] = torch.tensor(step)
             elif source.kind == "constant":
-                whole[source.value] = widened(self.captured.constants[source.value])
+                whole[source.value] = self.start.constant(source.value)
             else:
                 whole[source.value] = self.full[source.names[0]]
         return whole
@@ -236,7 +258,7 @@ class Ranks:
         sources = _stored(self.spmd)
         for source in sources:
             if source.value in gradients:
-                own[source.value].grad = gradients[source.value].clone()
+                own[source.value].grad = gradients[source.value].clone().to(own[source.value].dtype)
                 collected["gradient", source.names[0]] = gradients[source.value].clone()
         optimizer = self.optimizers[rank]
         if optimizer is not None:

@@ -1,4 +1,5 @@
-"""``verify``: a plan on the virtual cluster against the module on one device, in float64.
+"""``verify``: a plan on the virtual cluster against the module on one device, in float64, and where a plan has a
+precision in its dtypes as well.
 
 Compared are the loss, every output, every gradient, the buffers, and parameters and buffers after optimizer steps
 (``comparison``: what an error is; ``rounding``: what is none).
@@ -16,7 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.capture import call_arguments, capture
+from shardwise.graph.called import call_arguments
+from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.graph.widen import widen
@@ -25,6 +27,7 @@ from shardwise.plans.bind import program_of, same_inputs
 from shardwise.plans.plan import Plan
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.proof.comparison import Difference, Key, compare
+from shardwise.proof.dtypes import InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
 from shardwise.proof.rounding import Rounding, explain, local_part, of_sources
 from shardwise.proof.runs import OneDevice, Ranks, Start, Values, widened
@@ -54,6 +57,7 @@ class Report:
     untraceable: Mapping[str, str] = field(default_factory=dict)
     rounding: Rounding | None = None  # what rounding does to tensors that differ by more than the tolerance
     first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
+    in_dtypes: InDtypes | None = None  # of a plan with a precision: the comparison in its own dtypes
 
     @property
     def max_error(self) -> float:
@@ -67,7 +71,7 @@ class Report:
     @property
     def ok(self) -> bool:
         same = self.max_error <= self.tolerance or (self.rounding is not None and not self.rounding.unexplained)
-        return same and self.collectives_match
+        return same and self.collectives_match and (self.in_dtypes is None or self.in_dtypes.ok)
 
     def __str__(self) -> str:
         lines = [
@@ -77,6 +81,7 @@ class Report:
         lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
         lines += [] if self.rounding is None else [f"  {line}" for line in self.rounding.lines()]
         lines += [f"  first wrong: {self.first_wrong}"] if self.first_wrong else []
+        lines += [] if self.in_dtypes is None else [f"  {line}" for line in self.in_dtypes.lines()]
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
         lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
         lines += [f"  backward of {name} is autograd's: {why}" for name, why in self.untraceable.items()]
@@ -99,15 +104,17 @@ def verify(
 
     ``example_inputs``: a tuple of positional inputs (or one tensor), whole, with values. Floating-point inputs,
     parameters, buffers and casts to lower precision inside the model are widened in both programs; dropout draws the
-    same hashed masks in both. ``seed``: of the initial values of parameters on the meta device. Raises PlanError when
-    the plan does not fit.
+    same hashed masks in both. A plan with a precision is compared in its own dtypes as well (``proof.dtypes``).
+    ``seed``: of the initial values of parameters on the meta device. Raises PlanError when the plan does not fit.
     """
     args, named = call_arguments(example_inputs, kwargs)
     _need_values((args, named))
-    captured = capture(module, args, named, loss=loss)  # as planned: in float64 other casts are no-ops
-    graph = widen(captured.graph)
-    args, named = pytree.tree_map_only(torch.Tensor, widened, (args, named))
-    reference = _float64_module(module, seed)
+    # As planned: in float64 other casts are no-ops.
+    captured = capture(module, args, named, loss=loss, precision=plan.precision)
+    graph, own_inputs = widen(captured.graph), (args, named)
+    args, named = pytree.tree_map_only(torch.Tensor, widened, own_inputs)
+    initial = _with_values(module, seed)
+    reference = copy.deepcopy(initial).double()
     spmd = program_of(plan, graph, training=module.training, original=captured.graph)
     start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
     single, ranks = OneDevice(start), Ranks(start)
@@ -124,6 +131,13 @@ def verify(
         earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
+    in_own = None
+    if not plan.precision.is_models:
+        own_args, own_named = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), own_inputs)
+        own_spmd = program_of(plan, captured.graph, training=module.training)
+        stored = stored_module(initial, plan)
+        own = Start(own_spmd, captured, stored, loss, plan.optimizer, own_args, own_named, plan.precision)
+        in_own = in_dtypes(own, plan, steps)
     rounding = explain(start, ranks, wrong, steps, tolerance) if wrong else None
     return Report(
         differences=differences,
@@ -136,6 +150,7 @@ def verify(
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,
         first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
+        in_dtypes=in_own,
     )
 
 
@@ -174,8 +189,8 @@ def _need_values(inputs: Any) -> None:
         )
 
 
-def _float64_module(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
-    """A float64 copy on the CPU with the module's (initial) values."""
+def _with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
+    """A copy on the CPU with the module's (initial) values."""
     held = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in held):
         twin = copy.deepcopy(module, {id(t): _empty(t) for t in held})  # not to_empty, which unties shared weights
@@ -185,7 +200,7 @@ def _float64_module(module: torch.nn.Module, seed: int | None) -> torch.nn.Modul
                 tensors[name].copy_(full)
     else:
         twin = copy.deepcopy(module).cpu()
-    return twin.double()
+    return twin
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

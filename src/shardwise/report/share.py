@@ -228,7 +228,7 @@ def _bytes_sent(spmd: Spmd) -> BytesSent:
         else:
             delivered += sent
         if spmd.receives_gradient(conversion):
-            backward += conversion.itemsize * sum(move.num_sent(backward=True) for move in conversion.moves)
+            backward += conversion.grad_itemsize * sum(move.num_sent(backward=True) for move in conversion.moves)
     return BytesSent(forward, backward, delivered)
 
 

@@ -134,7 +134,7 @@ class Calls:
         args, kwargs = call.arguments
         model = self._model.train(call.training)
         loss = None if call.predicts else self.settings.loss
-        captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss))
+        captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
         # Without its loss function the model has fewer operators than the plan.
         spmd = program_of(self.plan, captured.graph, training=None if call.predicts else call.training)
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)

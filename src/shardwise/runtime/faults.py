@@ -23,7 +23,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # documented,
 
 from shardwise.errors import CollectiveError, OutOfDeviceMemoryError, ShardwiseError, problem
 from shardwise.graph.ir import Graph
-from shardwise.layouts.conversions import collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.printing import format_bytes
@@ -76,7 +75,8 @@ class Purpose:
 
     def describe(self, conversion: Conversion) -> str:
         """The value with its layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more tensors``."""
-        dtype = self.graph.by_name[conversion.origin].dtype
+        value = self.graph.by_name[conversion.origin]
+        dtype = (value.reduced if self.backward else None) or value.dtype
         before, after = (format_layout(layout, dtype) for layout in self.layouts(conversion))
         more = len(self.conversions) - 1
         together = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
@@ -84,12 +84,8 @@ class Purpose:
 
     def num_bytes(self, kind: str, axes: tuple[str, ...]) -> int:
         """Bytes of the whole message of a collective."""
-        found = (
-            collective_of(move, conversion.itemsize, backward=self.backward)
-            for conversion in self.conversions
-            for move in conversion.moves
-        )
-        return sum(one.num_bytes for one in found if one is not None and (one.kind, one.axes) == (kind, axes))
+        found = (one for conversion in self.conversions for one in conversion.collectives(backward=self.backward))
+        return sum(one.num_bytes for one in found if (one.kind, one.axes) == (kind, axes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +236,11 @@ def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryEr
     if isinstance(error, ShardwiseError) or not is_out_of_memory(error):
         return None
     largest = purpose.largest
+    itemsize = largest.grad_itemsize if purpose.backward else largest.itemsize
     before, after = (
-        prod(layout.local_shape(purpose.ranks.coordinates)) * largest.itemsize for layout in purpose.layouts(largest)
+        prod(layout.local_shape(purpose.ranks.coordinates)) * itemsize for layout in purpose.layouts(largest)
     )
-    whole = prod(largest.target.shape) * largest.itemsize
+    whole = prod(largest.target.shape) * itemsize
     name, line = purpose.operator(largest)
     what = f"no memory on rank {purpose.ranks.rank} to convert {purpose.named(largest)} to the layout that is needed"
     details = [

@@ -81,6 +81,7 @@ class Parallel(torch.nn.Module):
         prints: dict[str, int] = {}
         fingerprints: dict[torch.device, Fingerprint] = {}
         fault: ShardwiseError | None = None
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         try:
             _check_module(module, self.plan)
             for name, full in full_tensors(module, seed, init):
@@ -89,7 +90,8 @@ class Parallel(torch.nn.Module):
                 prints[name] = int(fingerprints[full.device](full))
                 layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(full.shape))
                 device = HOST if name in self._settings.host else self.device
-                held[name] = shard(full, layout, self._ranks.coordinates).detach().to(device).clone()
+                dtype = self.plan.precision.stored(full.dtype) if name in parameters else full.dtype
+                held[name] = shard(full, layout, self._ranks.coordinates).detach().to(device, dtype).clone()
         except ShardwiseError as error:
             fault = error
         check_initial_values(prints, fault, self._ranks, self.device)
@@ -341,7 +343,7 @@ def _check_module(module: torch.nn.Module, plan: Plan) -> None:
     faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]
     faults += [f"{name} is in the module and not in the plan" for name in sorted(have.keys() - want.keys())]
     for name in sorted(have.keys() & want.keys()):
-        own = f"{format_dtype(have[name].dtype)}{list(have[name].shape)}"
+        own = f"{format_dtype(plan.precision.stored(have[name].dtype))}{list(have[name].shape)}"
         planned = f"{want[name].dtype}{list(want[name].shape)}"
         if own != planned:
             faults.append(f"{name} is {own} in the module and {planned} in the plan")

@@ -14,7 +14,7 @@ from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
-from shardwise.plans.precision import not_executed
+from shardwise.plans.precision import only_priced
 from shardwise.runtime.agree import from_rank_zero, meet_rank_zero
 from shardwise.runtime.calls import Inputs, Settings
 from shardwise.runtime.hooks import announce_hooks
@@ -43,8 +43,9 @@ def parallelize(
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
-    several ranks give one, all must be equal. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
-    calls pass the whole batch on every rank or this rank's part of it, of any size. ``seed``, ``init``: how parameters
+    several ranks give one, all must be equal. Parameters are kept in the dtype of its precision, with the values that
+    they have in the module. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether calls pass the
+    whole batch on every rank or this rank's part of it, of any size. ``seed``, ``init``: how parameters
     and buffers of a module without values (built under ``sw.deferred`` or on meta) get them (``runtime.initial``; by
     default from the seed given to ``sw.deferred``); those that have values keep them. ``init(name, tensor)`` fills the
     whole tensor, or returns one of its shape and dtype, or NotImplemented: then it gets the value that the module's own
@@ -101,7 +102,7 @@ def parallelize(
         lambda: (checked_interval(check_replicas), randomness == "per_shard", matching(module, host))
     )
     announce_hooks(module)
-    if dist.get_rank() == 0 and (sentence := not_executed(agreed)):
+    if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
     settings = Settings(loss, inputs, device, compile, every, streams, on_host)
     return Parallel(module, agreed, settings, seed=seed, init=init)

@@ -254,11 +254,13 @@ class _Builder:
 
         def table() -> Components:
             numel = routes.numel[nodes].astype(np.float64)
-            update = domains.prices.update(value, 1.0) if updated else 0.0
+            update = domains.prices.casts(value, 1.0, updated)
+            update += domains.prices.update(value, 1.0) if updated else 0.0
             per_element = domains.prices.state_bytes(value, updated)
             return numel * update, None, None, numel * per_element
 
-        self._factor((variable,), ("store", id(routes), value.dtype, updated, nodes.tobytes()), table)
+        dtypes = value.dtype, value.stored, value.reduced
+        self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), table)
         self._arrive(name, variable, nodes, traffic=True)
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
@@ -318,18 +320,19 @@ class _Builder:
         routes = self.domains.routes(name)
         variable = self._add(SharedVariable(name, routes, nodes))
         kept = self._is_kept(name) and not self._is_dropped(name)
+        stored_as_it_is = traffic and self.graph.by_name[name].stored is None
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
 
         def table() -> Components:
             seconds = routes.prices(nodes)[made]
             held = np.zeros_like(seconds)
             if kept:
-                # A parameter is counted where it is stored, any other value here.
-                copied = _copied(routes, made, nodes) if traffic else np.ones_like(held, dtype=np.bool_)
+                # A parameter is counted where it is stored, any other value, and a parameter's cast, here.
+                copied = _copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
             return self._placed(seconds * times, held, traffic)
 
-        key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic)
+        key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, stored_as_it_is)
         self._factor((maker, variable), key, table)
         self.cost.home[name] = variable, nodes
 
@@ -353,7 +356,10 @@ class _Builder:
         routes = self.domains.routes(name)
         positions = tuple(i for i, own in enumerate(op.operands) if own == name)
         traffic = name in self.parameter
-        computed = isinstance(self.cost.variables[home], OperatorVariable)
+        maker = self.cost.variables[home]
+        computed = isinstance(maker, OperatorVariable) or (
+            isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None
+        )
         dropped = self._is_dropped(name)
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
 
@@ -371,7 +377,7 @@ class _Builder:
                 if position in domain.keeps and not dropped:
                     copied = _copied(routes, made, nodes)
                     if computed:
-                        copied = np.ones_like(copied)  # the value itself is kept, once
+                        copied = np.ones_like(copied)  # the value itself, or the parameter's cast, is kept, once
                     held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
                 done.append(nodes)
             return self._placed(seconds * times, held, traffic)

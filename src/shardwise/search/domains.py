@@ -336,7 +336,7 @@ class Domains:
     ) -> float:
         """Bytes kept of a local call besides its operands. What belongs to neither operands nor results (statistics of
         a norm, probabilities of a cross entropy) has its part of the largest tensor."""
-        own = float(sum(prod(shapes[1][i]) * self.prices.dtype(outputs[i]).itemsize for i in results))
+        own = float(sum(prod(shapes[1][i]) * outputs[i].dtype.itemsize for i in results))
         if other_bytes:
             whole = max(value.numel for value in (*values, *outputs))
             own += other_bytes * max(prod(shape) for side in shapes for shape in side) / max(whole, 1)

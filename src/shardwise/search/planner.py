@@ -15,7 +15,7 @@ from math import inf, log10
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.prediction import Prediction
-from shardwise.costs.prices import Precision, Prices
+from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
 from shardwise.costs.timeline import simulate
 from shardwise.errors import LayoutError, problem
@@ -51,7 +51,6 @@ class Settings:
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
-    precision: Precision = field(default_factory=Precision)
     passes: int = 1
     memory_bytes: float | None = None
     bucket_bytes: int = BUCKET_BYTES
@@ -132,7 +131,7 @@ class Planner:
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
         own = self.settings
-        prices = Prices(Links(self.cluster, mesh), own.optimizer, own.precision, own.passes)
+        prices = Prices(Links(self.cluster, mesh), own.optimizer, own.passes)
         return prices.with_buckets(self.graph, own.bucket_bytes)
 
     # -- ranking -------------------------------------------------------------------------------------------------------

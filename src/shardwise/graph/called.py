@@ -1,0 +1,79 @@
+"""The call that is captured: its arguments, those that are targets of a loss function, and the loss that it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError, problem
+
+
+def call_arguments(
+    example_inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones."""
+    if isinstance(example_inputs, Mapping):
+        return (), {**example_inputs, **(kwargs or {})}
+    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    return args, dict(kwargs or {})
+
+
+def call_module(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None
+) -> Any:
+    """What ``capture`` captures, as an ordinary call.
+
+    The module's output, or what ``loss`` makes of it and of the targets.
+    """
+    own_args, own_kwargs, targets, named = divide_targets(module, tuple(args), dict(kwargs), loss)
+    output = module(*own_args, **own_kwargs)
+    return output if loss is None else loss(output, *targets, **named)
+
+
+def divide_targets(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
+    """(module args, module kwargs, positional targets, named targets)"""
+    if loss is None:
+        return args, kwargs, (), {}
+    parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
+    wanted = required[1:]
+    of_forward, every = set(inspect.signature(module.forward).parameters), set(parameters)
+    named = {name: value for name, value in kwargs.items() if name in every and name not in of_forward}
+    count = len([name for name in wanted if name not in named])
+    if count > len(args):
+        raise CaptureError(
+            problem(
+                f"the loss takes {count} positional targets ({', '.join(wanted)}), "
+                f"but there are {len(args)} positional examples",
+                op=getattr(loss, "__name__", type(loss).__name__),
+                fix="give the examples in order: inputs of the module first, then the targets of the loss",
+            )
+        )
+    first = len(args) - count
+    return args[:first], {name: value for name, value in kwargs.items() if name not in named}, args[first:], named
+
+
+def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
+    """The scalar that is differentiated, by the convention of ``capture``."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)):
+        candidates.extend(pytree.tree_leaves(output)[:1])
+    for candidate in candidates:
+        if isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.dtype.is_floating_point:
+            return candidate
+    if required:
+        shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise CaptureError(
+            problem(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()")
+        )
+    return None

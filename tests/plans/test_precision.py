@@ -1,0 +1,258 @@
+"""A precision is a part of the plan: of its file, digest, print and bytes; and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from runtime.mixed_models import BF16, FP16, FP32, FP64, MODELS, made, plan_of
+from shardwise.api import step_memory
+from shardwise.graph.capture import capture
+from shardwise.graph.text import format_graph, parse_graph
+from shardwise.plans.bind import program_of
+from shardwise.plans.file import digest_of
+from shardwise.programs import casts, differentiate, exchanges, gradients
+from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, sent_by
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import Program
+from shardwise.programs.vjp import Kinds
+
+MIXED = sw.Precision(compute=BF16, parameter=FP32, reduce=FP32)
+
+
+def program(plan: sw.Plan, name: str = "llama") -> Program:
+    """The step of the first rank."""
+    graph = capture(made(name), MODELS[name][1](0), precision=plan.precision).graph
+    assert parse_graph(format_graph(graph)) == graph
+    return differentiate.differentiate(localize(program_of(plan, graph, training=True), 0), Kinds())
+
+
+def casts_of(instructions: tuple[Instruction, ...]) -> list[Compute]:
+    return [i for i in instructions if isinstance(i, Compute) and i.origin.part == "cast"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+def test_a_precision_is_in_the_file_the_print_and_the_digest() -> None:
+    plain, mixed = (plan_of("llama", 2, precision, "zero") for precision in (sw.Precision(), MIXED))
+    assert "precision" not in json.loads(plain.to_json())
+    assert json.loads(mixed.to_json())["precision"] == {"compute": "bf16", "parameter": "f32", "reduce": "f32"}
+    assert sw.Plan.from_json(mixed.to_json()) == mixed != plain
+    assert sw.Plan.from_json(mixed.to_json()).precision == MIXED
+    assert "  precision compute bf16, parameter f32, reduce f32\n" in str(mixed)
+    assert "precision" not in str(plain)
+    assert ("precision", "the model's", "compute bf16, parameter f32, reduce f32") in plain.diff(mixed).settings
+    assert plan_of("llama", 2, sw.Precision(), "zero").digest == plain.digest
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("bf16", "precision is"),
+        ({"compute": "bf16"}, "not an object of compute, parameter, reduce"),
+        ({"compute": "i8", "parameter": "", "reduce": ""}, "no gradient flows"),
+        ({"compute": 7, "parameter": "", "reduce": ""}, "is no dtype"),
+        ({"compute": "bf17", "parameter": "", "reduce": ""}, "bf17"),
+        ({"compute": "", "parameter": "", "reduce": ""}, "says nothing"),
+    ],
+)
+def test_a_file_with_a_wrong_precision_is_refused(entry: Any, said: str) -> None:
+    data = json.loads(plan_of("llama", 2, MIXED, "dp").to_json()) | {"precision": entry}
+    body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
+    with pytest.raises(sw.PlanError, match=said):
+        sw.Plan.from_json(json.dumps({**data, "digest": digest_of(body)}))
+
+
+def test_a_file_of_version_5_is_read_as_the_dtypes_of_the_model() -> None:
+    plan = sw.plan(made("llama"), MODELS["llama"][1](0), 2)
+    assert plan.pricing is not None
+    old = replace(sw.Plan.from_json(plan.to_json()), pricing=replace(plan.pricing, compute="bf16"))
+    read = sw.Plan.from_json(json.dumps(json.loads(old.to_json()) | {"version": 5}))
+    assert read == old
+    assert read.precision == sw.Precision()
+    assert "priced for Precision(compute=bf16) by an older version" in str(read)
+
+
+# --------------------------------------------------------------------------------------------------------- the program
+
+
+@pytest.mark.parametrize("way", ["dp", "zero", "tp", "searched"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "convolutions"])
+def test_every_parameter_is_cast_once_and_every_gradient_arrives_as_it_is_stored(name: str, way: str) -> None:
+    step = program(plan_of(name, 2, MIXED, way), name)
+    graph = step.spmd.graph
+    cast = [one.operands[0] for one in casts_of(step.forward)]
+    assert len(cast) == len(set(cast))
+    sources = [s for s in graph.sources if s.kind in ("parameter", "input") and graph.by_name[s.value].stored]
+    assert set(cast) == {s.value for s in sources if s.value in cast or graph.consumers[s.value]}
+    assert {step.forms[name].dtype for name in step.gradients.values()} == {FP32}
+    for instruction in (*step.forward, *step.backward):  # nothing computes with what is stored
+        if isinstance(instruction, Compute) and instruction not in casts_of((instruction,)):
+            assert not {s.value for s in sources}.intersection(instruction.operands)
+
+
+def test_bytes_of_messages_are_those_of_the_dtypes_that_travel() -> None:
+    for precision, gathered, reduced in (
+        (sw.Precision(), 4, 4),
+        (MIXED, 2, 4),
+        (sw.Precision(BF16), 2, 2),
+        (sw.Precision(parameter=FP64, reduce=FP64), 4, 8),
+    ):
+        plan = plan_of("llama", 2, precision, "zero")
+        step = program(plan)
+        for instruction in (*step.forward, *step.backward):
+            if isinstance(instruction, (Convert, Depart)) and instruction.of_parameters:
+                found = {step.forms[name].dtype.itemsize for name in instruction.operands}
+                assert found == {reduced if instruction.backward else gathered}
+                numel = sum(step.spmd.graph.by_name[conversion.origin].numel for conversion in instruction.conversions)
+                assert sum(one.num_bytes for one in sent_by(instruction)) == numel * next(iter(found))
+        listed = sum(one.num_bytes for one in plan.collectives() if one.kind == "all_gather")
+        plain = plan_of("llama", 2, sw.Precision(), "zero")
+        assert listed * 4 == gathered * sum(one.num_bytes for one in plain.collectives() if one.kind == "all_gather")
+
+
+def test_memory_counts_what_is_stored_and_its_copy() -> None:
+    model, batch = made("llama"), MODELS["llama"][1](0)
+    numel = sum(p.numel() for p in model.parameters())
+    parts = step_memory(model, batch, plan_of("llama", 1, MIXED, "dp")).peak_of["forward"].parts
+    plain = step_memory(model, batch, plan_of("llama", 1, sw.Precision(), "dp")).peak_of["forward"].parts
+    assert plain["parameters"] == 4 * numel
+    assert 5 * numel < parts["parameters"] <= 6 * numel  # the last ones are cast after the peak
+
+
+def test_traffic_is_priced_in_the_dtypes_that_travel() -> None:
+    def traffic(precision: sw.Precision) -> float:
+        with torch.device("meta"):
+            model, x = nn.Sequential(nn.Linear(4096, 4096, bias=False)), torch.empty(65536, 4096)
+        cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(gpu=8)
+        fixed = {"mesh": mesh, "strategies": {"0": "m@gpu"}, "search": "dynamic_programming", "precision": precision}
+        plan = sw.plan(model, x, cluster, loss=lambda y: y.float().mean(), **fixed)
+        assert plan.prediction is not None
+        return plan.prediction.traffic
+
+    narrow, wide, plain = (traffic(p) for p in (sw.Precision(BF16, FP32), MIXED, sw.Precision()))
+    assert narrow < wide <= plain
+
+
+# ----------------------------------------------------------------------------------------------------------- the proof
+
+
+@pytest.mark.parametrize("way", ["dp", "zero", "tp"])
+def test_verify_proves_the_casts(way: str) -> None:
+    report = sw.verify(made("llama"), MODELS["llama"][1](0), plan_of("llama", 2, MIXED, way))
+    assert report.ok, str(report)
+    assert report.in_dtypes is not None
+    assert report.in_dtypes.judged
+    assert "in the plan's precision" in str(report)
+
+
+def cast_to(dtype: torch.dtype) -> Any:
+    """Casts to another dtype than the one that is asked for."""
+
+    def wrong(*args: Any) -> Compute:
+        made = casts.cast(*args)
+        return replace(made, kwargs=(("dtype", dtype), *made.kwargs[1:]))
+
+    return wrong
+
+
+def zeros_for(*args: Any) -> Compute:
+    return replace(casts.cast(*args), target=torch.ops.aten.zeros_like.default)
+
+
+def test_verify_finds_a_cast_that_is_missing_or_wrong() -> None:
+    model, batch, plan = made("llama"), MODELS["llama"][1](0), plan_of("llama", 2, MIXED, "zero")
+    with (
+        mock.patch.object(differentiate, "cast", cast_to(FP32)),  # parameters as they are stored
+        pytest.raises(RuntimeError, match="dtype"),
+    ):
+        sw.verify(model, batch, plan, steps=1)
+    with mock.patch.object(exchanges, "cast", cast_to(BF16)):  # gradients as they are computed
+        report = sw.verify(model, batch, plan, steps=1).in_dtypes
+    assert report is not None
+    assert not report.ok
+    assert "num_bytes=1024) planned" in report.wrong_messages
+    assert "num_bytes=512) sent" in report.wrong_messages
+    with mock.patch.object(gradients, "cast", cast_to(BF16)):  # what is accumulated
+        report = sw.verify(model, batch, plan_of("llama", 2, sw.Precision(BF16, FP32), "dp"), steps=1).in_dtypes
+    assert report is not None
+    assert "is bf16 on rank 0, f32 alone" in report.wrong_dtypes[0]
+    with mock.patch.object(gradients, "cast", zeros_for):  # a gradient that is lost on the way
+        report = sw.verify(model, batch, plan_of("llama", 2, sw.Precision(BF16, FP32), "dp"), steps=1).in_dtypes
+    assert report is not None
+    assert report.beyond
+
+
+def test_what_one_device_can_not_run_is_said() -> None:
+    report = sw.verify(made("convolutions"), MODELS["convolutions"][1](0), plan_of("convolutions", 2, MIXED, "dp"))
+    assert report.in_dtypes is not None
+    assert report.in_dtypes.not_run
+    assert "one device can not run the model in it" in str(report)
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["compute", "parameter", "reduce"])
+def test_a_dtype_without_gradients_is_refused(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(sw.ShardwiseError, match="no gradient flows through such a dtype"):
+        sw.Precision(**{name: dtype})
+
+
+def test_storage_that_loses_updates_is_announced() -> None:
+    with pytest.warns(sw.PlanWarning, match=r"stored as torch\.bfloat16 and computed with as torch\.float32"):
+        plan_of("llama", 2, sw.Precision(compute=FP32, parameter=BF16), "dp")
+
+
+def test_complex_parameters_have_no_precision() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.turn).abs().sum()
+
+    with pytest.raises(sw.CaptureError, match="turn is complex"):
+        sw.plan(Rotated(), torch.ones(4, 4), 2, precision=MIXED, search="sharding_propagation")
+    assert sw.plan(Rotated(), torch.ones(4, 4), 2, search="sharding_propagation")
+
+
+def test_weights_in_integers_stay_what_they_are() -> None:
+    class Quantised(nn.Module):
+        """Eight-bit weights with a scale per row, as weight-only quantisation keeps them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randint(-128, 128, (8, 4), dtype=torch.int8), requires_grad=False)
+            self.register_buffer("scale", torch.rand(8, 1))
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype)).T).float().mean()
+
+    plan = sw.plan(Quantised(), torch.rand(4, 4), 2, precision=MIXED, search="sharding_propagation")
+    dtypes = {entry.name: entry.dtype for entry in (*plan.parameters, *plan.buffers)}
+    assert dtypes == {"weight": "i8", "head.weight": "f32", "head.bias": "f32", "scale": "f32"}
+    assert sw.verify(Quantised(), torch.rand(4, 4), plan).ok
+
+
+def test_inputs_of_the_module_are_cast_and_targets_are_not() -> None:
+    graph = capture(
+        nn.Linear(4, 4),
+        (torch.ones(2, 4),),
+        {"target": torch.ones(2, 4)},
+        loss=lambda y, target: (y - target).square().mean(),
+        precision=sw.Precision(compute=FP16),
+    ).graph
+    assert (graph.by_name["args[0]"].dtype, graph.by_name["args[0]"].stored) == (FP16, FP32)
+    assert (graph.by_name["kwargs['target']"].dtype, graph.by_name["kwargs['target']"].stored) == (FP32, None)
