@@ -12,7 +12,8 @@ from math import prod
 
 from shardwise.costs.ledger import Category, Ledger, Peak, Tensor
 from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
-from shardwise.costs.prices import OPTIMIZER_STATES, Prices
+from shardwise.costs.optimizers import states_of, temporary_bytes
+from shardwise.costs.prices import Prices
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
 from shardwise.programs.program import busiest_rank, localize
@@ -98,8 +99,8 @@ class _Walk:
         return Memory(max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept)
 
     def _persistent(self) -> None:
-        """What is there before the step: sources, and optimizer states."""
-        states = OPTIMIZER_STATES[self.prices.optimizer]
+        """What is there before the step: sources, optimizer states, gradients of earlier passes."""
+        states = states_of(self.prices.optimizer)
         for source in self.graph.sources:
             value, form = self.graph.by_name[source.value], self.program.forms[source.value]
             is_parameter = source.kind == "parameter"
@@ -111,6 +112,8 @@ class _Walk:
                     self.ledger.hold(self.ledger.new(stored, "parameters"))
                 if source.value in self.graph.updated:
                     self.ledger.hold(self.ledger.new(states * stored, "optimizer states"))
+                    if self.prices.passes > 1:  # what earlier passes added up; their sum is what is updated with
+                        self.ledger.hold(self.ledger.new(stored, "gradients"))
 
     # -- instructions --------------------------------------------------------------------------------------------------
 
@@ -182,22 +185,24 @@ class _Walk:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        """Gradients in the dtype of what is stored; then the optimizer goes from parameter to parameter, with one
-        temporary tensor of its size (the denominator of Adam) where there are states."""
+        """Gradients in the dtype of what is stored, then the optimizer with its own temporaries."""
         self.ledger.phase, self.ledger.op = "update", ""
         stored = {
             name: prod(self.program.forms[name].shape) * self.prices.stored_itemsize(self.graph.by_name[name])
             for name in self.parameters
         }
         for source, name in self.program.gradients.items():
-            if source in self.parameters and stored[source] != self.tensors[name].form.num_bytes:
+            if source not in self.parameters:
+                continue
+            if self.prices.passes > 1:
+                self._forget(name)
+            elif stored[source] != self.tensors[name].form.num_bytes:
                 self.ledger.hold(self.ledger.new(stored[source], "gradients"))
                 self._forget(name)
         for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:
             self._forget(name)
         updated = [name for name in self.parameters if name in self.graph.updated]
-        largest = max(updated, key=lambda name: stored[name], default=None)
-        if largest is not None:
-            self.ledger.op = self.parameters[largest].names[0]
-        has_states = largest is not None and OPTIMIZER_STATES[self.prices.optimizer]
-        self.ledger.note(stored[largest] if largest is not None and has_states else 0)
+        if updated:
+            self.ledger.op = self.parameters[max(updated, key=lambda name: stored[name])].names[0]
+        sizes, foreach = [stored[name] for name in updated], self.prices.device.foreach
+        self.ledger.note(temporary_bytes(self.prices.optimizer, sizes, foreach=foreach))
