@@ -17,6 +17,7 @@
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
+#   make bench-published-memory  predicted against published bytes of training, for a file of published runs (BENCH_ARGS='--data FILE')
 #   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
 #   make bench-compile  seconds of compiling by depth, and bytes kept for backward beside torch.compile (BENCH_ARGS='--layers 2 8')
 #   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
@@ -29,7 +30,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -93,6 +94,9 @@ zoo-breadth: install
 
 bench-memory: install
 	$(BIN)/python benchmarks/step_memory.py $(BENCH_ARGS)
+
+bench-published-memory: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/published_memory.py $(BENCH_ARGS)
 
 bench-search: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_scale.py $(BENCH_ARGS)

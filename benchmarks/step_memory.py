@@ -1,7 +1,8 @@
 """Memory of a training step on real gloo ranks beside what ``costs.memory`` predicts: ``make bench-memory``.
 
 Measured are the bytes of all tensors' storages in the third step (optimizer states exist): what is live before it, and
-the most that is live beyond that after any kernel of forward and backward, buffers of messages included. (Scratch
+the most that is live beyond that after any kernel of forward and backward, buffers of messages included. Of inputs the
+rank's part is counted, as in a prediction: the whole batch is its caller's, who may keep it elsewhere. (Scratch
 memory inside a kernel is not seen. PyTorch's memory profiler would see it, but misses what gloo's threads free.) The
 update is not measured: optimizers work in place but for one tensor.
 """
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.costs.live_bytes import LiveBytes
 from shardwise.costs.memory import Memory
+from shardwise.layouts.text import parse_dtype
 
 Inputs = tuple[torch.Tensor, ...]
 SHAPE = Shape(width=128, layers=3, head_width=32, vocab=1024, batch=16, time=64)
@@ -94,12 +97,19 @@ def measure(module: nn.Module, inputs: Inputs | Mapping[str, torch.Tensor], plan
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     gc.collect()
-    before = storage_bytes([*parallel.parameters(), *parallel.buffers(), *args, *kwargs.values(), *states(optimizer)])
+    before = storage_bytes([*parallel.parameters(), *parallel.buffers(), *states(optimizer)]) + input_bytes(plan)
     dist.barrier()
     with LiveBytes() as live:
         parallel.step(*args, **kwargs)
     dist.barrier()
     return Measured(before, live.peak)
+
+
+def input_bytes(plan: sw.Plan) -> int:
+    """Of this rank's part of the inputs."""
+    coordinates = plan.mesh.coordinates(dist.get_rank())
+    shapes = [(plan.layouts[entry.name].local_shape(coordinates), entry.dtype) for entry in plan.inputs]
+    return sum(prod(shape) * parse_dtype(dtype).itemsize for shape, dtype in shapes)
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -72,26 +72,27 @@ def plan(
     ``example_inputs``: the inputs of one whole batch: a tuple (or one tensor), or a dict of named ones; ``kwargs``:
     named ones beside positional ones.
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
-    last inputs. ``optimizer``: the one whose states are counted, and that ``sw.verify`` steps with. ``precision``: in
+    last inputs. ``optimizer``: the one whose states and temporaries are counted, and that ``sw.verify`` steps with;
+    ``"adamw fused"`` (or ``foreach``, ``single``) where it does not update as torch does by default. ``precision``: in
     which dtypes ranks compute, store and reduce, where they are not the model's (``sw.Precision``). ``mode``:
     ``"auto"``, ``"semi_auto"``, ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"``
     decides (``search.auto``); by default ``"dynamic_programming"``, and where strategies are given
     ``"sharding_propagation"``, which completes them.
     ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
     cluster's levels, the others use one axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
-    step that accumulates the gradients of several such batches. ``memory_bytes``: what a device may hold of parameters,
-    gradients, optimizer states and saved values; by default what the cluster's devices have (a number of devices is no
-    description: they have what it takes). ``strategies``: module path patterns to strategies, the same as ``sw.shard``
-    on these submodules. ``layouts``: inputs, parameters or buffers that are delivered or kept in a given layout,
-    ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are
-    converted (how a data loader splits its batches, say). ``bucket_bytes``: the largest message in which gradients (or
-    gathered parameters) travel together; 0: each by itself. ``recompute``: what backward makes again instead of
-    keeping it: ``"full"`` or ``"cheap"`` (``sw.recompute``): the repeated blocks of the model, besides what it asks for
-    itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); by
-    default the same, and where nothing fits, searches that go by price make again what lets a plan fit
-    (``search.fitting``). ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in
-    parts wherever they would be copied; under 3 gathered parameters are not held from forward to backward, but gathered
-    again.
+    step that accumulates the gradients of several such batches. ``memory_bytes``: what the tensors of a device may take
+    at the peak of a step; by default what the cluster's devices have less their reserve, of which a given number is
+    clear (a number of devices is no description: they have what it takes). ``strategies``: module path patterns to
+    strategies, the same as ``sw.shard`` on these submodules. ``layouts``: inputs, parameters or buffers that are
+    delivered or kept in a given layout, ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is
+    chosen as if they were free, and they are converted (how a data loader splits its batches, say). ``bucket_bytes``:
+    the largest message in which gradients (or gathered parameters) travel together; 0: each by itself. ``recompute``:
+    what backward makes again instead of keeping it: ``"full"`` or ``"cheap"`` (``sw.recompute``): the repeated blocks
+    of the model, besides what it asks for itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``,
+    ``torch.utils.checkpoint``); by default the same, and where nothing fits, searches that go by price make again what
+    lets a plan fit (``search.fitting``). ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer
+    states are stored in parts wherever they would be copied; under 3 gathered parameters are not held from forward to
+    backward, but gathered again.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
     """

@@ -163,7 +163,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", action="store_true", help="plan with every search and show them side by side")
     add("--mesh", metavar="AXES", help="such as dp=16,tp=8 (chosen)")
     add("--max-mesh-axes", type=int, default=2, metavar="N", help="of meshes that are chosen (2)")
-    add("--memory", metavar="BYTES", help='what a device may hold, such as "60 GiB" (what it has)')
+    add("--memory", metavar="BYTES", help='for tensors of a device, such as "60 GiB" (all but its reserve)')
     add("--optimizer", default="adamw", help="whose states are counted (adamw)")
     add("-o", "--output", metavar="FILE", help="write the plan, with --compare the fastest, as JSON")
 

@@ -18,10 +18,12 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.ledger import CATEGORIES
 from shardwise.costs.live_bytes import LiveBytes
-from shardwise.costs.memory import Memory, memory_of
+from shardwise.costs.memory import Memory, busiest_program, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
+from shardwise.programs.casts import computed_name
+from shardwise.programs.vjp import Kinds
 
 TOLERANCE = 0.05  # of the measured peak
 
@@ -188,6 +190,88 @@ def test_the_update_of_parameters_without_gradient_takes_no_time() -> None:
     for own in ("step_seconds", "simulated_seconds"):
         difference = getattr(plan.prediction, own) - getattr(without.prediction, own)
         assert difference == pytest.approx(more, rel=1e-6), own
+
+
+def test_gradients_of_earlier_passes_are_there_all_the_time() -> None:
+    model, inputs = Mlp(), (torch.empty(32, 64, device="meta"),)
+    plan = sw.plan(model, inputs, 4, mode="data_parallel")
+    spmd = program_of(plan, capture(model, inputs, {}).graph, training=True)
+    prices = Prices(Links(Cluster.local(4), plan.mesh))
+    once, four = (memory_of(spmd, replace(prices, passes=count)) for count in (1, 4))
+    weights = 2 * 64 * 256 * 4
+    assert four.peak_of["forward"].num_bytes == once.peak_of["forward"].num_bytes + weights
+    assert four.peak_of["backward"].num_bytes == once.peak_of["backward"].num_bytes + weights
+    assert four.peak_of["update"].parts == once.peak_of["update"].parts
+
+
+def test_the_update_holds_the_temporaries_of_the_devices_optimizer() -> None:
+    model, inputs = Mlp(), (torch.empty(32, 64, device="meta"),)
+    plan = sw.plan(model, inputs, 4, mode="data_parallel")
+    spmd = program_of(plan, capture(model, inputs, {}).graph, training=True)
+    own, gpus = Links(Cluster.local(4), plan.mesh), Links(Cluster.load("h100").with_devices(4), plan.mesh)
+    weight = 64 * 256 * 4
+    for links, optimizer, expected in (
+        (own, "adamw", 3 * weight),
+        (gpus, "adamw", 2 * weight),
+        (gpus, "adamw fused", 0),
+        (gpus, "adamw single", 3 * weight),
+        (gpus, "momentum", 0),
+    ):
+        parts = memory_of(spmd, Prices(links, optimizer)).peak_of["update"].parts
+        assert parts["temporaries"] == expected, optimizer
+
+
+# Llama 3 8B, equal weights of all layers as one.
+LLAMA_8B = {
+    "tokens": (128_256, 4096), "head": (128_256, 4096), "query": (32, 4096, 4096), "key": (32, 1024, 4096),
+    "value": (32, 1024, 4096), "out": (32, 4096, 4096), "gate": (32, 14_336, 4096), "up": (32, 14_336, 4096),
+    "down": (32, 14_336, 4096), "norms": (65, 4096),
+}  # fmt: skip
+
+
+class Weights(nn.Module):
+    """Parameters of given shapes, each of which some scalar depends on."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.mean()
+        for parameter in self.parameters():
+            total = total * parameter.mean()
+        return total
+
+
+def gib_of_update(shapes: dict[str, tuple[int, ...]], mesh: sw.Mesh, precision: sw.Precision) -> dict[str, float]:
+    """GiB of a rank that has its part, over the axis ``tp``, of the last dim of every parameter."""
+    with torch.device("meta"):
+        model, x = Weights(shapes), torch.empty(64)
+    layouts = {name: f"[{', '.join(map(str, shape))}@tp]" for name, shape in shapes.items()}
+    plan = sw.plan(model, (x,), mesh.num_devices, mesh=mesh, mode="data_parallel", layouts=layouts, precision=precision)
+    spmd = program_of(plan, capture(model, (x,), {}, precision=precision).graph, training=True)
+    prices = Prices(Links(Cluster.load("h100-16x8").with_devices(mesh.num_devices), mesh), "adamw")
+    forms = busiest_program(spmd, Kinds()).forms
+    casts = sum(forms[name].num_bytes for name in map(computed_name, shapes) if name in forms)
+    parts = {**memory_of(spmd, prices).peak_of["update"].parts, "casts": casts}
+    return {name: parts[name] / 2**30 for name in ("parameters", "casts", "optimizer states", "gradients")}
+
+
+def test_8b_parameters_with_float32_masters_take_what_is_known_on_8_by_8() -> None:
+    """Stored over one axis of 8: 4 bytes and a cast of 2, two states of 4, a gradient of 4."""
+    mixed = sw.Precision(torch.bfloat16, torch.float32, torch.float32)
+    gib = gib_of_update(LLAMA_8B, sw.Mesh(dp=8, tp=8), mixed)
+    assert {name: round(own, 2) for name, own in gib.items()} == {
+        "parameters": 3.74, "casts": 1.87, "optimizer states": 7.48, "gradients": 3.74
+    }  # fmt: skip
+    assert sum(gib.values()) == pytest.approx(16.83, abs=0.005)
+
+
+def test_200_billion_parameters_take_what_is_known() -> None:
+    gib = gib_of_update({"weight": (200_000_000, 1000)}, sw.Mesh(tp=1), sw.Precision())
+    assert gib["parameters"] == pytest.approx(745.06, abs=0.005)
+    assert sum(gib.values()) == pytest.approx(2980.23, abs=0.005)
 
 
 def test_sharded_storage_holds_its_part() -> None:

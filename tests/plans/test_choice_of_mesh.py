@@ -46,11 +46,13 @@ class Recorder(Planner):
 
     @staticmethod
     def simulated(search: Search) -> Simulated:
-        step: Any = SimpleNamespace(
-            seconds=search.outcome.seconds, peak_bytes=PEAKS[search.mesh], peak_at="", peak_parts={}
-        )
+        step: Any = SimpleNamespace(seconds=search.outcome.seconds)
+        peak: Any = SimpleNamespace(num_bytes=PEAKS[search.mesh], where="")
         nothing: Any = None
-        return Simulated(Candidate(search, [0], search.outcome.components), nothing, nothing, step)
+        return Simulated(Candidate(search, [0], search.outcome.components), nothing, nothing, peak, step)
+
+    def within_moments(self, search: Search, known: Ranked) -> Ranked:
+        return known
 
 
 @pytest.fixture

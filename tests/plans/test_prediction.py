@@ -16,7 +16,7 @@ from shardwise.costs.prediction import PassedOver
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds
 from shardwise.graph.capture import capture
-from shardwise.plans.printing import format_seconds
+from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.search.mesh_shapes import candidate_meshes
 
 
@@ -115,3 +115,25 @@ def test_a_plan_chosen_by_simulation_names_price_bound_and_simulated_step_apart(
     text = str(replace(plan, prediction=larger))
     assert "given away for the memory limit 3.00%" in text
     assert "peak 2 KiB, which does not fit" in text
+
+
+def test_a_plan_must_fit_beside_the_reserve_of_its_devices_and_says_so() -> None:
+    free, model, inputs = planned()
+    assert free.prediction is not None
+    peak, cluster = free.prediction.peak_bytes, cluster_of(1, 2)
+    assert "reserve" not in str(free)
+
+    def on(memory: float, reserve: float, **options: float) -> sw.Plan:
+        device = replace(cluster.device, memory_bytes=memory, reserve_bytes=reserve)
+        return sw.plan(
+            model, inputs, replace(cluster, device=device), mesh=sw.Mesh(x=2), search="dynamic_programming",
+            bucket_bytes=0, **options,
+        )  # fmt: skip
+
+    held, reserve, whole = map(format_bytes, (peak, 2 * peak, 4 * peak))
+    assert f"peak memory {held} + reserve {reserve} of {whole} in " in str(on(4 * peak, 2 * peak))
+    with pytest.raises(sw.PlanError, match=r"are allowed .* less a reserve of"):
+        on(2 * peak, 1.9 * peak)
+    given = on(2 * peak, 1.9 * peak, memory_bytes=2 * peak)
+    assert given.prediction is not None
+    assert given.prediction.peak_bytes <= 2 * peak, "what is given is clear of any reserve"

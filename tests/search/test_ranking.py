@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from models import paper_models, tiny_models
 from search.small_models import Chain
+from shardwise.costs.ledger import Peak
 from shardwise.plans.printing import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
@@ -181,11 +182,10 @@ def test_candidates_keep_to_the_limit_of_memory() -> None:
 
 def verdict(search: Search, assignment: list[int], seconds: float, peak_bytes: int) -> Simulated:
     """A candidate whose simulation is made up."""
-    step: Any = SimpleNamespace(
-        seconds=seconds, peak_bytes=peak_bytes, peak_at="forward of /x", peak_parts={"parameters": peak_bytes}
-    )
+    peak = Peak(peak_bytes, "forward", "/x", {"parameters": peak_bytes})
+    step: Any = SimpleNamespace(seconds=seconds)
     nothing: Any = None
-    return Simulated(Candidate(search, assignment, search.cost.components(assignment)), nothing, nothing, step)
+    return Simulated(Candidate(search, assignment, search.cost.components(assignment)), nothing, nothing, peak, step)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,9 @@ def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.prediction is not None
     assert plan.prediction.simulated_seconds == 0
     assert plan.prediction.additive_price > 0
+    assert plan.prediction.peak_bytes > plan.prediction.num_bytes / 2, "the peak is looked at all the same"
     assert "simulated" not in str(plan)
+    assert "peak memory" in str(plan)
 
 
 # ---------------------------------------------------------------------------------------------------- limits of memory
@@ -275,7 +277,7 @@ def test_a_refusal_adds_up_the_least_memory_and_names_the_limit_that_was_asked_f
     parts, _, total = needed.partition(" = ")
     size = int(total.partition(" bytes")[0].replace(",", ""))
     assert sum(int(part.rpartition(" ")[2].replace(",", "")) for part in parts.split(" + ")) == size
-    assert f"needs is {format_bytes(size)} a device" in text
+    assert f"found is {format_bytes(size)} a device" in text
     assert size > limit
     assert "storage layers." in text
 

@@ -27,13 +27,16 @@ class Device:
     """One accelerator (or one CPU rank).
 
     ``flops``: dtype (``f64``, ``f32``, ``tf32``, ``bf16``, ``f16``, ``f8``) -> peak FLOP/s of dense matmuls.
-    ``memory_bytes``: what a program can have. ``memory_bandwidth``: peak B/s. ``kernel_latency``: seconds of an
-    operator that does next to nothing. Four figures say how much of the peaks is reached, and calibration measures
-    them: ``matmul_efficiency``, the fraction of the peak in large matmuls, by dtype; ``matmul_half_flops``, the FLOPs
-    of a matmul in the fastest dtype that reaches half of that (a matmul of ``f`` FLOPs takes as long as
-    ``f + matmul_half_flops`` at the full rate); ``memory_efficiency``, the fraction of the bandwidth that large
-    element-wise operators reach; ``overlap``, the part of a collective that runs beside operators without slowing them
-    down: 1 where the network moves bytes by itself, 0 where the cores that compute do it.
+    ``memory_bytes``: all there is, as nvidia-smi says it. ``reserve_bytes``: what of it the tensors of a plan cannot
+    have: driver and context, kernels, buffers of the communication library, and what the allocator loses between
+    blocks. ``memory_bandwidth``: peak B/s. ``kernel_latency``: seconds of an operator that does next to nothing.
+    ``foreach``: whether torch's optimizers update all parameters at once there, as they do on GPUs, and not one by one.
+    Four figures say how much of the peaks is reached, and calibration measures them: ``matmul_efficiency``, the
+    fraction of the peak in large matmuls, by dtype; ``matmul_half_flops``, the FLOPs of a matmul in the fastest dtype
+    that reaches half of that (a matmul of ``f`` FLOPs takes as long as ``f + matmul_half_flops`` at the full rate);
+    ``memory_efficiency``, the fraction of the bandwidth that large element-wise operators reach; ``overlap``, the part
+    of a collective that runs beside operators without slowing them down: 1 where the network moves bytes by itself, 0
+    where the cores that compute do it.
     """
 
     name: str
@@ -45,6 +48,13 @@ class Device:
     matmul_half_flops: float = 0.0
     memory_efficiency: float = 1.0
     overlap: float = 1.0
+    reserve_bytes: float = 0.0
+    foreach: bool = True
+
+    @property
+    def usable_bytes(self) -> float:
+        """What the tensors of a plan can have."""
+        return self.memory_bytes - self.reserve_bytes
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of a dtype, or of the one that it is computed in."""
@@ -216,13 +226,16 @@ class Cluster:
         return replace(self, name=name)
 
     def __str__(self) -> str:
-        """For example ``h100-16x8: 128 x NVIDIA H100 SXM (79.65 GiB), node of 8 at 360 GB/s, cluster of 16 at ...``."""
+        """For example ``h100-16x8: 128 x NVIDIA H100 SXM5 80GB (81559 MiB, of which 5.3 GiB are no plan's), node of 8
+        at 368 GB/s, ...``."""
         levels = ", ".join(
             f"{level.name} of {level.size} at {format_quantity(level.bandwidth, 'B/s')}"
             + (f" shared by {level.shared_by}" if level.shared_by > 1 else "")
             for level in self.levels
         )
         memory = format_quantity(self.device.memory_bytes, "B")
+        if self.device.reserve_bytes:
+            memory += f", of which {format_quantity(self.device.reserve_bytes, 'B')} are no plan's"
         text = f"{self.name}: {self.num_devices} x {self.device.name} ({memory}), {levels}"
         if self.mixed:
             text += "; planned with the slowest figures of " + ", ".join(f"{n} x {name}" for name, n in self.mixed)
@@ -230,8 +243,9 @@ class Cluster:
 
 
 def slowest(devices: Sequence[Device]) -> Device:
-    """The worst of every figure of several devices: FLOP/s that all dtypes of any of them have, the least memory, the
-    longest latency. Rates that large operators reach are the least of any device, at the efficiency it gives them."""
+    """The worst of every figure of several devices: FLOP/s that all dtypes of any of them have, the least memory (and
+    of what a plan can have), the longest latency. Rates that large operators reach are the least of any device, at the
+    efficiency it gives them."""
     first, names = devices[0], " / ".join(dict.fromkeys(device.name for device in devices))
     if len(set(devices)) == 1:
         return first
@@ -239,14 +253,17 @@ def slowest(devices: Sequence[Device]) -> Device:
     flops = {dtype: min(device.peak_flops(dtype) for device in devices) for dtype in dtypes}
     reached = {dtype: min(device.matmul_flops(dtype) for device in devices) for dtype in dtypes}
     bandwidth = min(device.memory_bandwidth for device in devices)
+    memory_bytes = min(device.memory_bytes for device in devices)
     return Device(
         name=names,
         flops=Figures(flops),
-        memory_bytes=min(device.memory_bytes for device in devices),
+        memory_bytes=memory_bytes,
         memory_bandwidth=bandwidth,
         kernel_latency=max(device.kernel_latency for device in devices),
         matmul_efficiency=Figures({dtype: reached[dtype] / flops[dtype] for dtype in dtypes}),
         matmul_half_flops=max(device.matmul_ramp for device in devices) * max(reached.values()),
         memory_efficiency=min(device.bytes_per_second() for device in devices) / bandwidth,
         overlap=min(device.overlap for device in devices),
+        reserve_bytes=memory_bytes - min(device.usable_bytes for device in devices),
+        foreach=any(device.foreach for device in devices),
     )

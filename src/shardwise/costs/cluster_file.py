@@ -34,6 +34,7 @@ _DEVICE_KEYS = {
     "matmul_half_flops": ("matmul_half_flops", "FLOP", False, True),
     "memory_efficiency": ("memory_efficiency", "", False, False),
     "overlap": ("overlap", "", False, True),
+    "reserve": ("reserve_bytes", "B", False, True),
 }
 _LEVEL_KEYS = {
     "bandwidth": ("bandwidth", "B/s", True, False),
@@ -306,7 +307,7 @@ def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, 
 
 
 def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
-    known = {"like", "name", "flops", "matmul_efficiency", *_DEVICE_KEYS} | (also or set())
+    known = {"like", "name", "flops", "matmul_efficiency", "foreach", *_DEVICE_KEYS} | (also or set())
     reader.unknown(table, known, where)
     base = None
     if "like" in table:
@@ -321,19 +322,30 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
     for key in ("memory_efficiency", "overlap"):
         if changes.get(key, 1.0) > 1:
             reader.complain(f"{where}.{key}", f"{changes[key]:g} is more than 1")
+    if "foreach" in table:
+        changes["foreach"] = reader.flag(table, "foreach", where)
     flops = reader.named(table, "flops", "FLOP/s", where, DTYPES)
     efficiency = reader.named(table, "matmul_efficiency", "", where, DTYPES, most=1.0)
     if base is not None:
         changes |= {"flops": Figures({**base.flops, **flops})}
         changes |= {"matmul_efficiency": Figures({**base.matmul_efficiency, **efficiency})}
         changes |= {"name": reader.text(table, "name", where)} if "name" in table else {}
-        return replace(base, **changes)
+        return _with_memory(reader, replace(base, **changes), where)
     if not flops:
         reader.complain(f"{where}.flops", "is missing: peak FLOP/s of at least one dtype, such as bf16")
     defaults: dict[str, Any] = {"memory_bytes": 0.0, "memory_bandwidth": 0.0, "kernel_latency": 0.0}
-    return Device(
+    device = Device(
         name=reader.text(table, "name", where), flops=flops, matmul_efficiency=efficiency, **(defaults | changes)
     )
+    return _with_memory(reader, device, where)
+
+
+def _with_memory(reader: _Reader, device: Device, where: str) -> Device:
+    """The device, of which some memory must be left for plans."""
+    if device.memory_bytes and device.usable_bytes <= 0:
+        own, whole = format_quantity(device.reserve_bytes, "B"), format_quantity(device.memory_bytes, "B")
+        reader.complain(f"{where}.reserve", f"{own} of a memory of {whole} leave nothing for a plan")
+    return device
 
 
 def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
@@ -394,6 +406,7 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
     device = cluster.device
     lines = [f"name = {_quoted(cluster.name)}", "", "[device]", f"name = {_quoted(device.name)}"]
     lines += _figures(_DEVICE_KEYS, device)
+    lines += [] if device.foreach else ["foreach = false"]
     lines += _named("device.flops", device.flops, "FLOP/s")
     lines += _named("device.matmul_efficiency", device.matmul_efficiency, "")
     for level in cluster.levels:

@@ -164,6 +164,7 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         matmul_efficiency=Figures(dict.fromkeys(rates, 1.0)),
         matmul_half_flops=median(ramps) * max(rates.values()),
         overlap=measured.overlap,
+        foreach=not measured.facts.get("backend", "").startswith("gloo"),  # ranks on CPUs
     )
     if like is None:
         return device
@@ -175,6 +176,7 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         memory_bandwidth=bandwidth,
         matmul_efficiency=Figures({**like.matmul_efficiency, **{d: rates[d] / peaks[d] for d in rates}}),
         memory_efficiency=device.memory_bandwidth / bandwidth,
+        reserve_bytes=like.reserve_bytes,
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from shardwise.costs.ledger import Category, Ledger, Peak, Tensor
 from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
-from shardwise.costs.prices import OPTIMIZER_STATES, Prices
+from shardwise.costs.optimizers import states_of, temporary_bytes
+from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
@@ -94,8 +95,8 @@ class _Walk:
         return Memory(max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept)
 
     def _persistent(self) -> None:
-        """What is there before the step: sources, and optimizer states."""
-        states = OPTIMIZER_STATES[self.prices.optimizer]
+        """What is there before the step: sources, optimizer states, gradients of earlier passes."""
+        states = states_of(self.prices.optimizer)
         for source in self.graph.sources:
             form = self.program.forms[source.value]
             is_parameter = source.kind == "parameter"
@@ -103,6 +104,8 @@ class _Walk:
             self.tensors[source.value] = Tensor(form, storage)
             if is_parameter and source.value in self.graph.updated:
                 self.ledger.hold(self.ledger.new(states * form.num_bytes, "optimizer states"))
+                if self.prices.passes > 1:  # what earlier passes added up; their sum is what is updated with
+                    self.ledger.hold(self.ledger.new(form.num_bytes, "gradients"))
 
     # -- instructions --------------------------------------------------------------------------------------------------
 
@@ -175,15 +178,16 @@ class _Walk:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        """The optimizer goes from parameter to parameter, with one temporary tensor of its size (the denominator of
-        Adam) where there are states."""
+        """The optimizer with its own temporaries; this pass's gradients are added to those of earlier ones."""
         self.ledger.phase, self.ledger.op = "update", ""
         stored = {name: self.program.forms[name].num_bytes for name in self.parameters}
+        for source, name in self.program.gradients.items():
+            if source in self.parameters and self.prices.passes > 1:
+                self._forget(name)
         for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:
             self._forget(name)
         updated = [name for name in self.parameters if name in self.graph.updated]
-        largest = max(updated, key=lambda name: stored[name], default=None)
-        if largest is not None:
-            self.ledger.op = self.parameters[largest].names[0]
-        has_states = largest is not None and OPTIMIZER_STATES[self.prices.optimizer]
-        self.ledger.note(stored[largest] if largest is not None and has_states else 0)
+        if updated:
+            self.ledger.op = self.parameters[max(updated, key=lambda name: stored[name])].names[0]
+        sizes, foreach = [stored[name] for name in updated], self.prices.device.foreach
+        self.ledger.note(temporary_bytes(self.prices.optimizer, sizes, foreach=foreach))

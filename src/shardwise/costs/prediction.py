@@ -32,8 +32,8 @@ class Prediction:
     Together they come to the additive price or less: that counts a conversion which several consumers share for each of
     them, unless it leads to the layout that they all convert from. ``num_bytes``: per device of parameters, gradients,
     optimizer states and values kept for backward. ``log10_plans``: how many plans were searched, as a power of ten.
-    ``passes``: to a step of the optimizer. ``peak_bytes``: the most memory of a device in the simulated step,
-    ``peak_at`` which operator's forward or backward. ``passed_over``: the cheapest plan, if this is another.
+    ``passes``: to a step of the optimizer. ``peak_bytes``: the most memory that tensors of a device take
+    at once, ``peak_at`` which operator's forward or backward. ``passed_over``: the cheapest plan, if this is another.
     """
 
     exposed: float

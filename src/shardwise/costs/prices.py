@@ -6,7 +6,7 @@ a graph says in which dtypes its values are computed, stored and reduced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -18,26 +18,8 @@ from numpy.typing import NDArray
 from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.compute import Shape, backward_seconds, forward_seconds
-from shardwise.errors import ShardwiseError, problem
+from shardwise.costs.optimizers import named, states_of
 from shardwise.graph.ir import Graph, Op, Value
-
-# States that an optimizer keeps per element of a parameter, in the parameter's dtype (torch.optim's source: exp_avg,
-# exp_avg_sq; momentum_buffer; sum; square_avg).
-OPTIMIZER_STATES: Mapping[str, int] = {
-    "adamw": 2,
-    "adam": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adamax": 2,
-    "adadelta": 2,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "momentum": 1,
-    "lion": 1,
-    "sgd": 0,
-    "none": 0,
-}
-
 
 # Of the operands and of the results of a call on one device.
 LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
@@ -47,7 +29,8 @@ LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
 class Prices:
     """Seconds and bytes on the devices of ``links``, of one pass: forward and backward of one batch. ``passes``: how
     many of them, with their gradients added up, there are to a step of the optimizer. ``bucket_bytes``: of a full
-    message in which parameters travel together (0: each travels by itself)."""
+    message in which parameters travel together (0: each travels by itself). ``optimizer``: a name of
+    ``costs.optimizers``, with or without a way to update. Raises ShardwiseError for another."""
 
     links: Links
     optimizer: str = "adamw"
@@ -55,13 +38,7 @@ class Prices:
     bucket_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise ShardwiseError(
-                problem(
-                    f"the memory of optimizer {self.optimizer!r} is not known",
-                    fix=f"one of {', '.join(OPTIMIZER_STATES)}",
-                )
-            )
+        named(self.optimizer)
 
     @property
     def device(self) -> Device:
@@ -79,7 +56,7 @@ class Prices:
         """Bytes per element of a parameter that a device keeps from step to step: itself, and its gradient and states
         if the optimizer updates it."""
         own = value.kept_dtype.itemsize
-        return own * (2 + OPTIMIZER_STATES[self.optimizer]) if updated else own
+        return own * (2 + states_of(self.optimizer)) if updated else own
 
     # -- seconds -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +98,7 @@ class Prices:
     def update(self, value: Value, numel: float) -> float:
         """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter: it reads
         parameter, gradient and states and writes parameter and states."""
-        moved = value.kept_dtype.itemsize * (3 + 2 * OPTIMIZER_STATES[self.optimizer])
+        moved = value.kept_dtype.itemsize * (3 + 2 * states_of(self.optimizer))
         return self.moved(numel * moved) / self.passes
 
     def casts(self, value: Value, numel: float, updated: bool) -> float:

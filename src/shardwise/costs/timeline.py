@@ -7,7 +7,6 @@ of their own; the list says where a message leaves and where it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.costs.ledger import Peak
@@ -37,14 +36,6 @@ class SimulatedStep:
     @property
     def peak_bytes(self) -> int:
         return self.peak.num_bytes
-
-    @property
-    def peak_at(self) -> str:
-        return self.peak.where
-
-    @property
-    def peak_parts(self) -> Mapping[str, int]:
-        return self.peak.parts
 
 
 def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> SimulatedStep:

@@ -18,6 +18,8 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardwise.costs.cluster_file import parse as parse_cluster
+from shardwise.errors import ShardwiseError
 from shardwise.layouts.text import DTYPE_NAMES
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
@@ -49,7 +51,7 @@ def format_plan(plan: Plan) -> str:
         lines.insert(2, f"  precision {format_precision(plan.precision)}")
     lines += _made_again(plan)
     if plan.prediction is not None:
-        lines += _predicted(plan.prediction)
+        lines += _predicted(plan.prediction, _reserved(plan))
     if sentence := only_priced(plan):
         lines.append(f"    {sentence}")
     for number, stage in enumerate(plan.stages):
@@ -85,8 +87,22 @@ def _stage(stage: Stage) -> list[str]:
     return [*lines, "operators:", *_operators(stage)]
 
 
-def _predicted(own: Prediction) -> list[str]:
-    """What the plan was chosen for: the additive price and its bound, then what the simulation says."""
+def _reserved(plan: Plan) -> str:
+    """Of the memory of a device that the plan was priced for, what no plan can have: ``+ reserve 5.3 GiB of 79.6 GiB``,
+    after a blank."""
+    if plan.pricing is None:
+        return ""
+    try:
+        device = parse_cluster(plan.pricing.cluster, "the plan's cluster").device
+    except ShardwiseError:  # somebody edited it; whoever asks for prices is told
+        return " of a cluster that cannot be read"
+    reserve, whole = format_bytes(device.reserve_bytes), format_bytes(device.memory_bytes)
+    return f" + reserve {reserve} of {whole}" if device.reserve_bytes else ""
+
+
+def _predicted(own: Prediction, reserved: str) -> list[str]:
+    """What the plan was chosen for: the additive price and its bound, then what the simulation says. ``reserved``: what
+    else takes memory."""
 
     def step(seconds: float) -> str:
         return format_seconds(own.passes * seconds)
@@ -104,9 +120,11 @@ def _predicted(own: Prediction) -> list[str]:
     if own.optimality_gap is not None:
         proven = ", which the plan reaches: proven optimal" if not own.optimality_gap else ""
         lines.append(f"    bound {step(own.bound)}: no plan of 10^{own.log10_plans:.0f} has a lower price{proven}")
+    peak = f"peak memory {format_bytes(own.peak_bytes)}{reserved} in {own.peak_at}"
     if own.simulated_seconds:
-        peak = f"peak memory {format_bytes(own.peak_bytes)} in {own.peak_at}"
         lines.append(f"    simulated step {step(own.simulated_seconds)}, with overlap and buckets; {peak}")
+    elif own.peak_bytes:  # too many operators to simulate
+        lines.append(f"    {peak}")
     if own.passed_over is not None:
         other = own.passed_over
         why = "simulation" if other.fits else "memory limit"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
@@ -15,30 +13,31 @@ NUM_LARGEST = 5
 
 
 def nothing_fits(least: Ranked) -> PlanError:
-    """The refusal, where ``least`` needs the least memory of all plans looked at."""
-    cost, assignment, parts = least.search.cost, least.search.outcome.assignment, least.peak_parts
-    if parts:
-        where = f"at the peak of the plan that keeps least, {least.prediction.peak_at}"
-    else:  # a graph too large to simulate
-        parts, where = _kept(cost, assignment), "without temporaries and messages"
-    total = sum(parts.values())
-    added = " + ".join(f"{name} {size:,}" for name, size in parts.items() if size)
+    """The refusal, where ``least`` needs the least memory of all plans looked at: a real plan's peak, and so an
+    estimate from above of the least that any needs."""
+    cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak
+    total = peak.num_bytes
+    added = " + ".join(f"{name} {size:,}" for name, size in peak.parts.items() if size)
     return PlanError(
         problem(
-            f"no plan fits: the least memory that any plan needs is {format_bytes(total)} a device, "
-            f"{format_bytes(int(least.limit))} are allowed",
-            facts=[("needed", f"{added} = {total:,} bytes, {where}"), ("largest", _largest(cost, assignment))],
+            f"no plan fits: the least memory that was found is {format_bytes(total)} a device, "
+            f"{format_bytes(int(least.limit))} are allowed{_reserved(cost, least.limit)}",
+            facts=[
+                ("needed", f"{added} = {total:,} bytes, at the peak of the plan that needs least, {peak.where}"),
+                ("largest", _largest(cost, assignment)),
+                ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
+            ],
             fix="use more devices or devices with more memory, a smaller batch, or an optimizer with fewer states",
         )
     )
 
 
-def _kept(cost: CostGraph, assignment: list[int]) -> dict[str, int]:
-    """What adds up over choices."""
-    num_bytes = bytes_of_variables(cost, assignment)
-    stored = sum(size for (kind, _), size in num_bytes.items() if kind == "storage")
-    kept = sum(size for (kind, _), size in num_bytes.items() if kind != "storage")
-    return {"parameters with gradients and optimizer states": ceil(stored), "values kept for backward": ceil(kept)}
+def _reserved(cost: CostGraph, limit: float) -> str:
+    """How the limit comes about, where it is what the devices have."""
+    device = cost.domains.prices.device
+    if not device.reserve_bytes or limit != device.usable_bytes:
+        return ""
+    return f" ({format_bytes(device.memory_bytes)} less a reserve of {format_bytes(device.reserve_bytes)})"
 
 
 def _largest(cost: CostGraph, assignment: list[int]) -> str:

@@ -4,6 +4,7 @@ whoever gets gradients adds to them in place."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 
@@ -33,7 +34,8 @@ def gradients_of(
         if name is None:
             continue
         memory, dtype = root.get(name, name), graph.by_name[source.value].kept_dtype
-        if forms[name].dtype == dtype and memory in made and memory not in taken:
+        dense = forms[name].num_bytes >= prod(forms[name].shape) * forms[name].dtype.itemsize  # not expanded
+        if forms[name].dtype == dtype and dense and memory in made and memory not in taken:
             taken.add(memory)
             gradients[source.value] = name
             continue

@@ -282,6 +282,7 @@ def _ones(program: Program, values: VirtualValues) -> VirtualValues:
 def _optimizer(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
     if not parameters:
         return None
+    name, _, _ = name.partition(" ")  # how it updates changes nothing (``costs.optimizers``)
     if name not in OPTIMIZERS:
         raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](parameters)

@@ -208,9 +208,10 @@ class Parallel(torch.nn.Module):
             compiled = self._compiled[key] = self._calls.compiled(Call(unflatten(examples, spec), *mode), state)
         if torch.is_grad_enabled():
             _check_gradients(compiled, tensors)
+        if batch is None:  # of a batch on the host only this rank's part comes to the device
+            given = zip(tensors, compiled.inputs, strict=False)
+            return compiled, [self._own_part(x, layout).to(self.device) for x, layout in given]
         given = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
-        if batch is None:
-            return compiled, [self._own_part(x, layout) for x, layout in given]
         assert self._parts is not None
         named = zip(batch.shapes, given, strict=False)
         return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]

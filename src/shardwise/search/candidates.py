@@ -31,7 +31,7 @@ NEAR = 1.05
 MAX_PER_MESH = 5
 MAX_CANDIDATES = 8
 # Operators in all the programs that are built for one plan: about ten seconds. A model of more than this many operators
-# gets no simulation, and its peak is not checked.
+# gets no simulation, only its peak is looked at.
 MAX_OPERATORS = 12_000
 # Variables in all the assignments that ``k_best`` lists for one mesh: some tenths of a second.
 MAX_LISTED = 16_000

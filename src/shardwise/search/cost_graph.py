@@ -4,13 +4,14 @@ Variables are the strategy of every operator, the layout in which every paramete
 several consumers the layout that they share: the value is converted to it once, and from there to each consumer. Every
 table has four components, because they do not simply add up: seconds of *exposed* collectives, seconds of *compute*,
 seconds of *traffic* that overlaps with compute (gathers of parameters, reductions of gradients), and *bytes* held.
+What is held for a moment only, operands and messages of one choice, does not add up at all: ``transients``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
@@ -112,12 +113,14 @@ class Folded:
 @dataclass
 class CostGraph:
     """``variables`` in execution order; ``factors``: scope and number of a table in ``kinds``, each of which holds its
-    components (None: zero everywhere)."""
+    components (None: zero everywhere). ``transients``: number of a table -> how to make one of the same shape, of the
+    bytes that a choice holds for a moment; those that are not there hold none."""
 
     domains: Domains
     variables: list[Variable] = field(default_factory=list)
     factors: list[tuple[Scope, int]] = field(default_factory=list)
     kinds: list[Components] = field(default_factory=list)
+    transients: dict[int, Callable[[], Floats]] = field(default_factory=dict)
     number: dict[tuple[str, str], int] = field(default_factory=dict)
     folded: list[Folded] = field(default_factory=list)
     # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
@@ -298,7 +301,7 @@ class _Builder:
                 return domain.exposed, domain.compute + domain.forward, None, None
             return domain.exposed, domain.compute, None, domain.kept
 
-        self._factor((variable,), ("operator", id(domain), again), table)
+        self._factor((variable,), ("operator", id(domain), again), table, partial(self._worked_on, op, domain))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
         for i, name in enumerate(op.results):
@@ -333,7 +336,7 @@ class _Builder:
             return self._placed(seconds * times, held, traffic)
 
         key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, stored_as_it_is)
-        self._factor((maker, variable), key, table)
+        self._factor((maker, variable), key, table, partial(_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str) -> bool:
@@ -382,8 +385,25 @@ class _Builder:
                 done.append(nodes)
             return self._placed(seconds * times, held, traffic)
 
+        def sent() -> Floats:
+            tables = [_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
+            most: Floats = np.max(tables, axis=0)
+            return most
+
         key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped)
-        self._factor((home, variable), key, table)
+        self._factor((home, variable), key, table, sent)
+
+    def _worked_on(self, op: Op, domain: Domain) -> Floats:
+        """[strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
+        total = np.zeros(len(domain))
+        for name, nodes in (
+            *zip(op.operands, domain.operands, strict=True),
+            *zip(op.results, domain.results, strict=True),
+        ):
+            if nodes is not None and self.graph.by_name[name].requires_grad:
+                routes = self.domains.routes(name)
+                total += routes.numel[nodes] * routes.tensor.grad_itemsize
+        return total
 
     @staticmethod
     def _between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
@@ -419,13 +439,21 @@ class _Builder:
             some,
         )
 
-    def _factor(self, scope: Scope, key: object, table: Callable[[], Components]) -> None:
+    def _factor(
+        self,
+        scope: Scope,
+        key: object,
+        table: Callable[[], Components],
+        transient: Callable[[], Floats] | None = None,
+    ) -> None:
         """A table over ``scope``; equal keys mean equal tables, which are made once."""
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._kinds.get(key)
         if number is None:
             number = self._kinds[key] = len(self.cost.kinds)
             self.cost.kinds.append(table())
+            if transient is not None:
+                self.cost.transients[number] = transient
         self.cost.factors.append((scope, number))
 
 
@@ -433,6 +461,14 @@ def _copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
     """[made, nodes]: whether a conversion makes another tensor. Between invariant and replicated it is the same one."""
     codes = np.where(routes.codes == STATES.index("R"), STATES.index("I"), routes.codes)
     return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
+
+
+def _sent(routes: Routes, made: Ints, nodes: Ints) -> Floats:
+    """[made, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
+    what lies between on a longer route is not looked at."""
+    before, after = routes.numel[made][:, None], routes.numel[nodes][None, :]
+    held = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
+    return np.where(_copied(routes, made, nodes), held, 0.0)
 
 
 def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:

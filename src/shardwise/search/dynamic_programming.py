@@ -256,11 +256,12 @@ class _Run:
         return sorted(moved, key=lambda variable: -moved[variable])[:BRANCHES]
 
     def mix(self, first: _Seen, second: _Seen) -> None:
-        """All assignments that agree with one up to some variable and with the other from there; the best that fits."""
+        """All assignments that agree with one up to some variable and with the other from there; the best that fits.
+        The last column counts what is forbidden."""
         if first is second:
             return
         count = len(self.cost.variables)
-        change = np.zeros((count + 2, 4))
+        change = np.zeros((count + 2, 5))
         ends = [np.array(item.assignment, dtype=np.int64) for item in (first, second)]
         for tables, scopes in self.cost.by_kind:
             before, after = scopes[:, 0] + 1, scopes[:, -1] + 1
@@ -271,10 +272,14 @@ class _Run:
             for start, stop, at in pieces:
                 for i, table in enumerate(tables):
                     if table is not None:
-                        np.add.at(change[:, i], start, table[at])
-                        np.subtract.at(change[:, i], stop, table[at])
+                        values = table[at]
+                        forbidden = ~np.isfinite(values)
+                        for column, added in ((i, np.where(forbidden, 0.0, values)), (4, forbidden * 1.0)):
+                            np.add.at(change[:, column], start, added)
+                            np.subtract.at(change[:, column], stop, added)
         totals = np.cumsum(change, axis=0)[: count + 1]
         seconds = totals[:, EXPOSED] + np.maximum(totals[:, COMPUTE], totals[:, TRAFFIC])
+        seconds = np.where(totals[:, 4] < 0.5, seconds, np.inf)
         if self.memory_bytes is not None:
             seconds = np.where(totals[:, BYTES] <= self.memory_bytes, seconds, np.inf)
         cut = int(seconds.argmin())

@@ -2,8 +2,9 @@
 
 Every mesh has a cost graph and a search. The candidates of all meshes that are nearly as cheap as the cheapest
 (``search.candidates``) become programs; a step of each is simulated, and the fastest that fits is taken
-(``search.ranking``). Bytes of the search leave out temporaries. Where these break the limit, a search goes on under a
-limit that is lower by as much.
+(``search.ranking``). Bytes of the search leave out temporaries and messages. Where these break the limit, a search goes
+on under a limit that is lower by as much, then without the choices that hold most for a moment
+(``search.transients``). What fits, and what is printed, is the peak of the program.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import inf, log10
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
+from shardwise.costs.memory import memory_of
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
@@ -37,17 +39,21 @@ from shardwise.search.fixed import annotated_rules, fixed_choices
 from shardwise.search.kept import Kept, keep
 from shardwise.search.levers import Levers, with_levers
 from shardwise.search.ranking import Ranked, Simulated, ranked
+from shardwise.search.transients import searches_within
 from shardwise.search.zero import Zero, stored_apart
 
 RETRIES = 3
+# Of the searches with a cap on moments, how many become programs.
+PROBES = 3
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a plan is searched for. ``search``: one of ``search.auto``; ``passes``: batches whose gradients a step adds
-    up; ``memory_bytes``: what a device may hold (None: what the cluster's devices have); ``bucket_bytes``: the largest
-    message that several parameters share; ``layouts``: those in which the user keeps tensors; ``levers``: what is made
-    again in backward; ``zero``: whether parameters are stored in parts wherever they would be copied."""
+    up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
+    reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
+    keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
+    they would be copied."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -98,9 +104,9 @@ class Planner:
 
     @property
     def limit(self) -> float:
-        """The bytes that a device may hold."""
+        """The bytes that the tensors of a device may take."""
         memory_bytes = self.settings.memory_bytes
-        return self.cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+        return self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes
 
     def plan(self) -> Planned:
         """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
@@ -117,7 +123,8 @@ class Planner:
         if searches:
             return self._planned(self.fastest(searches), searches)
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
-        return self._planned(self.rank([searched(cost, self.settings.search, num_bytes)]), [])
+        least = searched(cost, self.settings.search, num_bytes)
+        return self._planned(self.within_moments(least, self.rank([least])), [])
 
     # -- prices --------------------------------------------------------------------------------------------------------
 
@@ -155,8 +162,9 @@ class Planner:
         return replace(lowest, cheapest=cheapest)
 
     def fitted(self, search: Search, start: Ranked) -> Ranked:
-        """The ranking of a search; while its peak does not fit, what the search finds under lower limits, and in the
-        end what needs the least. If all of them are too large, the one of the lowest peak."""
+        """The ranking of a search; while its peak does not fit, what the search finds under lower limits, then what
+        keeps least, and in the end what it finds under caps on moments. If all of them are too large, the one of the
+        lowest peak."""
         lowest, allowed = start, self.limit
         for attempt in range(RETRIES + 1):
             if not lowest.excess:
@@ -167,7 +175,23 @@ class Planner:
             lowest = min(lowest, self.rank([below]), key=lambda ranking: ranking.excess)
             if is_least:
                 break
+        return self.within_moments(search, lowest)
+
+    def within_moments(self, search: Search, known: Ranked) -> Ranked:
+        """A ranking; where that does not fit, the first that does of what the search finds under caps on moments, else
+        the one of the lowest peak."""
+        lowest = known
+        if lowest.excess:
+            for capped in searches_within(search, self.settings.search, self.limit)[:PROBES]:
+                lowest = min(lowest, self._rank_alone(capped), key=lambda ranking: ranking.excess)
+                if not lowest.excess:
+                    break
         return lowest
+
+    def _rank_alone(self, search: Search) -> Ranked:
+        """The ranking of what a search found, without other candidates."""
+        alone = Candidate(search, search.outcome.assignment, search.outcome.components)
+        return ranked([self._built(alone, simulated=len(self.graph.ops) <= MAX_OPERATORS)], self.limit)
 
     def _searched_below(self, search: Search, allowed: float) -> tuple[Search, bool]:
         """The search under a limit, and whether that was too low and it is the one of least memory instead."""
@@ -179,20 +203,21 @@ class Planner:
     def rank(self, searches: Sequence[Search]) -> Ranked:
         """The best candidate of searches."""
         if len(self.graph.ops) > MAX_OPERATORS:
-            cheapest = min(searches, key=lambda search: search.outcome.seconds)
-            alone = Candidate(cheapest, cheapest.outcome.assignment, cheapest.outcome.components)
-            return ranked([self._built(alone, simulated=False)], self.limit)
+            return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
         near = candidates(searches, self.settings.search, self.limit)
         return ranked([self._built(candidate) for candidate in near], self.limit)
 
     def _built(self, candidate: Candidate, *, simulated: bool = True) -> Simulated:
-        """A candidate with its program and a simulated step."""
+        """A candidate with its program, its peak and a simulated step."""
         search = candidate.search
         choice = search.choice(candidate.assignment)
         choice = keep(choice, self.settings.layouts, self.graph, self.factored, search.mesh)
         choice, spmd = built(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.kinds)
-        step = simulate(spmd, search.cost.domains.prices, self.kinds) if simulated else None
-        return Simulated(candidate, choice, spmd, step)
+        prices = search.cost.domains.prices
+        if not simulated:
+            return Simulated(candidate, choice, spmd, memory_of(spmd, prices, kinds=self.kinds).peak, None)
+        step = simulate(spmd, prices, self.kinds)
+        return Simulated(candidate, choice, spmd, step.peak, step)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 

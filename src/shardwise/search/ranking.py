@@ -3,9 +3,10 @@ memory, which do not add up over choices. Of the candidates that fit the fastest
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.programs.spmd import Choice, Spmd
@@ -18,17 +19,19 @@ CLEARLY = 0.999
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """A candidate with its program. ``step``: None where the model is too large to be simulated."""
+    """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None where the
+    model is too large to be simulated."""
 
     candidate: Candidate
     choice: Choice
     spmd: Spmd
+    peak: Peak
     step: SimulatedStep | None
 
     @property
     def num_bytes(self) -> float:
-        """The most that a device holds, or without a simulation what adds up."""
-        return float(self.candidate.num_bytes if self.step is None else self.step.peak_bytes)
+        """The most that a device holds."""
+        return float(self.peak.num_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +49,6 @@ class Ranked:
         return max(0.0, self.best.num_bytes - self.limit)
 
     @property
-    def peak_parts(self) -> Mapping[str, int]:
-        """What the peak is made of; empty where nothing was simulated."""
-        return {} if self.best.step is None else self.best.step.peak_parts
-
-    @property
     def search(self) -> Search:
         """The search, with the best candidate for its outcome."""
         search, assignment = self.best.candidate.search, self.best.candidate.assignment
@@ -66,14 +64,12 @@ class Ranked:
     @property
     def prediction(self) -> Prediction:
         """What is predicted for the best."""
-        prediction, step = self.search.prediction(), self.best.step
-        if step is None:
-            return prediction
+        best = self.best
         return replace(
-            prediction,
-            simulated_seconds=step.seconds,
-            peak_bytes=float(step.peak_bytes),
-            peak_at=step.peak_at,
+            self.search.prediction(),
+            simulated_seconds=0.0 if best.step is None else best.step.seconds,
+            peak_bytes=best.num_bytes,
+            peak_at=best.peak.where,
             passed_over=self._passed_over(),
         )
 
@@ -82,8 +78,8 @@ class Ranked:
         same = cheapest.search.mesh == best.search.mesh and cheapest.assignment == best.assignment
         if same or self.cheapest.step is None:
             return None
-        step = self.cheapest.step
-        return PassedOver(cheapest.additive_price, step.seconds, float(step.peak_bytes), step.peak_bytes <= self.limit)
+        seconds, num_bytes = self.cheapest.step.seconds, self.cheapest.num_bytes
+        return PassedOver(cheapest.additive_price, seconds, num_bytes, num_bytes <= self.limit)
 
 
 def ranked(simulated: Sequence[Simulated], limit: float) -> Ranked:

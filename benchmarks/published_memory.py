@@ -1,0 +1,263 @@
+"""Predicted against published memory of training, row by row: ``make bench-published-memory``.
+
+``--data`` is a file of published runs (``published_runs.json``: a list of objects with ``family``). Two families are
+read, each by its own definition of memory:
+
+* ``korthikanti2022_fig1_memory``: figure 1 of Korthikanti et al. (2022), bytes by formula. Parameters, gradients and
+  optimizer of the layers of the first stage (the figure leaves embeddings out); activations of a layer times their
+  number, where one pass is in flight. The figure has masks of dropout in it, a byte an element, which plans make again
+  in backward from their seed: such rows are printed without and with them.
+* ``megatron_golden``: what torch's allocator had allocated after a step and at its peak, in tests of Megatron-LM with
+  tiny models. On a GPU that has workspaces of cuBLAS and buffers of the data loader in it, tens of MiB, which are
+  part of the reserve here and are some ten percent of models so small.
+
+The same model is built here without memory and split as Megatron splits it (columns, then rows, over one axis). Rows
+that need what no plan has yet are counted by what that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import Memory, memory_of
+from shardwise.costs.prices import Prices
+from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
+
+GIB = 2**30
+DROPOUT = 0.1  # Megatron's default
+VOCABULARY = 50_257  # of GPT-2, whose files these tests name; padded as Megatron pads it
+MEGATRON = {"*.qkv": "n@tp", "*.out": "k@tp", "*.up": "n@tp", "*.down": "k@tp"}
+# Between the products, where the sequence is not split.
+WHOLE = dict.fromkeys(("*.before", "*.between", "*.after_out", "*.after_down"), "I@tp")
+# Options of Megatron's command line -> what it takes that plans of today do not have.
+MISSING = {
+    "num-experts": "experts on axes of their own",
+    "context-parallel-size": "context parallelism by rings",
+    "recompute-granularity": "recompute",
+    "fp8-format": "fp8",
+    "use-megatron-fsdp": "Megatron's FSDP",
+    "use-distributed-optimizer": "states split, parameters whole (ZeRO 1)",
+    "num-layers-per-virtual-pipeline-stage": "pipelines",
+    "cuda-graph-impl": "CUDA graphs",
+    "qk-head-dim": "latent attention",
+    "mtp-num-layers": "prediction of several tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model of Megatron. ``scores``: attention operator by operator, so that its scores are kept;
+    ``splits_sequence``: sequence parallelism; ``vocab``: 0: no embedding and no loss."""
+
+    width: int
+    heads: int
+    layers: int
+    sequence: int
+    batch: int
+    scores: bool
+    splits_sequence: bool
+    vocab: int = 0
+    qk_norm: bool = False
+
+
+class Layer(nn.Module):
+    """A layer of Megatron's GPT."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.shape = shape
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.after_out, self.after_down = nn.Dropout(DROPOUT), nn.Dropout(DROPOUT)
+        size = width // shape.heads
+        self.of_q, self.of_k = (nn.LayerNorm(size) if shape.qk_norm else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.before(x)).unflatten(2, (3, self.shape.heads, -1)).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        mixed = self._attention(self.of_q(q), self.of_k(k), v)
+        x = x + self.after_out(self.out(mixed.transpose(1, 2).flatten(2)))
+        y: Tensor = x + self.after_down(self.down(F.gelu(self.up(self.between(x)))))
+        return y
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.shape.scores:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.dropout(torch.softmax(q @ k.transpose(2, 3), -1), DROPOUT) @ v  # the scale is fused into a product
+
+
+class Gpt(nn.Module):
+    """Layers, maybe between an embedding and the scores of the next token."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.vocab = shape.vocab
+        if shape.vocab:
+            self.tokens = nn.Embedding(shape.vocab, shape.width)
+            self.positions = nn.Embedding(shape.sequence, shape.width)
+            self.norm = nn.LayerNorm(shape.width)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if self.vocab:
+            x = F.dropout(self.tokens(x) + self.positions.weight, DROPOUT)
+        for layer in self.layers:
+            x = layer(x)
+        if not self.vocab:
+            return x.float().mean()
+        scores = self.norm(x) @ self.tokens.weight.t()
+        return F.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
+
+
+MIXED = sw.Precision(torch.bfloat16, torch.float32)
+
+
+@cache
+def memory(shape: Shape, tp: int, dp: int = 1) -> Memory:
+    """Of Megatron's plan in 16 bits with float32 weights, gradients and Adam. ``shape.batch``: of all replicas."""
+    with torch.device("meta"):
+        model = Gpt(shape).to(torch.bfloat16)
+        size = (shape.batch, shape.sequence)
+        labels = torch.empty(size, dtype=torch.int64)
+        x = labels if shape.vocab else torch.empty(*size, shape.width, dtype=torch.bfloat16)
+    axes = {"dp": dp, "tp": tp} if dp > 1 else {"tp": tp}
+    strategies = MEGATRON | ({} if shape.splits_sequence else WHOLE) | ({"tokens": "v@tp"} if shape.vocab else {})
+    plan = sw.plan(
+        model, (x, labels), tp * dp, mesh=sw.Mesh(axes), strategies=strategies, search="sharding_propagation",
+        precision=MIXED,
+    )  # fmt: skip
+    spmd = program_of(plan, capture(model, (x, labels), {}, precision=MIXED).graph, training=True)
+    prices = Prices(Links(Cluster.load("h100-16x8").with_devices(tp * dp), plan.mesh), "adamw fused")
+    return memory_of(spmd, prices)
+
+
+def static(own: Memory) -> int:
+    """Parameters, gradients and optimizer states."""
+    parts = own.peak_of["update"].parts
+    return parts["parameters"] + parts["gradients"] + parts["optimizer states"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A published figure in bytes beside the prediction."""
+
+    name: str
+    what: str
+    predicted: float
+    published: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.published
+
+
+def figure_1(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]]:
+    """Rows of Korthikanti et al. (2022), and how many figures cannot be predicted, by what they need."""
+    found, missing = [], Counter[str]()
+    for row in rows:
+        arch, tp, pp = row["arch"], row["tp"], row["pp"]
+        kept = row["recompute"] == "none"
+        per_layer = [
+            memory(
+                Shape(
+                    arch["hidden"], arch["heads"], count, row["seq"], row["micro_batch"], kept, row["sequence_parallel"]
+                ),
+                tp,
+            )
+            for count in (1, 2)
+        ]
+        layers = arch["layers"] // pp
+        gib = [float(number) for number in re.findall(r"([0-9.]+) GiB", row["notes"])]
+        state = (static(per_layer[1]) - static(per_layer[0])) * layers
+        found.append(Row(row["id"], "parameters, gradients, states", state, gib[0] * GIB))
+        if pp > 1:
+            missing["activations of several passes in flight (pipelines)"] += 1
+        elif not kept:
+            missing["activations with recompute of attention, gathered again in backward"] += 1
+        else:
+            saved = (per_layer[1].kept_bytes - per_layer[0].kept_bytes) * layers
+            found.append(Row(row["id"], "activations", saved, gib[1] * GIB))
+            tokens = row["seq"] * row["micro_batch"]
+            masks = layers * tokens * (2 * arch["hidden"] + arch["heads"] * row["seq"] / tp)
+            found.append(Row(row["id"], "activations and masks of dropout", saved + masks, gib[1] * GIB))
+    return found, missing
+
+
+def golden(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]]:
+    """Rows of Megatron's own tests, and how many cannot be priced, by what they need."""
+    found, missing = [], Counter[str]()
+    for row in rows:
+        args = row["args"]
+        if reason := _unpriced(row):
+            missing[reason] += 1
+            continue
+        tp = args.get("tensor-model-parallel-size", 1)
+        dp, multiple = row["gpus"] // tp, 128 * tp
+        shape = Shape(
+            width=args["hidden-size"],
+            heads=args["num-attention-heads"],
+            layers=args["num-layers"],
+            sequence=args["seq-length"],
+            batch=args["micro-batch-size"] * dp,
+            scores=False,
+            splits_sequence=bool(args.get("sequence-parallel")),
+            vocab=-(-VOCABULARY // multiple) * multiple,
+            qk_norm=bool(args.get("qk-layernorm")),
+        )
+        own = memory(shape, tp, dp)
+        found.append(Row(row["id"], "after a step", static(own), row["mem_allocated_bytes"]))
+        found.append(Row(row["id"], "peak", own.peak.num_bytes, row["mem_max_allocated_bytes"]))
+    return found, missing
+
+
+def _unpriced(row: Mapping[str, Any]) -> str:
+    """What a row needs that plans do not have, or that it does not say; empty where it can be priced."""
+    args = row["args"]
+    if row["group"] != "gpt":
+        return f"a model of another kind ({row['group']})"
+    if not row.get("gpus") or not row.get("mem_max_allocated_bytes"):
+        return "the number of GPUs or the peak, not stated"
+    if args.get("pipeline-model-parallel-size", 1) > 1:
+        return "pipelines"
+    found = [what for option, what in MISSING.items() if option in args and args[option] not in (1, False)]
+    return found[0] if found else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="published_runs.json")
+    rows = json.loads(parser.parse_args(arguments).data.read_text(encoding="utf-8"))
+    print(
+        "| family | row | memory | predicted GiB | published GiB | predicted / published |\n|---|---|---|---|---|---|"
+    )
+    for family, priced in (("korthikanti2022_fig1_memory", figure_1), ("megatron_golden", golden)):
+        own = [row for row in rows if row["family"] == family]
+        found, missing = priced(own)
+        for line in found:
+            gib = f"{line.predicted / GIB:.3f} | {line.published / GIB:.3f}"
+            print(f"| {family} | {line.name} | {line.what} | {gib} | {line.ratio:.3f} |")
+        print(f"| {family} | {len(own)} rows: {len(found)} figures predicted, {missing.total()} not | | | | |")
+        for what, count in missing.most_common():
+            print(f"| {family} | not: {count} need {what} | | | | |")
+
+
+if __name__ == "__main__":
+    main()

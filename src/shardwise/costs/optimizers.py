@@ -1,0 +1,76 @@
+"""What optimizers hold: states from step to step, and tensors of their own while they update.
+
+``torch.optim`` has up to three ways to update. *foreach* goes through all parameters at once, operator by operator, so
+that a temporary is as large as all of them: the default on GPUs. *single* goes from parameter to parameter, the default
+on CPUs; Python's loop keeps the last one's temporaries until those of the next replace them. *fused* is one kernel and
+has none. Clipping by ``clip_grad_norm_`` scales gradients in place, and holds a number per parameter in any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardwise.errors import ShardwiseError, problem
+
+VARIANTS = ("foreach", "single", "fused")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Copies of a parameter, in its dtype: ``states`` that stay; temporaries of foreach (of all parameters);
+    ``single``: of the last parameter and of the one that is updated, at the moments when there are most of them."""
+
+    states: int
+    foreach: int = 0
+    single: tuple[tuple[int, int], ...] = ()
+
+
+# From the source of torch.optim 2.13; tests/costs/test_optimizers.py measures them. Defaults of all arguments, but for
+# SGD's momentum. torch has no Lion: as it is usually written, with one temporary, in any variant.
+HELD: Mapping[str, Held] = {
+    "adamw": Held(2, 1, ((1, 2),)),
+    "adam": Held(2, 1, ((1, 2),)),
+    "nadam": Held(2, 1, ((1, 2),)),
+    "radam": Held(2, 1, ((0, 2),)),
+    "adamax": Held(2, 1, ((0, 1),)),
+    "adadelta": Held(2, 2, ((2, 1), (1, 2))),
+    "adagrad": Held(1, 2, ((1, 1),)),
+    "rmsprop": Held(1, 1, ((1, 1),)),
+    "momentum": Held(1),
+    "lion": Held(1, 1, ((0, 1),)),
+    "sgd": Held(0),
+    "none": Held(0),
+}
+
+
+def named(optimizer: str) -> tuple[str, str]:
+    """The name and the variant of ``"adamw"`` or ``"adamw fused"``; an empty variant is torch's default on the device.
+    Raises ShardwiseError."""
+    name, _, variant = optimizer.partition(" ")
+    if name not in HELD:
+        what = f"the memory of optimizer {optimizer!r} is not known"
+        raise ShardwiseError(problem(what, fix=f"one of {', '.join(HELD)}"))
+    if (variant and variant not in VARIANTS) or optimizer.endswith(" "):
+        what = f"{variant!r} of optimizer {optimizer!r} is no way to update"
+        raise ShardwiseError(problem(what, fix=f"one of {', '.join(VARIANTS)}, as in '{name} fused', or only the name"))
+    return name, variant
+
+
+def states_of(optimizer: str) -> int:
+    """How many states an optimizer keeps per element of a parameter."""
+    return HELD[named(optimizer)[0]].states
+
+
+def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) -> int:
+    """The most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters, in
+    their order; ``foreach``: whether that is the device's default."""
+    name, variant = named(optimizer)
+    held, variant = HELD[name], variant or ("foreach" if foreach else "single")
+    if variant == "foreach":
+        return held.foreach * sum(num_bytes)
+    if variant == "fused":
+        return 0
+    pairs = pairwise((0, *num_bytes))
+    return max((last * size + own * next_size for size, next_size in pairs for last, own in held.single), default=0)
