@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -17,11 +18,13 @@ from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.prices import Precision, Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
+from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import call_arguments, capture
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.bind import program_of
+from shardwise.plans.example import Example, Trials, planned_graph
 from shardwise.plans.listing import stage_of
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
@@ -36,7 +39,8 @@ from shardwise.search.auto import PRICED_SEARCHES, Search
 from shardwise.search.decide import decide
 from shardwise.search.kept import Kept, keep
 from shardwise.search.mesh_shapes import candidate_meshes
-from shardwise.search.modes import MODES, batch_size
+from shardwise.search.micro_batch import batches_of
+from shardwise.search.modes import MODES
 from shardwise.search.planner import Planner, Settings
 
 SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
@@ -56,6 +60,7 @@ def plan(
     mesh: Mesh | None = None,
     max_mesh_axes: int = 2,
     global_batch: int | None = None,
+    micro_batch: int | None = None,
     memory_bytes: float | None = None,
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
@@ -72,58 +77,77 @@ def plan(
     ``"dynamic_programming"``, and where strategies are given ``"sharding_propagation"``, which completes them.
     ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
     cluster's levels, the others use one axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
-    step that accumulates the gradients of several such batches. ``memory_bytes``: what a device may hold of parameters,
-    gradients, optimizer states and saved values; by default what the cluster's devices have (a number of devices is no
-    description: they have what it takes). ``strategies``: module path patterns to strategies, the same as ``sw.shard``
-    on these submodules. ``layouts``: inputs, parameters or buffers that are delivered or kept in a given layout,
-    ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are
-    converted (how a data loader splits its batches, say). ``bucket_bytes``: the largest message in which gradients (or
-    gathered parameters) travel together; 0: each by itself.
+    step; ``micro_batch``: those of a pass, of which a step makes as many as it takes (``par.step`` takes the whole
+    batch). Example inputs are those of one micro-batch or of the whole global batch; every tensor whose dim 0 has the
+    size of the first one's has samples, others are given to every pass. Where they have ``global_batch`` samples and
+    no ``micro_batch`` is said, a search by price chooses it: divisors are tried, the largest first, as long as none
+    fits or the steps get faster (``plan.explain("micro_batch")``); every one is a search of its own. ``memory_bytes``:
+    what a device may hold of parameters, gradients, optimizer states and saved values; by default what the cluster's
+    devices have (a number of devices is no description: they have what it takes). ``strategies``: module path patterns
+    to strategies, the same as ``sw.shard`` on these submodules. ``layouts``: inputs, parameters or buffers that are
+    delivered or kept in a given layout, ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is
+    chosen as if they were free, and they are converted (how a data loader splits its batches, say). ``bucket_bytes``:
+    the largest message in which gradients (or gathered parameters) travel together; 0: each by itself.
 
-    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
+    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
+    loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
     """
     _check_words(mode, search, bucket_bytes)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None:
         _check_mesh(mesh, cluster)
-    args, named = call_arguments(example_inputs, kwargs)
+    call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies)
     with working():  # other ranks wait for rank 0
-        captured = capture(module, args, named, loss=loss, strategies=strategies)
+        captured = capture(module, *call.arguments, loss=loss, strategies=strategies)
         graph, annotations = captured.graph, captured.annotations
         if search is None:
             nothing_said = mode == "auto" and not annotations and not graph.constraints
             search = "dynamic_programming" if nothing_said else "sharding_propagation"
-        settings = (mode, search, optimizer, module.training, bucket_bytes)
-        if mode != "auto" or search not in PRICED_SEARCHES:
-            if precision not in (None, Precision()):
-                warnings.warn(
-                    f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks "
-                    "compute in the dtypes of the model",
-                    PlanWarning,
-                    stacklevel=2,
-                )
-            mesh = mesh or Mesh(dp=cluster.num_devices)
-            factored, choice = decide(graph, annotations, mesh, mode)
-            choice = keep(choice, layouts or {}, graph, factored, mesh)
-            spmd = build_spmd(graph, factored.rules, choice, mesh, bucket_bytes=bucket_bytes)
-            return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings)
+        by_price = mode == "auto" and search in PRICED_SEARCHES
+        samples = num_samples(call.arguments)
+        batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
+        if not by_price and precision not in (None, Precision()):
+            warnings.warn(
+                f"precision= has no effect: mode {mode!r} with search {search!r} asks for no price, and ranks "
+                "compute in the dtypes of the model",
+                PlanWarning,
+                stacklevel=2,
+            )
         wanted = Settings(
             search,
             optimizer,
             precision or Precision(),
-            _passes(graph, global_batch),
+            1,
             memory_bytes,
             bucket_bytes,
             layouts or {},
         )
         meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
-        planned = Planner.of(graph, annotations, cluster, meshes, wanted).plan()
-        if planned.ranking.excess:
-            raise nothing_fits(planned.ranking)
-        stage = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
-        pricing = _pricing(cluster, wanted.precision, planned.search)
-        return Planned.of(Plan((stage,), *settings, pricing, planned.prediction), planned.search)
+
+        def plan_of(graph: Graph, passes: int) -> Plan:
+            settings = (mode, search, optimizer, module.training, bucket_bytes)
+            if not by_price:
+                own_mesh = mesh or Mesh(dp=cluster.num_devices)
+                factored, choice = decide(graph, annotations, own_mesh, mode)
+                choice = keep(choice, layouts or {}, graph, factored, own_mesh)
+                spmd = build_spmd(graph, factored.rules, choice, own_mesh, bucket_bytes=bucket_bytes)
+                return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings, micro_batches=passes)
+            planned = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes)).plan()
+            if planned.ranking.excess:
+                raise nothing_fits(planned.ranking)
+            stage = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
+            pricing = _pricing(cluster, wanted.precision, planned.search)
+            found = Plan((stage,), *settings, pricing, planned.prediction, passes)
+            return Planned.of(found, planned.search)
+
+        trials = Trials(call, graph, batches)
+        for own_graph, passes in trials:
+            try:
+                trials.add(plan_of(own_graph, passes))
+            except PlanError as error:
+                trials.refuse(error)
+        return trials.best()
 
 
 def compare(
@@ -143,8 +167,7 @@ def compare(
     prices. ``settings`` and all others: those of ``sw.plan``. A search that finds nothing that fits has a row that says
     so; whatever else is wrong raises as ``sw.plan`` does."""
     cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
-    args, named = call_arguments(example_inputs, kwargs)
-    captured = capture(module, args, named, loss=loss, strategies=settings.get("strategies"))
+    call = Example(module, call_arguments(example_inputs, kwargs), loss, settings.get("strategies"))
     kinds, rows = Kinds(), []
     for search in searches:
         start = time.perf_counter()
@@ -165,8 +188,8 @@ def compare(
             rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
-        prices = Prices(Links(cluster, found.mesh), optimizer, precision or Precision())
-        spmd = program_of(found, captured.graph, training=module.training)
+        prices = Prices(Links(cluster, found.mesh), optimizer, precision or Precision(), found.micro_batches)
+        spmd = program_of(found, planned_graph(call, found), training=module.training)
         rows.append(Compared(search, seconds, found, simulate(spmd, prices, kinds)))
     return Comparison(tuple(rows))
 
@@ -181,9 +204,8 @@ def step_memory(
 ) -> Memory:
     """What a device holds during a training step under a plan: the peak, where it is and what it is made of. Inputs and
     parameters may be meta tensors. Raises PlanError when the plan does not fit."""
-    args, named = call_arguments(example_inputs, kwargs)
-    captured = capture(module, args, named, loss=loss)
-    return memory_of(program_of(plan, captured.graph, training=module.training), prices_of(plan))
+    graph = planned_graph(Example(module, call_arguments(example_inputs, kwargs), loss), plan)
+    return memory_of(program_of(plan, graph, training=module.training), prices_of(plan))
 
 
 def _check_words(mode: str, search: str | None, bucket_bytes: int) -> None:
@@ -205,24 +227,6 @@ def _pricing(cluster: Cluster, precision: Precision, search: Search) -> PricingE
     dtypes = (precision.compute, precision.parameter, precision.reduce)
     compute, parameter, reduce = ("" if dtype is None else format_dtype(dtype) for dtype in dtypes)
     return PricingEntry(format_cluster(cluster), compute, parameter, reduce, separate)
-
-
-def _passes(graph: Graph, global_batch: int | None) -> int:
-    """How many batches of the example's size a step accumulates."""
-    batch = batch_size(graph)
-    if global_batch is None:
-        return 1
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1 or not batch:
-        raise ShardwiseError(problem(f"global_batch is {global_batch!r}", fix="a whole number of samples from 1"))
-    if global_batch % batch:
-        raise ShardwiseError(
-            problem(
-                f"global_batch is {global_batch}, the example inputs have {batch} samples: {global_batch} / {batch} is "
-                "not whole",
-                fix="give example inputs whose number of samples divides it",
-            )
-        )
-    return global_batch // batch
 
 
 def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:

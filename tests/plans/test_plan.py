@@ -242,7 +242,7 @@ def test_json_that_is_no_plan_is_refused(tmp_path, content):
 
 def test_another_version_is_refused(edit):
     text = refusal(edit(lambda data: data.update(version=99)), edited=False)
-    assert f"has plan version 99; this shardwise reads versions 4 and {VERSION}" in text
+    assert f"has plan version 99; this shardwise reads versions 4 to {VERSION}" in text
     assert "make the plan again with sw.plan" in text
 
 

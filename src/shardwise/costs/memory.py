@@ -98,7 +98,7 @@ class _Walk:
         return Memory(max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept)
 
     def _persistent(self) -> None:
-        """What is there before the step: sources, and optimizer states."""
+        """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
         states = OPTIMIZER_STATES[self.prices.optimizer]
         for source in self.graph.sources:
             value, form = self.graph.by_name[source.value], self.program.forms[source.value]
@@ -111,6 +111,8 @@ class _Walk:
                     self.ledger.hold(self.ledger.new(stored, "parameters"))
                 if source.value in self.graph.updated:
                     self.ledger.hold(self.ledger.new(states * stored, "optimizer states"))
+                    if self.prices.passes > 1:  # what earlier passes left, to which this one's gradients are added
+                        self.ledger.hold(self.ledger.new(stored, "gradients"))
 
     # -- instructions --------------------------------------------------------------------------------------------------
 
@@ -185,12 +187,16 @@ class _Walk:
         """Gradients in the dtype of what is stored; then the optimizer goes from parameter to parameter, with one
         temporary tensor of its size (the denominator of Adam) where there are states."""
         self.ledger.phase, self.ledger.op = "update", ""
+        if self.prices.passes > 1:  # they were added to those that stay, and are gone
+            for name in self.gradients & self.tensors.keys():
+                self._forget(name)
         stored = {
             name: prod(self.program.forms[name].shape) * self.prices.stored_itemsize(self.graph.by_name[name])
             for name in self.parameters
         }
         for source, name in self.program.gradients.items():
-            if source in self.parameters and stored[source] != self.tensors[name].form.num_bytes:
+            held = self.tensors.get(name)
+            if source in self.parameters and held is not None and stored[source] != held.form.num_bytes:
                 self.ledger.hold(self.ledger.new(stored[source], "gradients"))
                 self._forget(name)
         for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:

@@ -1,8 +1,9 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 5 has stages, and in every conversion its path. Version 4 had one stage, whose entries stood beside the
-settings, and no paths: a file of a plan that was not chosen by price is read, since its conversions take the paths that
-send the fewest bytes; one that was chosen by price says to plan again.
+Version 6 says how many micro-batches a step has, if there are several; before it was one. Version 5 has stages, and in
+every conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no paths: a file of a
+plan that was not chosen by price is read, since its conversions take the paths that send the fewest bytes; one that was
+chosen by price says to plan again.
 """
 
 from __future__ import annotations
@@ -30,14 +31,25 @@ from shardwise.plans.entries import (
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
-VERSION = 5
+VERSION = 6
 BEFORE_STAGES = 4
 _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
 _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
+_MOST_PASSES = 2**20
 _LINES = "pricing.cluster"  # the text of several lines
-_SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction")
+_SETTINGS = (
+    "mode",
+    "search",
+    "optimizer",
+    "training",
+    "bucket_bytes",
+    "micro_batches",
+    "stages",
+    "pricing",
+    "prediction",
+)
 
 
 def digest_of(body: Any) -> str:
@@ -107,11 +119,11 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
-    if type(data.get("version")) is not int or data["version"] not in (BEFORE_STAGES, VERSION):
+    if type(data.get("version")) is not int or not BEFORE_STAGES <= data["version"] <= VERSION:
         raise PlanError(
             problem(
                 f"{name} has plan version {shown(data.get('version'))}; this shardwise reads versions "
-                f"{BEFORE_STAGES} and {VERSION}",
+                f"{BEFORE_STAGES} to {VERSION}",
                 fix="make the plan again with sw.plan",
             )
         )
@@ -174,9 +186,19 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "optimizer": _field(body, "optimizer", str, "optimizer"),
         "training": _field(body, "training", bool, "training"),
         "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
+        "micro_batches": _micro_batches(body),
         "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
         "prediction": _prediction(body.get("prediction")),
     }
+
+
+def _micro_batches(body: dict[str, Any]) -> int:
+    if "micro_batches" not in body:
+        return 1
+    count: int = _field(body, "micro_batches", int, "micro_batches")
+    if not 1 < count <= _MOST_PASSES:
+        raise PlanError(f"micro_batches is {_shown(count)}, not a number from 2 to {_MOST_PASSES:,} (of one, no entry)")
+    return count
 
 
 def _stage(data: Any, where: str) -> Stage:

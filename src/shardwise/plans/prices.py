@@ -14,7 +14,8 @@ def prices_of(plan: Plan) -> Prices:
     """Those that a plan was chosen by; of one that was not chosen by price, those of devices of this machine."""
     entry = plan.pricing
     if entry is None:
-        return Prices(Links(Cluster.local(plan.mesh.num_devices), plan.mesh), plan.optimizer)
+        links = Links(Cluster.local(plan.mesh.num_devices), plan.mesh)
+        return Prices(links, plan.optimizer, passes=plan.micro_batches)
     dtypes = [None if name == "" else parse_dtype(name) for name in (entry.compute, entry.parameter, entry.reduce)]
     links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
-    return Prices(links, plan.optimizer, Precision(*dtypes))
+    return Prices(links, plan.optimizer, Precision(*dtypes), plan.micro_batches)
