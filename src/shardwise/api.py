@@ -147,7 +147,8 @@ def plan(
                 trials.add(plan_of(own_graph, passes))
             except PlanError as error:
                 trials.refuse(error)
-        return trials.best()
+        best = trials.best()
+        return replace(best, tried=trials.choices) if isinstance(best, Planned) else best
 
 
 def compare(

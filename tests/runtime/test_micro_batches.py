@@ -159,7 +159,7 @@ def test_steps_in_passes_are_those_of_one_device_on_whole_batches(mesh: str, run
                 assert apart < EQUAL * scale, f"{name}: {key}"
 
 
-# ---------------------------------------------------------------------------------------- inputs, hooks, calls of others
+# -------------------------------------------------------------------------------------- inputs, hooks, calls of others
 
 
 class Labelled(nn.Module):

@@ -83,10 +83,10 @@ def hashed(
     if seed.device.type != "cpu" or prod(lengths) <= _PIECE:
         return _hashed_indices(key, global_indices(sizes, offsets, lengths, seed.device))
     bits = torch.empty(tuple(lengths), dtype=torch.int64)
-    for start, stop in _pieces(lengths):
-        first = tuple(a + b for a, b in zip(offsets, start, strict=True))
-        part_shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-        bits[tuple(map(slice, start, stop))] = _hashed_indices(
+    for begin, stop in _pieces(lengths):
+        first = tuple(a + b for a, b in zip(offsets, begin, strict=True))
+        part_shape = tuple(b - a for a, b in zip(begin, stop, strict=True))
+        bits[tuple(map(slice, begin, stop))] = _hashed_indices(
             key, global_indices(sizes, first, part_shape, seed.device)
         )
     return bits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -109,8 +109,12 @@ class Trials:
             assert self._failure is not None, "nothing was tried"
             raise self._failure
         announce_statistics(sorted(self._statistics), stacklevel=4)
-        is_chosen = self.batches is not None and len(self.batches.candidates) > 1
-        return replace(self._best, tried=tuple(self.tried)) if is_chosen else self._best
+        return self._best
+
+    @property
+    def choices(self) -> tuple[Tried, ...]:
+        """What was tried, where there was a choice."""
+        return tuple(self.tried) if self.batches is not None and len(self.batches.candidates) > 1 else ()
 
 
 def announce_statistics(buffers: list[str], *, stacklevel: int) -> None:
