@@ -139,6 +139,7 @@ def train_alone(name: str, micro_batch: int) -> tuple[list[float], dict[str, tor
 @pytest.mark.parametrize("mesh", MESHES)
 def test_steps_in_passes_are_those_of_one_device_on_whole_batches(mesh: str, run_ranks: RunRanks) -> None:
     wanted = [("gpt2", 2), ("llama", 4), ("vit", 2), ("dlrm", 4), ("norms", 4)]
+    wanted = wanted if mesh != "dp x tp" else [("gpt2", 2), ("norms", 4)]
     plans = [plan_of(name, mesh, size) for name, size in wanted]
     size = plans[0].mesh.num_devices
     cases = [(name, plan.to_json()) for (name, _), plan in zip(wanted, plans, strict=True)]
