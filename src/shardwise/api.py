@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
+from shardwise.graph.batch import num_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
@@ -24,6 +26,7 @@ from shardwise.graph.precision import Precision
 from shardwise.graph.segments import How, check_how
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
+from shardwise.plans.example import Example, Trials, planned_graph
 from shardwise.plans.listing import stage_of
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
@@ -39,7 +42,8 @@ from shardwise.search.fitting import plan_within
 from shardwise.search.kept import Kept, keep
 from shardwise.search.levers import Gathered, Levers
 from shardwise.search.mesh_shapes import candidate_meshes
-from shardwise.search.modes import MODES, batch_size
+from shardwise.search.micro_batch import batches_of
+from shardwise.search.modes import MODES
 from shardwise.search.planner import Planner, Settings, built
 from shardwise.search.zero import Zero
 
@@ -60,6 +64,7 @@ def plan(
     mesh: Mesh | None = None,
     max_mesh_axes: int = 2,
     global_batch: int | None = None,
+    micro_batch: int | None = None,
     memory_bytes: float | None = None,
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
@@ -80,30 +85,35 @@ def plan(
     ``"sharding_propagation"``, which completes them.
     ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
     cluster's levels, the others use one axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
-    step that accumulates the gradients of several such batches. ``memory_bytes``: what the tensors of a device may take
-    at the peak of a step; by default what the cluster's devices have less their reserve, of which a given number is
-    clear (a number of devices is no description: they have what it takes). ``strategies``: module path patterns to
-    strategies, the same as ``sw.shard`` on these submodules. ``layouts``: inputs, parameters or buffers that are
-    delivered or kept in a given layout, ``"[32@dp, 512]"``, or split so many ways per dim, ``(8, 1)``; the rest is
-    chosen as if they were free, and they are converted (how a data loader splits its batches, say). ``bucket_bytes``:
-    the largest message in which gradients (or gathered parameters) travel together; 0: each by itself. ``recompute``:
-    what backward makes again instead of keeping it: ``"full"`` or ``"cheap"`` (``sw.recompute``): the repeated blocks
-    of the model, besides what it asks for itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``,
-    ``torch.utils.checkpoint``); by default the same, and where nothing fits, searches that go by price make again what
-    lets a plan fit (``search.fitting``). ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer
-    states are stored in parts wherever they would be copied; under 3 gathered parameters are not held from forward to
-    backward, but gathered again.
+    step; ``micro_batch``: those of a pass, of which a step makes as many as it takes (``par.step`` takes the whole
+    batch). Example inputs are those of one micro-batch or of the whole global batch; every tensor whose dim 0 has the
+    size of the first one's has samples, others are given to every pass. Where they have ``global_batch`` samples and
+    no ``micro_batch`` is said, a search by price chooses it: divisors are tried, the largest first, as long as none
+    fits or the steps get faster (``plan.explain("micro_batch")``); every one is a search of its own. ``memory_bytes``:
+    what the tensors of a device may take at the peak of a step; by default what the cluster's devices have less their
+    reserve, of which a given number is clear (a number of devices is no description: they have what it takes).
+    ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules. ``layouts``:
+    inputs, parameters or buffers that are delivered or kept in a given layout, ``"[32@dp, 512]"``, or split so many
+    ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are converted (how a data loader splits
+    its batches, say). ``bucket_bytes``: the largest message in which gradients (or gathered parameters) travel
+    together; 0: each by itself. ``recompute``: what backward makes again instead of keeping it: ``"full"`` or
+    ``"cheap"`` (``sw.recompute``): the repeated blocks of the model, besides what it asks for itself; ``"none"``:
+    nothing; None: what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); by default the same, and
+    where nothing fits, searches that go by price make again what lets a plan fit (``search.fitting``). ``zero``: 1, 2
+    or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in parts wherever they would be copied;
+    under 3 gathered parameters are not held from forward to backward, but gathered again.
 
-    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits.
+    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
+    loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
     """
     _check_words(mode, search, bucket_bytes, recompute)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None:
         _check_mesh(mesh, cluster)
-    args, named = call_arguments(example_inputs, kwargs)
+    precision = precision or Precision()
+    call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision)
     with working():  # other ranks wait for rank 0
-        precision = precision or Precision()
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
@@ -111,41 +121,57 @@ def plan(
                 PlanWarning,
                 stacklevel=2,
             )
-        captured = capture(module, args, named, loss=loss, strategies=strategies, precision=precision)
+        captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
         if search is None:
             nothing_said = mode == "auto" and not annotations and not graph.constraints
             search = "dynamic_programming" if nothing_said else "sharding_propagation"
         stage = Zero.of(zero)
         gathered: Gathered = "again" if stage is not None and stage.stage == 3 else "held"
-        settings = (mode, search, optimizer, module.training, bucket_bytes)
+        by_price = mode == "auto" and search in PRICED_SEARCHES
+        samples = num_samples(call.arguments)
+        batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
         wanted = Settings(
             search,
             optimizer,
-            _passes(graph, global_batch),
+            1,
             memory_bytes,
             bucket_bytes,
             layouts or {},
             Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered),
             stage,
         )
-        if mode != "auto" or search not in PRICED_SEARCHES:
-            mesh = mesh or Mesh(dp=cluster.num_devices)
-            factored, choice = decide(graph, annotations, mesh, mode)
-            choice = keep(choice, layouts or {}, graph, factored, mesh)
-            choice, spmd = built(graph, factored.rules, choice, mesh, wanted, Kinds())
-            return Plan((stage_of(graph, factored.rules, choice, spmd),), *settings, precision=precision)
         meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
-        planner = Planner.of(graph, annotations, cluster, meshes, wanted)
-        if recompute == "auto":
-            planned = plan_within(planner, captured.segments, None if stage is None else gathered)
-        else:
-            planned = planner.plan()
-        if planned.ranking.excess:
-            raise nothing_fits(planned.ranking)
-        listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
-        pricing = _pricing(cluster, planned.search)
-        return Planned.of(Plan((listed,), *settings, pricing, planned.prediction, precision), planned.search)
+
+        def plan_of(graph: Graph, passes: int) -> Plan:
+            settings = (mode, search, optimizer, module.training, bucket_bytes)
+            if not by_price:
+                own_mesh = mesh or Mesh(dp=cluster.num_devices)
+                factored, choice = decide(graph, annotations, own_mesh, mode)
+                choice = keep(choice, layouts or {}, graph, factored, own_mesh)
+                choice, spmd = built(graph, factored.rules, choice, own_mesh, wanted, Kinds())
+                stages = (stage_of(graph, factored.rules, choice, spmd),)
+                return Plan(stages, *settings, precision=precision, micro_batches=passes)
+            planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
+            if recompute == "auto":
+                planned = plan_within(planner, captured.segments, None if stage is None else gathered)
+            else:
+                planned = planner.plan()
+            if planned.ranking.excess:
+                raise nothing_fits(planned.ranking)
+            listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
+            pricing = _pricing(cluster, planned.search)
+            found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
+            return Planned.of(found, planned.search)
+
+        trials = Trials(call, graph, batches)
+        for own_graph, passes in trials:
+            try:
+                trials.add(plan_of(own_graph, passes))
+            except PlanError as error:
+                trials.refuse(error)
+        best = trials.best()
+        return replace(best, tried=trials.choices) if isinstance(best, Planned) else best
 
 
 def compare(
@@ -165,9 +191,9 @@ def compare(
     prices. ``settings`` and all others: those of ``sw.plan``. A search that finds nothing that fits has a row that says
     so; whatever else is wrong raises as ``sw.plan`` does."""
     cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
-    args, named = call_arguments(example_inputs, kwargs)
     precision = precision or Precision()
-    captured = capture(module, args, named, loss=loss, strategies=settings.get("strategies"), precision=precision)
+    arguments = call_arguments(example_inputs, kwargs)
+    call = Example(module, arguments, loss, settings.get("strategies"), precision)
     kinds, rows = Kinds(), []
     for search in searches:
         start = time.perf_counter()
@@ -188,8 +214,8 @@ def compare(
             rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
-        prices = Prices(Links(cluster, found.mesh), optimizer)
-        spmd = program_of(found, captured.graph, training=module.training)
+        prices = Prices(Links(cluster, found.mesh), optimizer, found.micro_batches)
+        spmd = program_of(found, planned_graph(call, found), training=module.training)
         rows.append(Compared(search, seconds, found, simulate(spmd, prices, kinds)))
     return Comparison(tuple(rows))
 
@@ -204,9 +230,8 @@ def step_memory(
 ) -> Memory:
     """What a device holds during a training step under a plan: the peak, where it is and what it is made of. Inputs and
     parameters may be meta tensors. Raises PlanError when the plan does not fit."""
-    args, named = call_arguments(example_inputs, kwargs)
-    captured = capture(module, args, named, loss=loss, precision=plan.precision)
-    return memory_of(program_of(plan, captured.graph, training=module.training), prices_of(plan))
+    call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)
+    return memory_of(program_of(plan, planned_graph(call, plan), training=module.training), prices_of(plan))
 
 
 def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None) -> None:
@@ -228,24 +253,6 @@ def _pricing(cluster: Cluster, search: Search) -> PricingEntry:
     mesh, groups = search.mesh, search.cost.domains.axes.groups
     separate = tuple(name for name, _ in mesh.axes if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups)
     return PricingEntry(format_cluster(cluster), "", "", "", separate)
-
-
-def _passes(graph: Graph, global_batch: int | None) -> int:
-    """How many batches of the example's size a step accumulates."""
-    batch = batch_size(graph)
-    if global_batch is None:
-        return 1
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1 or not batch:
-        raise ShardwiseError(problem(f"global_batch is {global_batch!r}", fix="a whole number of samples from 1"))
-    if global_batch % batch:
-        raise ShardwiseError(
-            problem(
-                f"global_batch is {global_batch}, the example inputs have {batch} samples: {global_batch} / {batch} is "
-                "not whole",
-                fix="give example inputs whose number of samples divides it",
-            )
-        )
-    return global_batch // batch
 
 
 def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:

@@ -1,12 +1,15 @@
-"""A step of several accumulated batches: what its optimizer's update costs is shared by its passes."""
+"""A step of several passes: what a plan says of it, which micro-batch is chosen, and which are refused."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.api import step_memory
 
 X = torch.randn(8, 16)
 
@@ -57,6 +60,105 @@ def test_batches_that_do_not_divide_are_refused(global_batch, said):
     with pytest.raises(sw.ShardwiseError) as caught:
         planned(global_batch)
     assert said in str(caught.value)
+
+
+def small(global_batch=None, micro_batch=None, x=X, **options):
+    return sw.plan(
+        Mlp(),
+        x,
+        2,
+        mesh=sw.Mesh(dp=2),
+        mode="data_parallel",
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "said"),
+    [
+        (8, 3, "micro_batch is 3, global_batch is 8: 8 / 3 = 2.667 passes"),
+        (8, 16, "micro_batch is 16, global_batch is 8: 8 / 16 = 0.5 passes"),
+        (8, 0, "micro_batch is 0"),
+        (8, -2, "micro_batch is -2"),
+        (8, True, "micro_batch is True"),
+        (8, 2.0, "micro_batch is 2.0"),
+        (
+            32,
+            4,
+            "the example inputs have 8 samples, neither those of a micro-batch (4) nor those of the global batch (32)",
+        ),
+    ],
+)
+def test_micro_batches_that_do_not_fit_are_refused_with_the_arithmetic(global_batch, micro_batch, said):
+    with pytest.raises(sw.ShardwiseError) as caught:
+        small(global_batch, micro_batch)
+    assert said in str(caught.value)
+
+
+def test_samples_of_no_input_are_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return (self.weight * x).sum()
+
+    with pytest.raises(sw.ShardwiseError, match="no example input has dims"):
+        sw.plan(Scaled(), torch.tensor(3.0), 2, mode="data_parallel", global_batch=8, micro_batch=2)
+
+
+def test_example_inputs_of_a_micro_batch_and_of_the_whole_batch_give_one_plan():
+    of_micro_batch, of_batch = small(32), small(32, 8, torch.randn(32, 16))
+    assert (of_micro_batch.micro_batch, of_micro_batch.micro_batches) == (8, 4)
+    assert of_micro_batch == of_batch
+
+
+def test_passes_are_in_the_file_the_digest_and_the_difference():
+    one, four = small(), small(8, 2)
+    assert one.digest != four.digest
+    assert sw.Plan.from_json(four.to_json()) == four
+    assert "micro_batches" not in one.to_json(), "a plan of one pass has the digest that it always had"
+    assert ("micro_batches", "1", "4") in one.diff(four).settings
+    assert "a step is 4 passes over 2 samples" in str(four)
+    assert "communication per pass and device" in str(four)
+    data = json.loads(one.to_json())
+    assert data["version"] == 6
+    assert sw.Plan.from_json(json.dumps({**data, "version": 5})).micro_batches == 1
+
+
+def test_the_micro_batch_is_the_largest_that_fits_unless_smaller_ones_are_faster():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 4096), nn.Linear(4096, 4)
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x))).square().mean()
+
+    cluster, x = sw.Cluster.load("h100-1x2"), torch.empty(256, 64, device="meta")
+    with torch.device("meta"):
+        module = Wide()
+    free = sw.plan(module, x, cluster, mesh=sw.Mesh(dp=2), global_batch=256)
+    assert free.micro_batches == 1
+    least = free.prediction.peak_bytes
+    tight = sw.plan(module, x, cluster, mesh=sw.Mesh(dp=2), global_batch=256, memory_bytes=0.4 * least)
+    assert tight.micro_batches > 1
+    assert tight.prediction.peak_bytes <= 0.4 * least
+    tried = tight.explain("micro_batch")
+    assert tried.tried[0].micro_batch == 256
+    assert "no plan fits" in tried.tried[0].refused
+    assert str(tried).startswith(f"a pass is over {tight.micro_batch} samples; tried, the largest first")
+
+
+def test_gradients_of_earlier_passes_are_counted_in_every_pass():
+    module = Mlp()
+    held = 4 * sum(p.numel() for p in module.parameters())
+    once, twice = small(8, 4, x=X[:4]), small(4, 4, x=X[:4])
+    passes = [step_memory(module, X[:4], plan).peak_of["backward"].num_bytes for plan in (once, twice)]
+    assert passes[0] == passes[1] + held
 
 
 @pytest.mark.parametrize("mesh", [None, sw.Mesh(dp=1), sw.Mesh()])

@@ -95,7 +95,7 @@ class _Walk:
         return Memory(max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept)
 
     def _persistent(self) -> None:
-        """What is there before the step: sources, optimizer states, gradients of earlier passes."""
+        """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
         states = states_of(self.prices.optimizer)
         for source in self.graph.sources:
             form = self.program.forms[source.value]
@@ -181,8 +181,8 @@ class _Walk:
         """The optimizer with its own temporaries; this pass's gradients are added to those of earlier ones."""
         self.ledger.phase, self.ledger.op = "update", ""
         stored = {name: self.program.forms[name].num_bytes for name in self.parameters}
-        for source, name in self.program.gradients.items():
-            if source in self.parameters and self.prices.passes > 1:
+        if self.prices.passes > 1:  # they were added to those that stay, and are gone
+            for name in self.gradients & self.tensors.keys():
                 self._forget(name)
         for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:
             self._forget(name)

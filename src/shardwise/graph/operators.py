@@ -70,17 +70,23 @@ _PIECE = 1 << 15
 
 
 def hashed(
-    seed: torch.Tensor, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+    seed: torch.Tensor,
+    call: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    start: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """64 random bits per element of the block, for random call ``call``: int64, shape ``lengths``."""
-    key = splitmix64(splitmix64(seed + _GOLDEN) + call) + _GOLDEN
+    """64 random bits per element of the block, for random call ``call``: int64, shape ``lengths``. ``start``: how many
+    elements the block lies behind the place that ``offsets`` say."""
+    key = splitmix64(splitmix64(seed + _GOLDEN) + call) + _GOLDEN + start * _GOLDEN
     if seed.device.type != "cpu" or prod(lengths) <= _PIECE:
         return _hashed_indices(key, global_indices(sizes, offsets, lengths, seed.device))
     bits = torch.empty(tuple(lengths), dtype=torch.int64)
-    for start, stop in _pieces(lengths):
-        first = tuple(a + b for a, b in zip(offsets, start, strict=True))
-        part_shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-        bits[tuple(map(slice, start, stop))] = _hashed_indices(
+    for begin, stop in _pieces(lengths):
+        first = tuple(a + b for a, b in zip(offsets, begin, strict=True))
+        part_shape = tuple(b - a for a, b in zip(begin, stop, strict=True))
+        bits[tuple(map(slice, begin, stop))] = _hashed_indices(
             key, global_indices(sizes, first, part_shape, seed.device)
         )
     return bits
@@ -104,15 +110,33 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int
             yield (*outer, row, *[0] * len(rest)), (*(i + 1 for i in outer), last, *rest)
 
 
-_DROPOUT = "(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None) -> Tensor"
-_UNIFORM = "(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype) -> Tensor"
+# ``first``: of a pass over a part of the batch, the number of its first sample; ``stride``: elements of a sample.
+_IN_TIME = "Tensor? first=None, int stride=0"
+_DROPOUT = (
+    f"(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None, {_IN_TIME}) -> Tensor"
+)
+_UNIFORM = (
+    "(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype, "
+    f"{_IN_TIME}) -> Tensor"
+)
 
 
 def dropout_mask(
-    seed: torch.Tensor, p: float, call: int, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+    seed: torch.Tensor,
+    p: float,
+    call: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    start: torch.Tensor | int = 0,
 ) -> torch.Tensor:
     """Which elements of the block are kept: bool, shape ``lengths``. 53 bits of the hash are compared with ``p``."""
-    return _shift_right_(hashed(seed, call, sizes, offsets, lengths), 11) >= int(p * (1 << 53))
+    return _shift_right_(hashed(seed, call, sizes, offsets, lengths, start), 11) >= int(p * (1 << 53))
+
+
+def _start(first: torch.Tensor | None, stride: int, device: torch.device) -> torch.Tensor | int:
+    """The elements ahead of a pass."""
+    return 0 if first is None else first.to(device) * stride
 
 
 @torch.library.custom_op("shardwise::dropout", mutates_args=(), schema=_DROPOUT)
@@ -124,16 +148,19 @@ def dropout(
     sizes: Sequence[int],
     offsets: Sequence[int],
     lengths: Sequence[int] | None = None,
+    first: torch.Tensor | None = None,
+    stride: int = 0,
 ) -> torch.Tensor:
     """Dropout whose mask depends only on the global index of an element.
 
     ``seed``: int64 of shape (). ``call``: which dropout of the model. ``sizes``: the global shape, ``offsets``: the
     global index of the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its
     dims, such as sizes (3, 8, 8), offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default
-    ``x.shape``.
+    ``x.shape``. ``first``: of a micro-batch, the number of its first sample (int64 of shape ()), behind which its
+    elements begin ``stride`` apart.
     """
-    shape = tuple(x.shape) if lengths is None else tuple(lengths)
-    keep = dropout_mask(seed.to(x.device), p, call, sizes, offsets, shape).reshape(x.shape)
+    shape, start = tuple(x.shape) if lengths is None else tuple(lengths), _start(first, stride, x.device)
+    keep = dropout_mask(seed.to(x.device), p, call, sizes, offsets, shape, start).reshape(x.shape)
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     return torch.where(keep, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
 
@@ -151,13 +178,16 @@ def uniform(
     lengths: Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype,
+    first: torch.Tensor | None = None,
+    stride: int = 0,
 ) -> torch.Tensor:
     """Uniform numbers of [0, 1) that depend only on the seed, the random call and the global index of an element.
 
     The block of ``lengths`` at ``offsets`` of the tensor of ``sizes``, as a tensor of ``shape`` (``sizes`` may factor
-    its dims, as for ``dropout``).
+    its dims, as for ``dropout``; ``first`` and ``stride`` are as there).
     """
-    bits = _shift_right_(hashed(seed, call, sizes, offsets, lengths), 64 - _BITS[dtype])
+    start = _start(first, stride, seed.device)
+    bits = _shift_right_(hashed(seed, call, sizes, offsets, lengths, start), 64 - _BITS[dtype])
     return (bits.to(torch.float64) * 2.0 ** -_BITS[dtype]).to(dtype).reshape(tuple(shape))
 
 
@@ -165,9 +195,9 @@ def uniform(
 # replicas have in common and shards have not: the seed, the random call and where the shard lies.
 
 
-def _stream(seed: torch.Tensor, call: int, offsets: Sequence[int]) -> torch.Generator:
+def _stream(seed: torch.Tensor, call: int, offsets: Sequence[int], first: torch.Tensor | None) -> torch.Generator:
     key = splitmix64(splitmix64(seed.cpu() + _GOLDEN) + call)
-    for offset in offsets:
+    for offset in (*offsets, *(() if first is None else (int(first),))):
         key = splitmix64(key + offset + _GOLDEN)
     return torch.Generator(seed.device).manual_seed(int(key) & (2**63 - 1))
 
@@ -181,10 +211,12 @@ def stream_dropout(
     sizes: Sequence[int],
     offsets: Sequence[int],
     lengths: Sequence[int] | None = None,
+    first: torch.Tensor | None = None,
+    stride: int = 0,
 ) -> torch.Tensor:
     """``dropout`` by the shard's own stream."""
     kept = torch.empty_like(x, memory_format=torch.contiguous_format)
-    kept.bernoulli_(1.0 - p, generator=_stream(seed, call, offsets))
+    kept.bernoulli_(1.0 - p, generator=_stream(seed, call, offsets, first))
     return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0).mul_(x)
 
 
@@ -197,9 +229,11 @@ def stream_uniform(
     lengths: Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype,
+    first: torch.Tensor | None = None,
+    stride: int = 0,
 ) -> torch.Tensor:
     """``uniform`` by the shard's own stream."""
-    return torch.rand(tuple(shape), generator=_stream(seed, call, offsets), dtype=dtype, device=seed.device)
+    return torch.rand(tuple(shape), generator=_stream(seed, call, offsets, first), dtype=dtype, device=seed.device)
 
 
 @dropout.register_fake
@@ -211,7 +245,7 @@ def _(x: torch.Tensor, *rest: Any) -> torch.Tensor:
 @uniform.register_fake
 @stream_uniform.register_fake
 def _(seed: torch.Tensor, *rest: Any) -> torch.Tensor:
-    *_, shape, dtype = rest
+    shape, dtype = rest[4:6]
     return torch.empty(tuple(shape), dtype=dtype, device=seed.device)
 
 
@@ -219,15 +253,17 @@ def _same_mask(operator: OpOverload) -> Callable[..., tuple[torch.Tensor | None,
     """The backward of a dropout: the cotangent under the same mask, which is drawn again."""
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (seed,) = ctx.saved_tensors
-        return operator(gradient, seed, *ctx.numbers), *[None] * 6
+        seed, *first = ctx.saved_tensors
+        numbers, stride = ctx.numbers
+        return operator(gradient, seed, *numbers, *(first or (None,)), stride), *[None] * 8
 
     return backward
 
 
 def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, seed, *ctx.numbers = inputs
-    ctx.save_for_backward(seed)
+    _, seed, *numbers, first, stride = inputs
+    ctx.numbers = numbers, stride
+    ctx.save_for_backward(*((seed,) if first is None else (seed, first)))
 
 
 dropout.register_autograd(_same_mask(dropout._opoverload), setup_context=_keep_numbers)

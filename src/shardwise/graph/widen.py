@@ -54,9 +54,10 @@ _ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
 
 
 @contextmanager
-def reference_mode(seed: int, *, widens: bool = True) -> Iterator[None]:
+def reference_mode(seed: int, passes: Sequence[int] = (), *, widens: bool = True) -> Iterator[None]:
     """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
-    its own.
+    its own. ``passes``: the samples of micro-batches, where batch norm in training takes its statistics of each, one
+    after another.
 
     A function mode sees a call of ``torch.nn.functional`` as one, and none of those inside it, such as the dropout of
     ``multi_head_attention_forward``. So these functions are told meanwhile that there is no mode, and their insides
@@ -67,7 +68,7 @@ def reference_mode(seed: int, *, widens: bool = True) -> Iterator[None]:
     functions.update(dict.fromkeys(asked, lambda *operands: False))
     token = _ACTIVE.set(True)
     try:
-        with _Reference(seed, widens), checkpoints_kept():
+        with _Reference(seed, tuple(passes), widens), checkpoints_kept():
             yield
     finally:
         _ACTIVE.reset(token)
@@ -92,9 +93,9 @@ class _Reference(TorchFunctionMode):
     """Rewrites torch calls: types to float64, unless they are wanted as they are, and dropout and random numbers to the
     hashed ones, numbered in the order of execution."""
 
-    def __init__(self, seed: int, widens: bool) -> None:
+    def __init__(self, seed: int, passes: tuple[int, ...], widens: bool) -> None:
         super().__init__()
-        self.widens = widens
+        self.passes, self.widens = passes, widens
         self.seed = torch.tensor(seed, dtype=torch.int64)
         self.calls = 0
 
@@ -334,6 +335,17 @@ def _grouped_mm(
 
 
 CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+
+
+def _batch_norm(mode: _Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Over micro-batches, if there are several."""
+    if len(mode.passes) < 2 or input.shape[0] != sum(mode.passes):
+        result: torch.Tensor = widened_call(torch.batch_norm, (input, *args), kwargs)
+        return result
+    parts = [widened_call(torch.batch_norm, (part, *args), kwargs) for part in input.split(list(mode.passes))]
+    return torch.cat(parts)
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.rand: _rand,
     torch.rand_like: _rand_like,
@@ -363,6 +375,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.gru: _recurrent(torch.gru),
     torch.rnn_tanh: _recurrent(torch.rnn_tanh),
     torch.rnn_relu: _recurrent(torch.rnn_relu),
+    torch.batch_norm: _batch_norm,
     torch.dropout: _dropout,
     torch.dropout_: _dropout_,
     torch.feature_dropout: _feature_dropout,

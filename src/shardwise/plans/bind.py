@@ -133,7 +133,7 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
         _check_operators(plan, graph)
     rules = rules_of(graph, known=plan.strategies)
     rules = {name: variant(rule, plan.strategies.get(name, "")) for name, rule in rules.items()}
-    factored = factor_graph(graph, rules)
+    factored = factor_graph(graph, rules, _unread(plan, graph))
     exact = same and {op.name for op in graph.ops} == set(plan.strategies)
     fixed: Choices = {}
     faults: list[str] = []
@@ -158,6 +158,17 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
     cuts = {name: parse_cuts(plan.strategies[name]) for name in fixed if parse_cuts(plan.strategies[name])}
     choice = _stored_as_planned(with_cuts(choice, cuts, graph, factored.rules, plan.mesh), plan, graph)
     return factored, replace(choice, shared=_shared(plan, graph))
+
+
+def _unread(plan: Plan, graph: Graph) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The atoms of parameters and buffers that the graph does not read: nothing in it says how they are divided, and
+    they stay as the plan keeps them."""
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for source in graph.sources:
+        layout = None if graph.consumers[source.value] else plan.layouts.get(source.names[0])
+        if layout is not None and source.kind != "input" and layout.shape == graph.by_name[source.value].shape:
+            found[source.value] = layout.atoms
+    return found
 
 
 def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:

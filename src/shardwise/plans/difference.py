@@ -56,6 +56,7 @@ def _settings(plan: Plan) -> dict[str, str]:
     found = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
     found |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     found["precision"] = format_precision(plan.precision)
+    found["micro_batches"] = str(plan.micro_batches)
     if plan.prediction is not None:
         found["step"] = format_seconds(plan.prediction.step_seconds)
     return found

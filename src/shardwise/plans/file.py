@@ -1,8 +1,8 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 6 says what is made again in backward, and may name the precision of the step; a plan that does not is executed
-in the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has stages, and in every
-conversion its path. Version 4 had one
+Version 6 says what is made again in backward and how many micro-batches a step has (before, nothing was, and it was
+one), and may name the precision of the step; a plan that does not is executed in the dtypes of the model, as all of
+version 5 are, whatever they were priced for. Version 5 has stages, and in every conversion its path. Version 4 had one
 stage, whose entries stood beside the settings, and no paths: a file of a plan that was not chosen by price is read,
 since its conversions take the paths that send the fewest bytes; one that was chosen by price says to plan again.
 """
@@ -43,8 +43,20 @@ _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversi
 _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
+_MOST_PASSES = 2**20
 _LINES = "pricing.cluster"  # the text of several lines
-_SETTINGS = ("mode", "search", "optimizer", "training", "bucket_bytes", "stages", "pricing", "prediction", "precision")
+_SETTINGS = (
+    "mode",
+    "search",
+    "optimizer",
+    "training",
+    "bucket_bytes",
+    "micro_batches",
+    "stages",
+    "pricing",
+    "prediction",
+    "precision",
+)
 
 
 def digest_of(body: Any) -> str:
@@ -202,10 +214,20 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "optimizer": _field(body, "optimizer", str, "optimizer"),
         "training": _field(body, "training", bool, "training"),
         "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
+        "micro_batches": _micro_batches(body),
         "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
         "prediction": _prediction(body.get("prediction")),
         "precision": precision_of(body.get("precision")),
     }
+
+
+def _micro_batches(body: dict[str, Any]) -> int:
+    if "micro_batches" not in body:
+        return 1
+    count: int = _field(body, "micro_batches", int, "micro_batches")
+    if not 1 < count <= _MOST_PASSES:
+        raise PlanError(f"micro_batches is {_shown(count)}, not a number from 2 to {_MOST_PASSES:,} (of one, no entry)")
+    return count
 
 
 def _stage(data: Any, where: str) -> Stage:

@@ -47,8 +47,9 @@ class Plan:
 
     ``training``: whether the module was in training mode. ``bucket_bytes``: the largest message that several parameters
     share. ``precision``: the dtypes of the step, where they are not the model's. ``pricing`` and ``prediction`` are
-    those of a plan that was chosen by price. What concerns a single stage (``mesh``, ``layouts``) can be asked of a
-    plan with one.
+    those of a plan that was chosen by price. ``micro_batches``: the passes of a step, over a micro-batch each; the
+    stages, their inputs and the prediction are those of a pass. What concerns a single stage (``mesh``, ``layouts``)
+    can be asked of a plan with one.
     """
 
     stages: tuple[Stage, ...]
@@ -60,6 +61,7 @@ class Plan:
     pricing: PricingEntry | None = None
     prediction: Prediction | None = None
     precision: Precision = MODELS_OWN
+    micro_batches: int = 1
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Plan) else NotImplemented
@@ -93,6 +95,11 @@ class Plan:
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
         return tuple(entry for stage in self.stages for entry in stage.inputs)
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The samples of a pass: dim 0 of the first input that has dims; None: no input has."""
+        return next((entry.shape[0] for entry in self.inputs if entry.shape), None)
 
     @property
     def parameters(self) -> tuple[ParameterEntry, ...]:
@@ -254,6 +261,7 @@ class Plan:
             "optimizer": self.optimizer,
             "training": self.training,
             "bucket_bytes": self.bucket_bytes,
+            **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else {**asdict(self.pricing), "separate": [*self.pricing.separate]},
             "prediction": None if self.prediction is None else asdict(self.prediction),

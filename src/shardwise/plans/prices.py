@@ -13,6 +13,7 @@ def prices_of(plan: Plan) -> Prices:
     """Those that a plan was chosen by; of one that was not chosen by price, those of devices of this machine."""
     entry = plan.pricing
     if entry is None:
-        return Prices(Links(Cluster.local(plan.mesh.num_devices), plan.mesh), plan.optimizer)
+        links = Links(Cluster.local(plan.mesh.num_devices), plan.mesh)
+        return Prices(links, plan.optimizer, plan.micro_batches)
     links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
-    return Prices(links, plan.optimizer)
+    return Prices(links, plan.optimizer, plan.micro_batches)

@@ -61,9 +61,10 @@ class Start:
 
 
 class OneDevice:
-    """The module on one device."""
+    """The module on one device. ``passes``: the samples of those micro-batches of which batch norm takes statistics."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, passes: tuple[int, ...] = ()) -> None:
+        self.passes_of_statistics = passes
         self.captured, self.loss, self.precision = start.captured, start.loss, start.precision
         self.args, self.kwargs = start.args, start.kwargs
         self.module = copy.deepcopy(start.module)
@@ -94,7 +95,7 @@ class OneDevice:
         values: Values = {}
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        with reference_mode(seed=step, widens=self.precision is None):
+        with reference_mode(step, self.passes_of_statistics, widens=self.precision is None):
             output = self._output()
         leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
@@ -154,11 +155,11 @@ class Ranks:
         self.tensors: list[dict[str, torch.Tensor]] = []
         for rank in range(spmd.mesh.num_devices):
             own: dict[str, torch.Tensor] = {}
-            for source in _stored(spmd):
+            for source in stored(spmd):
                 local = self.part(source, self.full[source.names[0]], rank).clone()
                 own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
             for source in spmd.graph.sources:
-                if source.kind == "constant":
+                if source.kind == "constant" and source.value in self.captured.constants:
                     own[source.value] = start.constant(source.value).clone()
             self.tensors.append(own)
         self.optimizers = [
@@ -186,7 +187,7 @@ class Ranks:
         """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
         tensors = device.tensors
         for rank, (own, optimizer) in enumerate(zip(self.tensors, self.optimizers, strict=True)):
-            for source in _stored(self.spmd):
+            for source in stored(self.spmd):
                 whole = tensors[source.names[0]]
                 with torch.no_grad():
                     own[source.value].copy_(self.part(source, whole.detach(), rank))
@@ -255,7 +256,7 @@ class Ranks:
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
                 collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
-        sources = _stored(self.spmd)
+        sources = stored(self.spmd)
         for source in sources:
             if source.value in gradients:
                 own[source.value].grad = gradients[source.value].clone().to(own[source.value].dtype)
@@ -268,7 +269,7 @@ class Ranks:
         return collected
 
 
-def _stored(spmd: Spmd) -> list[Source]:
+def stored(spmd: Spmd) -> list[Source]:
     """Parameters and buffers."""
     return [s for s in spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
 

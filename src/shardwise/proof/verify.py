@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.batch import batch_size
 from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
@@ -24,11 +25,15 @@ from shardwise.graph.trees import flatten
 from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
 from shardwise.plans.bind import program_of, same_inputs
+from shardwise.plans.example import Example
 from shardwise.plans.plan import Plan
 from shardwise.programs.lifetimes import backward_collectives
+from shardwise.programs.micro_batches import Passes
+from shardwise.programs.spmd import Spmd
 from shardwise.proof.comparison import Difference, Key, compare
 from shardwise.proof.dtypes import InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
+from shardwise.proof.passes import OneDeviceOfPasses, RanksOfPasses
 from shardwise.proof.rounding import Rounding, explain, local_part, of_sources
 from shardwise.proof.runs import OneDevice, Ranks, Start, Values, widened
 from shardwise.proof.virtual import run_forward
@@ -106,18 +111,32 @@ def verify(
     parameters, buffers and casts to lower precision inside the model are widened in both programs; dropout draws the
     same hashed masks in both. A plan with a precision is compared in its own dtypes as well (``proof.dtypes``).
     ``seed``: of the initial values of parameters on the meta device. Raises PlanError when the plan does not fit.
+
+    Under a plan of several micro-batches ``example_inputs`` are the whole batch of a step, of any size: the ranks make
+    its passes, one device makes one; only running statistics are those of every micro-batch in both. The plan's own
+    dtypes are compared where ``example_inputs`` are a single micro-batch.
     """
     args, named = call_arguments(example_inputs, kwargs)
     _need_values((args, named))
     # As planned: in float64 other casts are no-ops.
     captured = capture(module, args, named, loss=loss, precision=plan.precision)
     graph, own_inputs = widen(captured.graph), (args, named)
+    call = Example(module, own_inputs, loss, precision=plan.precision)
     args, named = pytree.tree_map_only(torch.Tensor, widened, own_inputs)
     initial = _with_values(module, seed)
     reference = copy.deepcopy(initial).double()
-    spmd = program_of(plan, graph, training=module.training, original=captured.graph)
-    start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
-    single, ranks = OneDevice(start), Ranks(start)
+    is_in_passes = plan.micro_batches > 1 and (batch_size(graph) or 0) > (plan.micro_batch or 0)
+    if is_in_passes:
+        spmds, prelude, passes = _in_passes(plan, captured.graph, call)
+        spmd = spmds[passes.sizes[0]]
+        start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
+        single: OneDevice = OneDeviceOfPasses(start, passes)
+        ranks: Ranks = RanksOfPasses(start, plan, passes, spmds, prelude)
+    else:
+        training = module.training if plan.micro_batches == 1 else None
+        spmd = program_of(plan, graph, training=training, original=captured.graph)
+        start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
+        single, ranks = OneDevice(start), Ranks(start)
     worst: dict[Key, Difference] = {}
     records: list[tuple[Collective, ...]] = []
     earlier: list[tuple[Values, list[Values]]] = []
@@ -132,13 +151,13 @@ def verify(
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     in_own = None
-    if not plan.precision.is_models:
+    if not plan.precision.is_models and not is_in_passes:
         own_args, own_named = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), own_inputs)
-        own_spmd = program_of(plan, captured.graph, training=module.training)
+        own_spmd = program_of(plan, captured.graph, training=module.training if plan.micro_batches == 1 else None)
         stored = stored_module(initial, plan)
         own = Start(own_spmd, captured, stored, loss, plan.optimizer, own_args, own_named, plan.precision)
         in_own = in_dtypes(own, plan, steps)
-    rounding = explain(start, ranks, wrong, steps, tolerance) if wrong else None
+    rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
     return Report(
         differences=differences,
         tolerance=tolerance,
@@ -146,12 +165,28 @@ def verify(
         backward=records[1],
         planned_forward=spmd.forward_collectives(),
         planned_backward=backward_collectives(ranks.programs[0]),
-        matches_plan=_listed(plan, graph, records),
+        matches_plan=_listed(plan, spmd.graph if is_in_passes else graph, records),
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,
         first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
         in_dtypes=in_own,
     )
+
+
+def _in_passes(plan: Plan, whole: Graph, call: Example) -> tuple[dict[int, Spmd], Spmd | None, Passes]:
+    """The programs of a step over a whole batch, by the samples of a pass, that of the prelude, and the passes, in
+    float64. ``whole`` is the graph of the call."""
+    assert plan.micro_batch is not None, "a plan of several passes has samples"
+    narrow = Passes.of(whole, plan.micro_batch, call.graph)
+    passes = Passes.of(widen(whole), plan.micro_batch, lambda samples: widen(call.graph(samples)))
+    spmds = {
+        size: program_of(plan, graph, training=call.module.training, original=narrow.graphs[size])
+        for size, graph in passes.graphs.items()
+    }
+    prelude = None
+    if passes.prelude is not None:
+        prelude = program_of(plan, passes.prelude, original=narrow.prelude)
+    return spmds, prelude, passes
 
 
 def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: float) -> str:

@@ -8,10 +8,29 @@ from typing import Any
 
 from shardwise.errors import PlanError
 from shardwise.plans.plan import Plan
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.search.auto import Search
+from shardwise.search.micro_batch import Tried
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches that were tried, in this order, and the one that was taken."""
+
+    tried: tuple[Tried, ...]
+    taken: int | None
+
+    def __str__(self) -> str:
+        if not self.tried:
+            return f"a pass is over {self.taken} samples, as was said; nothing else was tried"
+        lines = [f"a pass is over {self.taken} samples; tried, the largest first, until steps got longer:"]
+        for one in self.tried:
+            fits = f"step {format_seconds(one.step_seconds)}, peak {format_bytes(int(one.num_bytes))}"
+            lines.append(f"  {one.micro_batch} ({one.passes} passes): {one.refused or fits}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +39,7 @@ class Planned(Plan):
     its file, not of comparisons, and a copy for another process is the plan alone."""
 
     finished_search: Search = field(kw_only=True, repr=False)
+    tried: tuple[Tried, ...] = field(default=(), kw_only=True, repr=False)  # micro-batches, if one was chosen
 
     @staticmethod
     def of(plan: Plan, finished_search: Search) -> Planned:
@@ -28,9 +48,12 @@ class Planned(Plan):
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(_entries(self).values())
 
-    def explain(self, name: str) -> Explanation:
+    def explain(self, name: str) -> Explanation | MicroBatches:
         """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
-        term, and the neighbour that made the choice. Raises PlanError for an unknown name."""
+        term, and the neighbour that made the choice; ``"micro_batch"``: which were tried, where it was chosen. Raises
+        PlanError for an unknown name."""
+        if name == "micro_batch":
+            return MicroBatches(self.tried, self.micro_batch)
         return explain(self.finished_search, name)
 
     def what_if(self, name: str, choice: str) -> WhatIf:

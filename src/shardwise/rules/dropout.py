@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.operators import dropout, uniform
+from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.calls import flat_pieces, replaced
-from shardwise.rules.rule import Call, LocalContext, OpRule
+from shardwise.rules.rule import Call, LocalContext, OpRule, Piece
 
 
 def dropout_rule(op: Op, graph: Graph) -> OpRule:
@@ -17,10 +20,10 @@ def dropout_rule(op: Op, graph: Graph) -> OpRule:
     dims = single(names)
 
     def localize(op: Op, context: LocalContext) -> Call:
-        sizes, offsets, lengths = _place(names, context)
+        sizes, offsets, lengths = _place(op, names, context)
         return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths)
 
-    return build(op, graph, [dims, ()], [dims], linear=((0,),), localize=localize)
+    return build(op, graph, [dims, *[()] * (len(op.operands) - 1)], [dims], linear=((0,),), localize=localize)
 
 
 def uniform_rule(op: Op, graph: Graph) -> OpRule:
@@ -28,15 +31,22 @@ def uniform_rule(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(graph.by_name[op.results[0]].shape))
 
     def localize(op: Op, context: LocalContext) -> Call:
-        sizes, offsets, lengths = _place(names, context)
+        sizes, offsets, lengths = _place(op, names, context)
         return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths, shape=context.result_shapes[0])
 
-    return build(op, graph, [()], [single(names)], localize=localize)
+    return build(op, graph, [()] * len(op.operands), [single(names)], localize=localize)
 
 
-def _place(names: Sequence[str], context: LocalContext) -> tuple[tuple[int, ...], ...]:
-    """Sizes, offsets and lengths of the shard, atom by atom."""
-    return flat_pieces([piece for name in names for piece in context.pieces[name]])
+def _place(op: Op, names: Sequence[str], context: LocalContext) -> tuple[tuple[int, ...], ...]:
+    """Sizes, offsets and lengths of the shard, atom by atom. In a pass over a part of the batch a dim is a part of the
+    one that is numbered: its major atom counts the elements of that."""
+    pieces: list[Piece] = []
+    for name, size in zip(names, arguments(op)["sizes"], strict=True):
+        major, *minor = context.pieces[name]
+        inner = prod(piece.size for piece in minor)
+        assert size % max(inner, 1) == 0, f"{op.name}: {size} elements of {name} are not rows of {inner}"
+        pieces += [replace(major, size=size // inner if inner else major.size), *minor]
+    return flat_pieces(pieces)
 
 
 DROPOUT: RuleTable = {dropout._opoverload: dropout_rule, uniform._opoverload: uniform_rule}

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 
 from shardwise.errors import PlanError
+from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
-from shardwise.graph.ir import Ref
+from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
 from shardwise.graph.trees import flatten_with_path, leaf_name
@@ -21,6 +22,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.micro_batches import Passes
 from shardwise.programs.program import LocalOp, LocalProgram, localize
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
@@ -126,20 +128,64 @@ class Calls:
             return self._compiled(call, state)
 
     def _compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
+        self._check_inputs(call)
+        captured = self._captured(call)
+        # Without its loss function the model has fewer operators than the plan, whose operators are those of a pass.
+        is_whole = call.predicts or self.plan.micro_batches > 1
+        return self._compiled_for(captured, captured.graph, call, state, None if is_whole else call.training)
+
+    def in_passes(
+        self, call: Call, state: Mapping[str, torch.Tensor]
+    ) -> tuple[Passes, dict[int, Compiled], Compiled | None]:
+        """The passes of a step over a whole batch, their programs by the samples of a pass, and that of the prelude;
+        every rank asks for it. Raises PlanError where the step is no sum over micro-batches."""
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            self._check_inputs(call)
+            captured = self._captured(call)
+
+            def alone(samples: int) -> Graph:
+                return self._captured(replace(call, arguments=with_samples(call.arguments, samples))).graph
+
+            assert self.plan.micro_batch is not None, "a plan of several passes has samples"
+            passes = Passes.of(captured.graph, self.plan.micro_batch, alone)
+            programs = {
+                size: self._compiled_for(captured, graph, call, state, call.training)
+                for size, graph in passes.graphs.items()
+            }
+            prelude = None
+            if passes.prelude is not None:
+                prelude = self._compiled_for(captured, passes.prelude, call, state, None)
+            return passes, programs, prelude
+
+    def _check_inputs(self, call: Call) -> None:
+        """Raise PlanError where the inputs are not those of the plan."""
         leaves, _ = flatten_with_path(call.arguments)
         shapes = {leaf_name(p): (x.dtype, tuple(x.shape)) for p, x in leaves if isinstance(x, torch.Tensor)}
         faults = input_faults(self.plan, shapes)
         if faults:
             raise PlanError("\n".join(["the inputs are not those of the plan:", *(f"  {fault}" for fault in faults)]))
+
+    def _captured(self, call: Call) -> Capture:
+        """The call, captured by rank 0."""
         args, kwargs = call.arguments
         model = self._model.train(call.training)
         loss = None if call.predicts else self.settings.loss
-        captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
-        # Without its loss function the model has fewer operators than the plan.
-        spmd = program_of(self.plan, captured.graph, training=None if call.predicts else call.training)
+        return from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
+
+    def _compiled_for(
+        self,
+        captured: Capture,
+        graph: Graph,
+        call: Call,
+        state: Mapping[str, torch.Tensor],
+        training: bool | None,
+    ) -> Compiled:
+        """The program of a graph: that of a captured call, or of a pass over a part of it."""
+        spmd = program_of(self.plan, graph, training=training)
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         step = self._step_of(spmd, call.loss_only)
-        sources = captured.graph.sources
+        captured = replace(captured, graph=graph)
+        sources = graph.sources
         constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
         position = {source.value: i for i, source in enumerate(sources)}
         if not call.loss_only:

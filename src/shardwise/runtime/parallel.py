@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.errors import PlanError, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import refuse_autocast
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
@@ -24,6 +26,7 @@ from shardwise.graph.trees import (
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype
+from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Call, Calls, Compiled, Settings
 from shardwise.runtime.communicator import Communicator
@@ -32,9 +35,10 @@ from shardwise.runtime.hooks import Shards, carry_hooks
 from shardwise.runtime.hosted import HOST
 from shardwise.runtime.initial.materialize import Init, full_tensors
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
+from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
 from shardwise.runtime.replicas import Fingerprint, ReplicaCheck
 from shardwise.runtime.shards import shard
-from shardwise.runtime.signatures import LocalInputs, Signature, check_equal
+from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
 from shardwise.runtime.state import State, check_initial_values
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
@@ -65,6 +69,8 @@ class Parallel(torch.nn.Module):
         self._parts = LocalInputs(plan, self._ranks, self.device) if self.inputs == "local" else None
         self._calls = Calls(module, plan, settings, self._ranks, self._host_ranks)
         self._compiled: dict[Any, Compiled] = {}
+        self._in_passes: dict[Any, StepInPasses] = {}
+        self._has_said_whole = self._has_said_gathered = False
         self._signatures: dict[Any, Signature] = {}
         self._latest: Compiled | None = None
         # Calls count on from it: jobs with neighbouring seeds must not draw the same numbers one call later.
@@ -114,19 +120,34 @@ class Parallel(torch.nn.Module):
         protect(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": {}, "_signatures": {}, "_latest": None}  # a copy makes its own programs
+        return {
+            **self.__dict__,
+            "_compiled": {},
+            "_in_passes": {},
+            "_signatures": {},
+            "_latest": None,
+        }  # a copy makes its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         protect(self)  # a deep copy holds shards, too
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, every tensor whole on every rank; differentiable."""
+        """The module's output, every tensor whole on every rank; differentiable. It is one pass over the whole batch,
+        whatever the plan's micro-batch."""
+        if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
+            self._say_whole()
         compiled, _, outputs = self._call(args, kwargs, loss_only=False)
         return unflatten(outputs, compiled.captured.out_spec)
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached)."""
+        """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached).
+
+        Under a plan of several micro-batches it takes the batch of the optimizer step, of any number of samples, in
+        passes over as many as a micro-batch has (the last may have fewer); what comes out is that of one pass over the
+        whole. With ``inputs="local"`` every pass takes its share of every rank's part."""
+        if self._is_in_passes(args, kwargs):
+            return self._step_in_passes(args, kwargs)
         _, loss, _ = self._call(args, kwargs, loss_only=True)
         if loss is None:
             raise ShardwiseError(
@@ -151,14 +172,7 @@ class Parallel(torch.nn.Module):
         if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
             called: Called = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
             return called
-        refuse_autocast("around a call of a parallel module")
-        self._ranks.calls += 1
-        flat, spec = flatten((args, kwargs))
-        if not all(isinstance(x, torch.Tensor) or is_constant(x) for x in flat):
-            check_constants((leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0])
-        if self._state.refresh():
-            state = self._state.tensors
-            self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
+        flat, spec = self._flattened(args, kwargs)
         compiled, given = self._program(flat, spec, (self.training, loss_only, predicts))
         self._latest = compiled
         inputs = iter(given)
@@ -182,6 +196,121 @@ class Parallel(torch.nn.Module):
             outputs = live(outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers})
         return compiled, loss, tuple(outputs)
 
+    # -- a step in passes ----------------------------------------------------------------------------------------------
+
+    def _is_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a batch has more samples than a micro-batch of the plan."""
+        if self.plan.micro_batches == 1 or self.plan.micro_batch is None:
+            return False
+        if self._parts is not None:  # a rank's part of them says little
+            return True
+        count = num_samples((args, kwargs))
+        return count is not None and count > self.plan.micro_batch
+
+    def _say_whole(self) -> None:
+        """Once: a call for the user's own backward is one pass."""
+        if not self._has_said_whole and self._ranks.rank == 0:
+            warnings.warn(
+                f"the plan is for passes over {self.plan.micro_batch} samples, which par.step makes; this call, for a "
+                "backward of your own, is one pass over all of its samples and keeps what their backward needs",
+                PlanWarning,
+                stacklevel=5,
+            )
+        self._has_said_whole = True
+
+    def _step_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Forward and backward of a whole batch, micro-batch by micro-batch."""
+        if torch.compiler.is_compiling():
+            loss: torch.Tensor = torch.compiler.disable(self._step_in_passes)(args, kwargs)
+            return loss
+        flat, spec = self._flattened(args, kwargs)
+        named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        mode = (self.training, True, False)
+        own = key = _key(flat, spec, mode, [x.shape for x in tensors])
+        batch = None if self._parts is None else self._parts.batch(self._signature(own, flat, spec, mode), tensors)
+        shapes = dict(zip(named, (tuple(x.shape) for x in tensors), strict=True)) if batch is None else batch.shapes
+        samples = samples_of(self.plan, shapes)
+        if batch is not None:
+            key = _key(flat, spec, mode, list(shapes.values()))
+        step = self._in_passes.get(key)
+        if step is None:
+            if batch is None:
+                check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+            call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
+            step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
+            self._in_passes[key] = step
+            if self._ranks.rank == 0:
+                announce_statistics(sorted(step.passes.statistics), stacklevel=4)
+        self._latest = next(iter(step.programs.values()))
+        _check_gradients(self._latest, tensors)
+        given = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))
+        split = with_samples_in(self.plan)
+        cut_by = samples
+        if batch is not None and not self._cuts_parts(step, batch, split):
+            given = {name: self._parts.whole(name, x, batch) for name, x in given.items()}  # type: ignore[union-attr]
+            batch = None
+
+        def parts(compiled: Compiled, start: int | None, size: int) -> list[torch.Tensor]:
+            found = []
+            for (name, x), layout in zip(given.items(), compiled.inputs, strict=False):
+                rows = x if start is None or name not in split else rows_of_pass(x, start, size, cut_by)
+                found.append(self._own_part(rows, layout) if batch is None else rows)
+            return found
+
+        check = self._replicas if self.training else None
+        is_checked = check is not None and check.is_due()
+
+        def run(compiled: Compiled, sources: Sequence[torch.Tensor]) -> Any:
+            return check.run(compiled.step, sources, ()) if check is not None and is_checked else compiled.step(sources)
+
+        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, run)
+
+    def _cuts_parts(self, step: StepInPasses, batch: Batch, split: frozenset[str]) -> bool:
+        """Whether a pass takes the same share of every rank's part of a batch, as its program wants it; else the parts
+        are gathered. Once, rank 0 says so."""
+        assert self._parts is not None, "ranks pass their parts"
+        samples = sum(step.passes.sizes)
+        wanted = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
+        wanted += [] if step.prelude is None else [(step.prelude, 0, samples)]
+        fits = all(
+            self._parts.is_part(name, layout, batch, *((start, stop) if name in split else (0, samples)), samples)
+            for compiled, start, stop in wanted
+            for name, layout in zip(batch.shapes, compiled.inputs, strict=False)
+        )
+        if not fits and not self._has_said_gathered and self._ranks.rank == 0:
+            warnings.warn(
+                f"the ranks' parts of {samples} samples do not divide into passes over {step.passes.sizes[0]}: they "
+                "are gathered and divided anew in every such step",
+                stacklevel=5,
+            )
+        self._has_said_gathered |= not fits
+        return fits
+
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The leaves of a call and their tree, when a call begins."""
+        refuse_autocast("around a call of a parallel module")
+        self._ranks.calls += 1
+        flat, spec = flatten((args, kwargs))
+        if not all(isinstance(x, torch.Tensor) or is_constant(x) for x in flat):
+            check_constants((leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0])
+        if self._state.refresh():
+            state = self._state.tensors
+            self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
+            self._in_passes = {key: step.with_state(state) for key, step in self._in_passes.items()}
+        return flat, spec
+
+    @staticmethod
+    def _examples(flat: Sequence[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+        """The arguments of a call with tensors of some shapes, on meta."""
+        whole = iter(shapes)
+        examples = [
+            torch.empty(next(whole), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x for x in flat
+        ]
+        return unflatten(examples, spec)
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
     def _program(
         self, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]
     ) -> tuple[Compiled, list[torch.Tensor]]:
@@ -199,13 +328,8 @@ class Parallel(torch.nn.Module):
         if compiled is None:
             if batch is None:
                 check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-            whole = iter(shapes)
-            examples = [
-                torch.empty(next(whole), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
-                for x in flat
-            ]
-            state = {**self._state.tensors, SEED: self._seed}
-            compiled = self._compiled[key] = self._calls.compiled(Call(unflatten(examples, spec), *mode), state)
+            call = Call(self._examples(flat, spec, shapes), *mode)
+            compiled = self._compiled[key] = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
         if torch.is_grad_enabled():
             _check_gradients(compiled, tensors)
         if batch is None:  # of a batch on the host only this rank's part comes to the device
@@ -264,7 +388,8 @@ class Parallel(torch.nn.Module):
     @property
     def compiled(self) -> tuple[Compiled, ...]:
         """What was compiled so far, one for each signature of inputs, oldest first."""
-        return tuple(self._compiled.values())
+        in_passes = (compiled for step in self._in_passes.values() for compiled in step.programs.values())
+        return (*self._compiled.values(), *in_passes)
 
     @property
     def latest(self) -> Compiled:
@@ -282,9 +407,9 @@ class Parallel(torch.nn.Module):
 
     def program(self) -> torch.fx.GraphModule:
         """The program compiled last, for reading."""
-        if not self._compiled:
+        if not self.compiled:
             raise ShardwiseError("no program yet: it is made for the first inputs")
-        return next(reversed(self._compiled.values())).program
+        return self.compiled[-1].program
 
 
 def _key(

@@ -44,21 +44,22 @@ def parallelize(
 
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
     several ranks give one, all must be equal. Parameters are kept in the dtype of its precision, with the values that
-    they have in the module. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether calls pass the
-    whole batch on every rank or this rank's part of it, of any size. ``seed``, ``init``: how parameters
-    and buffers of a module without values (built under ``sw.deferred`` or on meta) get them (``runtime.initial``; by
-    default from the seed given to ``sw.deferred``); those that have values keep them. ``init(name, tensor)`` fills the
-    whole tensor, or returns one of its shape and dtype, or NotImplemented: then it gets the value that the module's own
-    code gives it. ``seed`` also starts dropout. ``compile``: whether ``torch.compile`` runs over the programs (by
-    default on CUDA only: on CPUs it takes longer to compile than most runs there gain).
-    ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is compared
-    (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such a call is
-    not compiled. Rank 0's setting counts. ``randomness``: dropout and other random numbers are by default those of one
-    device, whatever the plan; with ``"per_shard"`` every shard draws from a generator of its own, which is faster:
-    replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``: names of
-    tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their gradients and
-    optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``). Prices and
-    ``memory_bytes`` of the plan still count them on the device.
+    they have in the module. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
+    calls pass the whole batch on every rank or this rank's part of it, of any size (under a plan of several
+    micro-batches, the batch of a step: a pass takes the same share of every rank's part). ``seed``, ``init``: how
+    parameters and buffers of a module without values (built under ``sw.deferred`` or on meta) get them
+    (``runtime.initial``; by default from the seed given to ``sw.deferred``); those that have values keep them.
+    ``init(name, tensor)`` fills the whole tensor, or returns one of its shape and dtype, or NotImplemented: then it
+    gets the value that the module's own code gives it. ``seed`` also starts dropout. ``compile``: whether
+    ``torch.compile`` runs over the programs (by default on CUDA only: on CPUs it takes longer to compile than most runs
+    there gain). ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is
+    compared (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such
+    a call is not compiled. Rank 0's setting counts. ``randomness``: dropout and other random numbers are by default
+    those of one device, whatever the plan; with ``"per_shard"`` every shard draws from a generator of its own, which is
+    faster: replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``:
+    names of tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their
+    gradients and optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``).
+    Prices and ``memory_bytes`` of the plan still count them on the device.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks.

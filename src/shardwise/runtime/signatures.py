@@ -166,7 +166,18 @@ class LocalInputs:
                 )
         if self._wanted[case] == parts:
             return tensor
-        return shard(self._whole(name, tensor, batch), layout, self.ranks.coordinates)
+        return shard(self.whole(name, tensor, batch), layout, self.ranks.coordinates)
+
+    def is_part(self, name: str, layout: Layout, batch: Batch, start: int, stop: int, samples: int) -> bool:
+        """Whether on every rank the rows of its part that are samples [start, stop), counted in its own part and out of
+        ``samples`` in all, are what the layout of an input of so many samples gives it."""
+        for rank, shapes in enumerate(batch.parts):
+            first, *rest = shapes[name]
+            bounds = [divmod(first * number, samples) for number in (start, stop)]
+            part = (bounds[1][0] - bounds[0][0], *rest)
+            if any(left for _, left in bounds) or layout.local_shape(self.mesh.coordinates(rank)) != part:
+                return False
+        return True
 
     def _agreed(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         prints = {name: int(self._fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
@@ -253,7 +264,7 @@ class LocalInputs:
                 )
         return tuple(map(sum, sizes))
 
-    def _whole(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def whole(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The whole input, gathered from the ranks' parts of any size."""
         numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
         padded = tensor.new_zeros(max(numel))

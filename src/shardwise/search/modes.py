@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.batch import batch_size
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import INVARIANT, Choices, Place, Where, layout_of
 from shardwise.layouts.mesh import Mesh
@@ -86,13 +87,6 @@ def follows(op: Op, factored: Factored) -> bool:
     """Operators that only rearrange or cast their single operand: they take whatever layout it has."""
     rule = factored.rules[op.name]
     return len(op.operands) == 1 and (0,) in rule.linear and all(f.kind in ("parallel", "whole") for f in rule.factors)
-
-
-def batch_size(graph: Graph) -> int | None:
-    """The size of dim 0 of the first input that has dims; of a part without inputs, of the first activation."""
-    sources = [s for kind in ("input", "activation") for s in graph.sources if s.kind == kind]
-    shapes = [graph.by_name[source.value].shape for source in sources]
-    return next((shape[0] for shape in shapes if shape), None)
 
 
 def _complete(

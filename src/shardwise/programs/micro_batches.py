@@ -1,0 +1,347 @@
+"""The graph of one pass: what a step over micro-batches repeats, as an ordinary graph over some of the samples.
+
+It has the operators of the whole batch's graph under their names, with the sizes of a pass, as their rules say
+(``localize``, along the axis in time). Constants such as the count in a mean stay those of the whole batch. Passes of
+one size have one graph: where the samples of a pass begin is a source (``FIRST``), and so are values of the prelude,
+constants of a pass both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwise.errors import PlanError, problem
+from shardwise.graph.dead_code import eliminate_dead_code
+from shardwise.graph.infer import TypeInference
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
+from shardwise.graph.operators import STREAMS
+from shardwise.graph.schema import arguments
+from shardwise.layouts.choice import Place, Places, Split
+from shardwise.programs.time_axis import MEND, TimeSplit, buffer_names, split_in_time
+from shardwise.rules.calls import replaced
+from shardwise.rules.rule import Call, LocalContext, Piece, base_name
+
+aten = torch.ops.aten
+FIRST = "_shardwise_first_sample"
+_WHOLE = "_shardwise_whole."
+
+
+def whole_name(value: str) -> str:
+    """The source of a pass that is a value of the prelude."""
+    return _WHOLE + value
+
+
+def pass_sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
+    """The samples of every pass over a batch: as many as a micro-batch has, and what is left in the last one.
+
+    >>> pass_sizes(7, 2)
+    (2, 2, 2, 1)
+    """
+    full, rest = divmod(batch, micro_batch)
+    return (micro_batch,) * full + (rest,) * (rest > 0)
+
+
+def pass_graph(split: TimeSplit, size: int, captured: Callable[[int], Graph]) -> Graph:
+    """The graph of a pass over ``size`` samples. ``captured``: the model's graph for a batch of so many; asked for
+    where operators make running statistics, which see a pass as if it were the batch. Raises PlanError for samples that
+    the model groups otherwise."""
+    return _Writer(split, size, captured(size) if split.local else None).write()
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A step over a batch as passes. ``sizes``: the samples of each; ``prelude``: the graph, over the whole batch, of
+    what is computed ahead of them (None: nothing), ``whole`` the values that it delivers; ``graphs``: by size;
+    ``statistics``: names of the buffers that every pass writes, where others are written once."""
+
+    sizes: tuple[int, ...]
+    prelude: Graph | None
+    whole: tuple[str, ...]
+    graphs: Mapping[int, Graph]
+    statistics: frozenset[str]
+
+    @staticmethod
+    def of(graph: Graph, micro_batch: int, captured: Callable[[int], Graph]) -> Passes:
+        """The passes over the batch of a graph; ``captured``: the graph of so many samples. Raises PlanError for a
+        model whose step is no sum over micro-batches."""
+        split = split_in_time(graph)
+        sizes = pass_sizes(split.batch, micro_batch)
+        graphs = {size: pass_graph(split, size, captured) for size in dict.fromkeys(sizes)}
+        return Passes(sizes, split.prelude_graph, split.prelude, graphs, frozenset(buffer_names(split)))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first sample of every pass."""
+        return tuple(accumulate(self.sizes[:-1], initial=0))
+
+
+@dataclass
+class _Writer:
+    split: TimeSplit
+    size: int
+    alone: Graph | None
+    values: dict[str, Value] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    made: dict[tuple[str, Any], str] = field(default_factory=dict)  # what was derived from a value
+
+    def __post_init__(self) -> None:
+        self.graph = self.split.graph
+        self.types = TypeInference()
+        self.given: list[Value] = []  # what a step gives to a pass beside its samples
+
+    def write(self) -> Graph:
+        graph = self.graph
+        for source in graph.sources:
+            self.values[source.value] = self._local(source.value, graph.by_name[source.value])
+        for name in self.split.prelude:
+            self._source(replace(graph.by_name[name], name=whole_name(name)))
+        self._source(Value(FIRST, (), torch.int64))
+        for op in graph.ops:
+            self._add(op)
+        assert graph.loss is not None, "a loss was asked for"
+        loss = self._once(graph.loss, graph.producer.get(graph.loss)) if self.split.loss_once else graph.loss
+        sources = (*graph.sources, *(Source(value.name, "constant", (value.name,)) for value in self.given))
+        order = [s.value for s in sources] + [name for op in self.ops for name in op.results]
+        written = Graph(
+            tuple(self.values[name] for name in order),
+            sources,
+            tuple(self.ops),
+            (Ref(loss),),
+            loss,
+            graph.mutations,
+            graph.constraints,
+        )
+        return eliminate_dead_code(written)
+
+    def _source(self, value: Value) -> None:
+        self.values[value.name] = value
+        self.given.append(value)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def _part(self, atom: int, start: int = 0) -> tuple[int, int]:
+        """(offset, length) of a pass that begins at sample ``start``, in an atom of samples or groups of them."""
+        bounds = [divmod(atom * number, self.split.batch) for number in (start, start + self.size)]
+        if any(rest for _, rest in bounds):
+            group = self.split.batch // atom
+            raise PlanError(
+                problem(
+                    f"the model takes samples in groups of {group} ({self.split.batch} = {atom} x {group}), and a pass "
+                    f"over {self.size} of them cuts a group",
+                    fix=f"choose a micro_batch that {group} divides",
+                )
+            )
+        return bounds[0][0], bounds[1][0] - bounds[0][0]
+
+    def _local(self, name: str, value: Value) -> Value:
+        """The value in a pass."""
+        return replace(value, shape=self._shape(value.shape, self.split.where[name]))
+
+    def _shape(self, shape: tuple[int, ...], where: object) -> tuple[int, ...]:
+        if not isinstance(where, Place):
+            return shape
+        _, length = self._part(where.size)
+        return tuple(s // where.size * length if d == where.dim else s for d, s in enumerate(shape))
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def _add(self, op: Op) -> None:
+        if op.name in self.split.local:
+            self._append(self._as_alone(op))
+            return
+        operands = tuple(self._operand(op, i, name) for i, name in enumerate(op.operands))
+        try:
+            local = self._localized(op, self.split.splits.get(op.name))
+        except _MovesWithSamples:
+            why = (
+                f"the step is no sum over micro-batches: what {op.name} does depends on where in the batch a sample is"
+            )
+            raise PlanError(problem(why, op=op.name, source=op.source, fix=MEND)) from None
+        self._append(local, op, operands)
+
+    def _as_alone(self, op: Op) -> Op:
+        """An operator of running statistics as it is in a graph of a pass by itself: with that count of samples."""
+        assert self.alone is not None, "there are statistics"
+        twin = self.alone.op_by_name.get(op.name)
+        if twin is None or twin.target != op.target or twin.results != op.results or twin.operands != op.operands:
+            raise PlanError(
+                problem(
+                    f"{op.name} makes running statistics, and for a batch of {self.size} samples the model computes "
+                    f"something else than for {self.split.batch}",
+                    op=op.name,
+                    source=op.source,
+                    fix=MEND,
+                )
+            )
+        return twin
+
+    def _operand(self, op: Op, position: int, name: str) -> str:
+        """The name under which a pass has an operand as the operator needs it."""
+        if (op.name, position) in self.split.whole:
+            return whole_name(name)
+        if (op.name, position) in self.split.once:
+            return self._once(name, op)
+        split, where = self.split.splits.get(op.name), self.split.where[name]
+        if split is None or isinstance(where, Place):
+            return name
+        place = Places.of(self.split.factored.rules[op.name]).operand(position, split)
+        return self._samples(name, place, op) if isinstance(place, Place) else name
+
+    def _localized(self, op: Op, split: Split | None, start: int = 0) -> Op:
+        """The call with the sizes of a pass that begins at sample ``start``."""
+        if split is None:
+            return op
+        rule = self.split.factored.rules[op.name]
+        if op.target in STREAMS:
+            return self._numbered(op, split)
+        call = Call(op.target, op.args, op.kwargs)
+        if rule.localize is not None:
+            found = [rule.localize(op, self._context(op, split, at)) for at in (start, self.split.batch - self.size)]
+            if found[0] != found[1]:
+                raise _MovesWithSamples
+            call = found[0]
+        return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
+
+    def _context(self, op: Op, split: Split, start: int) -> LocalContext:
+        rule = self.split.factored.rules[op.name]
+        places = Places.of(rule)
+        shapes = [
+            tuple(self._shape(self.graph.by_name[name].shape, at(i, split)) for i, name in enumerate(names))
+            for names, at in ((op.operands, places.operand), (op.results, places.result))
+        ]
+        pieces: dict[str, list[Piece]] = {}
+        for factor in rule.factors:
+            piece = (0, factor.size) if factor.name != split.factor else self._part(factor.size, start)
+            pieces.setdefault(base_name(factor.name), []).append(Piece(factor.size, *piece))
+        return LocalContext(shapes[0], shapes[1], {name: tuple(own) for name, own in pieces.items()})
+
+    def _numbered(self, op: Op, split: Split) -> Op:
+        """A random operator: its elements keep their numbers in the whole batch."""
+        place = Places.of(self.split.factored.rules[op.name]).result(0, split)
+        whole = self.graph.by_name[op.results[0]].shape
+        assert isinstance(place, Place), f"{op.name} is split, its result is not"
+        stride = self._rows(place, whole, op) * prod(whole[place.dim + 1 :])
+        shape, zeros = self._shape(whole, place), (0,) * len(whole)
+        changes: dict[str, Any] = {"sizes": whole, "offsets": zeros, "lengths": shape}
+        changes |= {"shape": shape} if "shape" in arguments(op) else {}
+        call = replaced(op, **changes, first=Ref(FIRST), stride=stride)
+        return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
+
+    def _rows(self, place: Place, shape: tuple[int, ...], op: Op) -> int:
+        """The rows of the dim that a sample is."""
+        rows, rest = divmod(place.stride * place.size, self.split.batch)
+        if rest or place.stride * place.size != shape[place.dim]:
+            what = f"the samples of a pass are no rows of dim {place.dim} of {list(shape)}"
+            raise PlanError(problem(what, op=op.name, source=op.source, fix=MEND))
+        return rows
+
+    # -- what a pass makes of values that all passes have --------------------------------------------------------------
+
+    def _once(self, name: str, op: Op | None) -> str:
+        """A value in the first pass, zero in the others."""
+        key = (name, "once")
+        if key not in self.made:
+            is_first = self._emit(op, "is_first", aten.eq.Scalar, (Ref(FIRST), 0), ("is_first", None))
+            self.made[key] = self._emit(op, "once", aten.where.ScalarOther, (Ref(is_first), Ref(name), 0), key)
+        return self.made[key]
+
+    def _samples(self, name: str, place: Place, op: Op) -> str:
+        """A pass's samples of a value that is the same in every pass: made for them alone, or else taken out of it."""
+        key = (name, place)
+        if key in self.made:
+            return self.made[key]
+        maker = self.graph.producer.get(name)
+        if maker is not None and len(maker.results) == 1 and maker.name not in self.split.local:
+            places = Places.of(self.split.factored.rules[maker.name])
+            split = places.split_of_result(0, place)
+            if split is not None and places.kinds[split.factor] == "parallel":
+                try:
+                    local = self._localized(maker, split)
+                    operands = []
+                    for i, operand in enumerate(maker.operands):
+                        where = places.operand(i, split)
+                        if not isinstance(where, Place):
+                            operands.append(self._operand(maker, i, operand))
+                        elif (maker.name, i) in self.split.whole:
+                            raise _MovesWithSamples
+                        else:
+                            operands.append(self._samples(operand, where, op))
+                    number = sum(value == name for value, _ in self.made)
+                    end = f".of_pass{number or ''}"
+                    self.made[key] = result = name + end
+                    part = replace(local, name=maker.name + end, results=(result,))
+                    self._append(part, maker, tuple(operands), where_of_result=place)
+                    return result
+                except _MovesWithSamples:
+                    pass
+        whole = self.graph.by_name[name].shape
+        rows = self._rows(place, whole, op)
+        count = self._emit(op, "rows", aten.arange.default, (self.size * rows,), ("rows", self.size * rows))
+        first = self._emit(op, "first_row", aten.mul.Tensor, (Ref(FIRST), rows), ("first", rows))
+        index = self._emit(op, "index", aten.add.Tensor, (Ref(count), Ref(first)), ("index", rows))
+        self.made[key] = self._emit(op, "of_pass", aten.index_select.default, (Ref(name), place.dim, Ref(index)), key)
+        return self.made[key]
+
+    # -- the list ------------------------------------------------------------------------------------------------------
+
+    def _append(
+        self, op: Op, origin: Op | None = None, operands: tuple[str, ...] = (), where_of_result: Place | None = None
+    ) -> None:
+        """Add an operator; of one of the whole graph (``origin``) the operands are renamed."""
+        if origin is not None and operands != origin.operands:
+            names = dict(zip(origin.operands, operands, strict=True))
+            remaining = list(zip(origin.operands, operands, strict=True))
+
+            def renamed(name: str) -> Arg:
+                pair = next((pair for pair in remaining if pair[0] == name), None)
+                if pair is not None:
+                    remaining.remove(pair)
+                return Ref(pair[1] if pair is not None else names.get(name, name))
+
+            op = replace(
+                op,
+                args=tuple(map_refs(arg, renamed) for arg in op.args),
+                kwargs=tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs),
+            )
+        self.ops.append(op)
+        whole = origin or op
+        for name, source in zip(op.results, whole.results, strict=True):
+            value = self.graph.by_name[source]
+            where = where_of_result or self.split.where[source]
+            self.values[name] = replace(value, name=name, shape=self._shape(value.shape, where))
+
+    def _emit(self, op: Op | None, word: str, target: Any, args: tuple[Arg, ...], key: tuple[Any, Any]) -> str:
+        """An operator of the pass alone, made once; it belongs to the operator that needs it."""
+        if key in self.made:
+            return self.made[key]
+        number = sum(own.name.startswith(f"/{word}_of_pass") for own in self.ops)
+        result = self.made[key] = f"_shardwise_{word}_{number}"
+        (value,) = self.types.results(target, args, (), self.values.__getitem__)
+        self.values[result] = replace(value, name=result)
+        source = "" if op is None else op.source
+        self.ops.append(Op(f"/{word}_of_pass_{number}", target, args, (), (result,), source))
+        return result
+
+
+class _MovesWithSamples(Exception):
+    """The call of an operator says where its samples are."""
+
+
+def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, device: torch.device) -> dict[str, Any]:
+    """What a step gives to a pass beside its samples: source -> tensor. ``whole``: the values of the prelude."""
+    given: dict[str, Any] = {}
+    for source in graph.sources:
+        if source.value == FIRST:
+            given[FIRST] = torch.tensor(first, dtype=torch.int64, device=device)
+        elif source.value.startswith(_WHOLE):
+            given[source.value] = whole[source.value.removeprefix(_WHOLE)]
+    return given
+
+
+__all__ = ["FIRST", "Passes", "pass_graph", "pass_sizes", "values_of_step", "whole_name"]

@@ -1,0 +1,331 @@
+"""Which parts of a step can be done one micro-batch after another: the passes of a step as a mesh axis in time.
+
+A step over several micro-batches is a choice of layouts, too. There is one axis more, ``micro``, whose coordinates are
+not devices but passes. The samples of the inputs are split over it, and the rules say what follows: values with samples
+in them are split (``S``), a sum over samples is partial (``P``), and everything else is the same in every pass (``I``).
+No communication is possible along this axis but what time itself gives:
+
+* a gradient is the sum of those of the passes: backward of ``I -> R`` is accumulation;
+* the loss is delivered as a partial sum: the passes' losses add up to that of the batch;
+* what depends on inputs alone (a count of valid labels) is summed ahead of the passes, in a *prelude*;
+* what is the same in every pass and added to partial sums counts in the first pass only (``I -> P``).
+
+Any other conversion along the axis would need a value of all passes while one of them runs: the loss is then no sum
+over micro-batches, and the model is refused with the operator's name. There is one exception. Running statistics (batch
+norm) are, in practice, those of every micro-batch: the operators that make them out of sums over samples see a pass as
+if it were the batch.
+
+The axis needs no size: whatever its length, operators do the same along it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwise.errors import PlanError, problem
+from shardwise.graph.batch import batch_size
+from shardwise.graph.dead_code import eliminate_dead_code
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import is_random
+from shardwise.layouts.choice import Place, Places, Split, Where
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy
+from shardwise.programs.lower import PlacedOp, lower
+from shardwise.rules.atoms import Factored, factor_graph
+from shardwise.rules.rule import Lowering, OpRule
+from shardwise.rules.tables import rule_of, whole_rule
+
+AXIS = Mesh(micro=2)  # of any length: what operators do along it does not depend on that
+MEND = "plan with micro_batch equal to global_batch (one pass), or write the loss as a sum over samples"
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """What the operators of a graph do along the axis. ``graph``: the whole batch's, reduced to the loss and what is
+    written back, and lowered where the axis splits a lowered factor. ``where``: of every value; ``splits``: operator ->
+    the factor that is split, for those that have samples. ``whole``: (operator, position) of operands that are partial
+    sums, needed whole; they depend on inputs only. ``once``: (operator, position) of operands that are the same in
+    every pass and join partial sums, so that they count in the first pass only; ``loss_once``: so does the loss.
+    ``local``: operators that make running statistics; ``statistics``: the buffers that every pass writes."""
+
+    graph: Graph
+    factored: Factored
+    batch: int
+    where: Mapping[str, Where]
+    splits: Mapping[str, Split]
+    whole: frozenset[tuple[str, int]]
+    once: frozenset[tuple[str, int]]
+    loss_once: bool
+    local: frozenset[str]
+    statistics: tuple[str, ...]
+
+    @property
+    def prelude(self) -> tuple[str, ...]:
+        """The values that are computed ahead of all passes."""
+        return tuple(sorted({self.graph.op_by_name[op].operands[position] for op, position in self.whole}))
+
+    @property
+    def prelude_graph(self) -> Graph | None:
+        """What is computed ahead of all passes, over the whole batch; None: nothing."""
+        if not self.prelude:
+            return None
+        outputs = tuple(map(Ref, self.prelude))
+        return eliminate_dead_code(
+            replace(self.graph, outputs=outputs, loss=None, mutations=(), constraints=(), cotangents=None)
+        )
+
+
+def split_in_time(graph: Graph) -> TimeSplit:
+    """Split the samples of a graph's inputs over passes. Raises PlanError, naming the operator, for a loss that is no
+    sum over micro-batches."""
+    if graph.loss is None:
+        raise PlanError(
+            problem(
+                "micro-batches need a loss, which the module does not return",
+                fix="return the loss first, or give loss= to plan and parallelize",
+            )
+        )
+    batch = batch_size(graph)
+    if batch is None or batch < 2:
+        have = "no input has dims" if batch is None else f"the inputs have {batch} sample"
+        raise PlanError(problem(f"there is no batch to split into micro-batches: {have}", fix="pass a whole batch"))
+    graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
+    used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, which means the operator itself by it
+    while True:
+        rules = {op.name: _rule(op, graph, used) for op in graph.ops}
+        factored = factor_graph(graph, rules)
+        axis = _Axis(graph, factored, batch)
+        lowered = [op for op in graph.ops if op.name in axis.splits and axis.is_lowered(op)]
+        if not lowered:
+            return axis.split()
+        graph = _lowered(graph, factored, axis.splits, {op.name for op in lowered}, used)
+
+
+def _rule(op: Op, graph: Graph, used: Mapping[str, Lowering]) -> OpRule:
+    rule = rule_of(op, graph) or whole_rule(op, graph)
+    if op.name not in used or rule.lowering is not used[op.name]:
+        return rule
+    return rule.with_kinds({factor.name: "whole" for factor in rule.factors if factor.kind == "lowered"})
+
+
+def _lowered(
+    graph: Graph, factored: Factored, splits: Mapping[str, Split], names: set[str], used: dict[str, Lowering]
+) -> Graph:
+    """The graph with some operators replaced by their lowerings."""
+    ops: list[Op] = []
+    values = list(graph.values)
+    for op in graph.ops:
+        if op.name not in names:
+            ops.append(op)
+            continue
+        rule = factored.rules[op.name]
+        items, added = lower(PlacedOp(op, rule, Strategy.of({"micro": splits[op.name]})), graph, AXIS)
+        assert rule.lowering is not None, f"{op.name} has a lowered factor and no lowering"
+        used.update({item.op.name: rule.lowering for item in items})
+        ops += [item.op for item in items]
+        values += added
+    return replace(graph, ops=tuple(ops), values=tuple(values))
+
+
+@dataclass
+class _Axis:
+    """Where every value is along the axis, decided in the order of execution."""
+
+    graph: Graph
+    factored: Factored
+    batch: int
+    where: dict[str, Where] = field(default_factory=dict)
+    splits: dict[str, Split] = field(default_factory=dict)
+    whole: set[tuple[str, int]] = field(default_factory=set)
+    once: set[tuple[str, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.places = {op.name: Places.of(self.factored.rules[op.name]) for op in self.graph.ops}
+        self.of_inputs = _of_inputs(self.graph)
+        for source in self.graph.sources:
+            shape = self.graph.by_name[source.value].shape
+            is_split = source.kind == "input" and bool(shape) and shape[0] == self.batch
+            self.where[source.value] = self._samples(source.value) if is_split else "I"
+        for op in self.graph.ops:
+            self._follow(op)
+
+    def is_lowered(self, op: Op) -> bool:
+        return self.places[op.name].kinds[self.splits[op.name].factor] == "lowered"
+
+    def _samples(self, value: str) -> Place:
+        """The major atom of dim 0: the samples, or groups of neighbours among them."""
+        atoms = self.factored.atoms[value][0]
+        return Place.of(0, atoms, next(i for i, size in enumerate(atoms) if size > 1))
+
+    def _follow(self, op: Op) -> None:
+        """Who reads samples splits them; who reads none does the same in every pass."""
+        places = self.places[op.name]
+        wanted: dict[Split | None, str] = {}
+        for position, name in enumerate(op.operands):
+            where = self.where[name]
+            if isinstance(where, Place):
+                choice = places.choice_of_operand(position, where)
+                wanted.setdefault(choice if isinstance(choice, Split) else None, name)
+        if not wanted:
+            self.where.update(dict.fromkeys(op.results, "I"))
+            return
+        split = next(iter(wanted))
+        if len(wanted) > 1 or split is None or places.kinds[split.factor] == "whole":
+            name = wanted.get(None, next(reversed(wanted.values())))
+            raise _refusal(op, f"needs {_named(name, self.graph)} of all samples at once")
+        self.splits[op.name] = split
+        for i, result in enumerate(op.results):
+            self.where[result] = places.result(i, split)
+
+    # -- partial sums --------------------------------------------------------------------------------------------------
+
+    def split(self) -> TimeSplit:
+        """Where partial sums go, once no operator that is split is to be lowered."""
+        loss = self.graph.loss
+        assert loss is not None, "it was asked for"
+        local, statistics = self._running_statistics(loss)
+        self.of_inputs = _of_inputs(self.graph, without=local)
+        for op in self.graph.ops:
+            self._sum(op, local, statistics)
+        if isinstance(self.where[loss], Place) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
+            raise _refusal(self.graph.producer[loss], "makes a loss that is no sum over samples")
+        for buffer, value in self.graph.mutations:
+            if self.where[value] != "I" and value not in statistics:
+                name = self.graph.source_of[buffer].names[0]
+                op = self.graph.producer.get(value) or self.graph.consumers[value][0]
+                raise _refusal(op, f"writes samples of the batch into the buffer {name}")
+        return TimeSplit(
+            self.graph,
+            self.factored,
+            self.batch,
+            self.where,
+            self.splits,
+            frozenset(self.whole),
+            frozenset(self.once),
+            self.where[loss] != "P",
+            frozenset(local),
+            self._written_by_passes(local, statistics),
+        )
+
+    def _running_statistics(self, loss: str) -> tuple[set[str], set[str]]:
+        """The operators without samples that make buffers out of sums over samples, and these sums."""
+        written = {value for _, value in self.graph.mutations}
+        components = self._components(frozenset())
+        if any(components.get(name) == components.get(loss) for name in written if name in components):
+            components = self._components(self.of_inputs)  # a count that is kept, and divides the loss as well
+        entering = {name for name, where in self.where.items() if _is_partial(where) and name in components}
+        found = {components[name] for name in written if name in components} & {components[n] for n in entering}
+        found.discard(components.get(loss, ""))
+        local = {op.name for op in self.graph.ops if any(components.get(name) in found for name in op.results)}
+        return local - self.splits.keys(), {name for name in entering if components[name] in found}
+
+    def _components(self, apart: frozenset[str]) -> dict[str, str]:
+        """Computed values without samples -> a name that those have in common which are connected by operators without
+        samples. ``apart``: values that connect nothing."""
+        parent: dict[str, str] = {}
+
+        def find(name: str) -> str:
+            while parent.setdefault(name, name) != name:
+                parent[name] = parent[parent[name]]
+                name = parent[name]
+            return name
+
+        def is_inside(name: str) -> bool:
+            computed = name in self.graph.producer and name not in apart
+            return computed and not isinstance(self.where[name], Place)
+
+        for op in self.graph.ops:
+            names = op.results if op.name in self.splits else (*op.results, *op.operands)
+            inside = list(filter(is_inside, names))
+            for name in inside:
+                parent[find(name)] = find(inside[0])
+        return {name: find(name) for name in parent}
+
+    def _sum(self, op: Op, local: set[str], statistics: set[str]) -> None:
+        """What becomes of the partial sums among the operands."""
+        partial = [i for i, name in enumerate(op.operands) if self._is_summed(name, local, statistics)]
+        if op.name in local or not partial:
+            return
+        hard = {i for i in partial if op.operands[i] not in self.of_inputs}
+        group = None if op.name in self.splits else self._group(op, hard, partial)
+        if hard and group is None:
+            name = op.operands[min(hard)]
+            raise _refusal(op, f"needs {_named(name, self.graph)}, a sum over all samples")
+        passing = set(group or ())
+        self.whole.update((op.name, i) for i in partial if i not in passing)
+        self.once.update((op.name, i) for i in passing.difference(partial))
+        if group is not None:
+            self.where.update(dict.fromkeys(op.results, "P"))
+
+    def _is_summed(self, name: str, local: set[str], statistics: set[str]) -> bool:
+        producer = self.graph.producer.get(name)
+        if name in statistics or (producer is not None and producer.name in local):
+            return False
+        return _is_partial(self.where[name])
+
+    def _group(self, op: Op, hard: set[int], partial: list[int]) -> tuple[int, ...] | None:
+        """The operands in which the operator is linear, through which the partial sums pass: all of them, or those that
+        are not to be had whole."""
+        sums = {i for i in partial if self.where[op.operands[i]] == "P"}
+        if not hard <= sums:
+            return None
+        groups = self.factored.rules[op.name].linear
+        whole = next((group for group in groups if sums == set(partial) and sums <= set(group)), None)
+        if whole is not None and (hard or set(whole) == sums):
+            return whole
+        return next((group for group in groups if hard and hard <= set(group)), None)
+
+    def _written_by_passes(self, local: set[str], statistics: set[str]) -> tuple[str, ...]:
+        """The buffers that hold running statistics, and what their modules count beside them."""
+        names = {buffer: self.graph.source_of[buffer].names[0] for buffer, _ in self.graph.mutations}
+        own = {
+            buffer
+            for buffer, value in self.graph.mutations
+            if value in statistics or (value in self.graph.producer and self.graph.producer[value].name in local)
+        }
+        owners = {names[buffer].rpartition(".")[0] for buffer in own}
+        return tuple(b for b, _ in self.graph.mutations if b in own or names[b].rpartition(".")[0] in owners)
+
+
+def _is_partial(where: Where) -> bool:
+    return isinstance(where, str) and where.startswith("P")
+
+
+def _of_inputs(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
+    """The values that depend on nothing but inputs, and what stays as it is during a step; none of operators
+    ``without``."""
+    changed = {buffer for buffer, _ in graph.mutations}
+    known = {s.value for s in graph.sources if s.kind in ("input", "buffer", "constant") and s.value not in changed}
+    for op in graph.ops:
+        if known.issuperset(op.operands) and op.name not in without and not is_random(op.target):
+            known.update(op.results)
+    return frozenset(known)
+
+
+def _named(name: str, graph: Graph) -> str:
+    """A value in words."""
+    producer = graph.producer.get(name)
+    return graph.source_of[name].names[0] if producer is None else f"the result of {_of_user(producer)}"
+
+
+def _of_user(op: Op) -> str:
+    """The name of an operator; of one that a lowering made, that of the operator which was lowered."""
+    module, _, name = op.name.rpartition("/")
+    return f"{module}/{name.partition('.')[0]}"
+
+
+def _refusal(op: Op, why: str) -> PlanError:
+    """The error for a model that cannot be computed one micro-batch after another."""
+    name = _of_user(op)
+    return PlanError(
+        problem(f"the step is no sum over micro-batches: {name} {why}", op=name, source=op.source, fix=MEND)
+    )
+
+
+def buffer_names(split: TimeSplit) -> Iterator[str]:
+    """The names of the buffers that every pass writes."""
+    return (split.graph.source_of[buffer].names[0] for buffer in split.statistics)
+
+
+__all__ = ["TimeSplit", "buffer_names", "split_in_time"]

@@ -1,0 +1,164 @@
+"""A step in passes on the virtual cluster, beside one pass of one device over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from shardwise.graph.ir import Ref
+from shardwise.graph.normalize_random import SEED
+from shardwise.layouts.conversions import Collective
+from shardwise.plans.plan import Plan
+from shardwise.programs.check import check_program
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.micro_batches import Passes, values_of_step
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.proof.runs import OneDevice, Ranks, Start, Values, stored
+from shardwise.proof.virtual import Values as VirtualValues
+from shardwise.proof.virtual import run_backward, run_forward
+from shardwise.runtime.passes import rows_of_pass, with_samples_in
+from shardwise.runtime.shards import shard
+
+CPU = torch.device("cpu")
+
+
+class OneDeviceOfPasses(OneDevice):
+    """The module on one device, over the whole batch; only its running statistics are those of micro-batches."""
+
+    def __init__(self, start: Start, passes: Passes) -> None:
+        super().__init__(start, passes.sizes)
+        self.passes = passes
+
+    def step(self, step: int) -> Values:
+        counted = [name for name in self.passes.statistics if name.rpartition(".")[2] == "num_batches_tracked"]
+        values = super().step(step)
+        buffers = dict(self.module.named_buffers())
+        for name in counted:  # one device would have called the layer once for every micro-batch
+            buffers[name] += len(self.passes.sizes) - 1
+            values["buffer", name] = buffers[name].clone()
+        return {key: value for key, value in values.items() if key[0] != "output"}
+
+
+class RanksOfPasses(Ranks):
+    """The ranks of the virtual cluster, making the passes of a step one after another."""
+
+    def __init__(
+        self, start: Start, plan: Plan, passes: Passes, spmds: Mapping[int, Spmd], prelude: Spmd | None
+    ) -> None:
+        super().__init__(replace(start, spmd=spmds[passes.sizes[0]]))
+        self.passes, self.split = passes, with_samples_in(plan)
+        kinds = Kinds()
+        self.by_size = {size: self._programs(spmd, kinds) for size, spmd in spmds.items()}
+        self.prelude = None if prelude is None else self._programs(prelude, kinds)
+        loss = start.captured.graph.loss
+        outputs = [out.name if isinstance(out, Ref) else None for out in start.captured.graph.outputs]
+        self.losses = [f"[{i}]" for i, name in enumerate(outputs) if name == loss]
+
+    def _programs(self, spmd: Spmd, kinds: Kinds) -> list[Program]:
+        ranks = range(spmd.mesh.num_devices)
+        programs = [differentiate(localize(spmd, rank), kinds, loss_only=True) for rank in ranks]
+        for program in programs:
+            check_program(program)
+        return programs
+
+    def step(self, step: int) -> list[Values]:
+        for optimizer in self.optimizers:
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none=True)
+        whole = self._whole(step)
+        totals = [torch.zeros((), dtype=torch.float64) for _ in self.tensors]
+        records: list[tuple[Collective, ...]] = []
+        for start, size in zip(self.passes.starts, self.passes.sizes, strict=True):
+            programs = self.by_size[size]
+            bindings = self._bindings(programs[0].spmd, step, start, size, whole)
+            self.cluster.record.clear()
+            values = run_forward(self.cluster, programs, bindings)
+            records.append(self._recorded())
+            ones = [
+                {name: torch.ones_like(own[v]) for name, v in zip(p.cotangents, p.delivered, strict=True) if name}
+                for p, own in zip(programs, values, strict=True)
+            ]
+            gradients = run_backward(self.cluster, programs, values, ones)
+            records.append(self._recorded())
+            is_last = start + size == sum(self.passes.sizes)
+            for rank, (program, own, found) in enumerate(zip(programs, values, gradients, strict=True)):
+                totals[rank] = totals[rank] + own[program.delivered[0]].detach()
+                self._keep(rank, program, own, found, is_last=is_last)
+        self.forward_record, self.backward_record = records[0], records[1]
+        return [self._finish(rank, total) for rank, total in enumerate(totals)]
+
+    def _whole(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """Per rank what is computed ahead of the passes."""
+        if self.prelude is None:
+            return [{} for _ in self.tensors]
+        bindings = self._bindings(self.prelude[0].spmd, step, None, 0, [{} for _ in self.tensors])
+        values = run_forward(self.cluster, self.prelude, bindings)
+        outputs = self.prelude[0].spmd.outputs
+        names = [out.name for out in outputs if isinstance(out, Ref)]
+        return [
+            dict(zip(self.passes.whole, (own[program.resolve(name)] for name in names), strict=True))
+            for program, own in zip(self.prelude, values, strict=True)
+        ]
+
+    def _bindings(
+        self, spmd: Spmd, step: int, start: int | None, size: int, whole: Sequence[Mapping[str, torch.Tensor]]
+    ) -> list[VirtualValues]:
+        """What every rank's program starts from; ``start``: None for the whole batch."""
+        bindings: list[VirtualValues] = []
+        batch = sum(self.passes.sizes)
+        for own, coordinates, values in zip(self.tensors, self.cluster.coordinates, whole, strict=True):
+            binding: VirtualValues = dict(own) | values_of_step(spmd.graph, values, start or 0, CPU)
+            inputs = iter(self.inputs)
+            for source in spmd.graph.sources:
+                if source.kind == "input":
+                    given = next(inputs)
+                    if start is not None and source.names[0] in self.split:
+                        given = rows_of_pass(given, start, size, batch)
+                    binding[source.value] = shard(given, spmd.layouts[source.value], coordinates).clone()
+                elif source.names[0] == SEED:
+                    binding[source.value] = torch.tensor(step)
+            bindings.append({name: value for name, value in binding.items() if name in spmd.graph.source_of})
+        return bindings
+
+    def _keep(
+        self,
+        rank: int,
+        program: Program,
+        values: VirtualValues,
+        gradients: Mapping[str, torch.Tensor],
+        *,
+        is_last: bool,
+    ) -> None:
+        """Add the gradients of a pass, and write the buffers that it writes."""
+        own = self.tensors[rank]
+        for source in stored(self.spmd):
+            if source.value in gradients:
+                before, found = own[source.value].grad, gradients[source.value]
+                own[source.value].grad = found.clone() if before is None else before + found
+        for buffer, value in program.mutations:
+            if is_last or self.spmd.graph.source_of[buffer].names[0] in self.passes.statistics:
+                with torch.no_grad():
+                    own[buffer].copy_(values[value])
+
+    def _finish(self, rank: int, loss: torch.Tensor) -> Values:
+        """What a rank has at the end of a step."""
+        own, collected = self.tensors[rank], dict.fromkeys((("loss", name) for name in self.losses), loss)
+        sources = stored(self.spmd)
+        for source in sources:
+            gradient = own[source.value].grad
+            if gradient is not None:
+                collected["gradient", source.names[0]] = gradient.clone()
+        optimizer = self.optimizers[rank]
+        if optimizer is not None:
+            optimizer.step()
+        for source in sources:
+            collected[source.kind, source.names[0]] = own[source.value].detach().clone()
+        return collected
+
+
+__all__ = ["OneDeviceOfPasses", "RanksOfPasses"]

@@ -1,0 +1,97 @@
+"""How the samples of an optimizer step become passes: what the user said, checked, and what may be tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import ShardwiseError, problem
+
+
+@dataclass(frozen=True)
+class Batches:
+    """``step``: the samples of an optimizer step; ``candidates``: of a micro-batch, those that may be chosen, largest
+    first."""
+
+    step: int
+    candidates: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A micro-batch that was planned for: the seconds of its step, its peak, and why it is out of the question."""
+
+    micro_batch: int
+    passes: int
+    step_seconds: float = 0.0
+    num_bytes: float = 0.0
+    refused: str = ""
+
+
+def batches_of(
+    samples: int | None, global_batch: int | None, micro_batch: int | None, num_devices: int, *, chooses: bool
+) -> Batches | None:
+    """What the sizes that the user gave mean, for example inputs of some ``samples``; None: nothing was said.
+
+    ``chooses``: whether plans are compared by price. Raises ShardwiseError where they contradict each other.
+    """
+    if global_batch is None and micro_batch is None:
+        return None
+    _check_size("global_batch", global_batch)
+    _check_size("micro_batch", micro_batch)
+    if samples is None or not samples:
+        raise ShardwiseError(
+            problem("global_batch and micro_batch count samples, and no example input has dims", fix="leave them out")
+        )
+    step = samples if global_batch is None else global_batch
+    own = micro_batch
+    if own is None and samples != step:
+        own = samples
+        if step % samples:
+            raise ShardwiseError(
+                problem(
+                    f"global_batch is {step}, the example inputs have {samples} samples: {step} / {samples} is not "
+                    "whole",
+                    fix="give example inputs whose number of samples divides it, or that have global_batch samples",
+                )
+            )
+    if own is None:
+        return Batches(step, _divisors(step, num_devices) if chooses else (step,))
+    if samples not in (own, step):
+        raise ShardwiseError(
+            problem(
+                f"the example inputs have {samples} samples, neither those of a micro-batch ({own}) nor those of the "
+                f"global batch ({step})",
+                fix="give the inputs of one micro-batch, or of the whole global batch",
+            )
+        )
+    if own > step or step % own:
+        why = f"{step} / {own} = {step / own:.4g} passes"
+        raise ShardwiseError(
+            problem(
+                f"micro_batch is {own}, global_batch is {step}: {why}",
+                fix="choose a micro_batch that divides it (a step over fewer samples, the last of an epoch, may be of "
+                "any size)",
+            )
+        )
+    return Batches(step, (own,))
+
+
+def _check_size(name: str, size: Any) -> None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ShardwiseError(problem(f"{name} is {size!r}", fix="a whole number of samples from 1"))
+
+
+def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
+    """The divisors of a batch that may be worth a try, largest first: all of it by powers of two, powers of two, and
+    what divides over all devices."""
+
+    def is_power(number: int) -> bool:
+        return number & (number - 1) == 0
+
+    divisors = {d for n in range(1, int(step**0.5) + 1) if step % n == 0 for d in (n, step // n)}
+    found = (d for d in divisors if is_power(d) or is_power(step // d) or d % num_devices == 0)
+    return tuple(sorted(found, reverse=True))
+
+
+__all__ = ["Batches", "Tried", "batches_of"]

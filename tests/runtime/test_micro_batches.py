@@ -1,0 +1,252 @@
+"""``par.step`` over micro-batches on real gloo ranks: three optimizer steps are those of one device on whole batches.
+
+Everything is float64 on both sides, casts inside of models too, and both draw the same dropout masks (``graph.widen``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from models import tiny_models
+from models.test_models_on_ranks import messages, widened
+from models.tiny_models import TinyModel
+from models.zoo_own import DLRM, dlrm_inputs
+from shardwise import api
+from shardwise.errors import PlanWarning, ShardwiseError
+from shardwise.graph.widen import reference_mode
+from shardwise.plans import example
+from shardwise.runtime import calls
+from shardwise.runtime.shards import shard
+
+RunRanks = Callable[..., list[Any]]
+BATCH, STEPS = 8, 3
+EQUAL = 1e-9  # of the largest magnitude of a tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
+
+
+class Norms(nn.Module):
+    """Convolutions with batch norm, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+        self.second, self.head = nn.Conv2d(4, 8, 3), nn.Linear(8, 12)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(F.relu(self.norm(self.first(pixel_values))), 0.2)
+        return F.cross_entropy(self.head(self.second(x).mean((2, 3))), labels)
+
+
+MODELS = {
+    "gpt2": tiny_models.gpt2(),
+    "llama": tiny_models.llama(),
+    "vit": tiny_models.vit(),
+    "dlrm": TinyModel(DLRM, dlrm_inputs, {"bottom.0": "n@tp", "top.0": "n@tp"}),
+    "norms": TinyModel(Norms, tiny_models.image_inputs, {"second": "co@tp"}),
+}
+MESHES = {
+    "dp": (sw.Mesh(dp=2), False),
+    "tp": (sw.Mesh(tp=2), True),
+    "dp x tp": (sw.Mesh(dp=2, tp=2), True),
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name].build().train().double()
+
+
+def batch(name: str, step: int) -> dict[str, Any]:
+    """Of the last step one sample fewer: a smaller last pass."""
+    torch.manual_seed(100 + step)
+    inputs = MODELS[name].inputs(BATCH)
+    whole = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    return {key: x[: BATCH - 1] for key, x in whole.items()} if step == STEPS - 1 else whole
+
+
+def plan_of(name: str, mesh: str, micro_batch: int) -> sw.Plan:
+    axes, has_strategies = MESHES[mesh]
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in (api, example):
+            stack.enter_context(widened(module))
+        return sw.plan(
+            build(name),
+            (),
+            axes.num_devices,
+            kwargs=batch(name, 0),
+            mesh=axes,
+            strategies=MODELS[name].strategies if has_strategies else None,
+            mode="auto" if has_strategies else "data_parallel",
+            global_batch=BATCH,
+            micro_batch=micro_batch,
+        )
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def train(cases: list[tuple[str, str]]) -> list[Any]:
+    """On a rank: losses, and parameters and buffers at the end, of every case."""
+    found = []
+    for name, text in cases:
+        with widened(calls):
+            par = sw.parallelize(build(name), sw.Plan.from_json(text) if dist.get_rank() == 0 else None)
+            optimizer = torch.optim.SGD(par.parameters(), lr=0.05, momentum=0.9)
+            losses = []
+            for step in range(STEPS):
+                losses.append(par.step(**batch(name, step)).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((losses, snapshot(par), len(par.compiled)))
+    return found
+
+
+def train_alone(name: str, micro_batch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One device on whole batches; batch norm sees micro-batches, as it does where they are accumulated."""
+    model = build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        inputs = batch(name, step)
+        count = len(next(iter(inputs.values())))
+        sizes = [micro_batch] * (count // micro_batch) + [count % micro_batch] * (count % micro_batch > 0)
+        with reference_mode(step, sizes):
+            output = model(**inputs)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        losses.append(loss.item())
+        for key, counter in model.named_buffers():
+            if key.endswith("num_batches_tracked"):
+                counter += len(sizes) - 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, snapshot(model)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_steps_in_passes_are_those_of_one_device_on_whole_batches(mesh: str, run_ranks: RunRanks) -> None:
+    wanted = [("gpt2", 2), ("llama", 4), ("vit", 2), ("dlrm", 4), ("norms", 4)]
+    wanted = wanted if mesh != "dp x tp" else [("gpt2", 2), ("norms", 4)]
+    plans = [plan_of(name, mesh, size) for name, size in wanted]
+    size = plans[0].mesh.num_devices
+    cases = [(name, plan.to_json()) for (name, _), plan in zip(wanted, plans, strict=True)]
+    results = run_ranks(train, size, cases, time_limit_seconds=300)
+    for i, ((name, micro_batch), plan) in enumerate(zip(wanted, plans, strict=True)):
+        assert plan.micro_batches == BATCH // micro_batch
+        losses, tensors = train_alone(name, micro_batch)
+        for rank in range(size):
+            own_losses, own, programs = results[rank][i]
+            assert own_losses == pytest.approx(losses, rel=1e-10), name
+            assert programs == 2 + 1, "a pass of the plan, again for batches of seven, and their last one"
+            for key, tensor in own.items():
+                layout = plan.layouts.get(key)
+                whole, place = tensors[key], plan.mesh.coordinates(rank)
+                want = whole if layout is None else shard(whole, layout, place)
+                scale = max(float(tensors[key].double().abs().max()), 1e-3)
+                apart = float((tensor.double() - want.double()).abs().max())
+                assert apart < EQUAL * scale, f"{name}: {key}"
+
+
+# -------------------------------------------------------------------------------------- inputs, hooks, calls of others
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.body(x))), y)
+
+
+def labelled() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    y = torch.tensor([0, -100, -100, 1, 4, 2, -100, 3])
+    return Labelled().double(), torch.randn(BATCH, 4, dtype=torch.float64), y
+
+
+def calls_of_all_kinds() -> dict[str, Any]:
+    """On a rank: gradients of every way to give a batch, and what does not fit."""
+    module, x, y = labelled()
+    plan = sw.plan(module, (x, y), 2, mesh=sw.Mesh(dp=2), mode="data_parallel", micro_batch=4)
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+
+    def gradients(par: sw.Parallel) -> list[torch.Tensor]:
+        return [p.grad.clone() for p in par.parameters() if p.grad is not None]
+
+    par = sw.parallelize(module, plan)
+    seen: list[torch.Tensor] = []
+    hook = par.head.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    par._ranks.record = []
+    found["loss"] = par.step(x, y).item()
+    found["messages"] = messages(plan.mesh, par._ranks.record or [])
+    found["step"], found["hooked"] = gradients(par), len(seen)
+    par._ranks.record = None
+    par.step(x, y)
+    found["twice"] = gradients(par)
+    hook.remove()
+    par.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        par(x, y).backward()
+        par(x, y)
+    found["whole"] = gradients(par)
+    found["said"] = [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+    par.eval()
+    with torch.no_grad():
+        found["evaluated"] = [par(x[:n], y[:n]).item() for n in (8, 4, 3)]
+    with pytest.raises(ShardwiseError, match="different numbers of samples"):
+        par.step(x, y[:7])
+    local = sw.parallelize(module, plan, inputs="local")
+    half = slice(4 * rank, 4 * rank + 4)
+    found["local loss"] = local.step(x[half], y[half]).item()
+    found["local"] = gradients(local)
+    local.zero_grad()
+    uneven = slice(0, 3) if rank == 0 else slice(3, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found["uneven loss"] = local.step(x[uneven], y[uneven]).item()
+    found["gathered"] = [str(w.message) for w in caught]
+    found["uneven"] = gradients(local)
+    checked = sw.parallelize(module, plan, check_replicas=1)
+    checked.step(x, y)
+    found["checked"] = gradients(checked)
+    return found
+
+
+def test_every_way_to_pass_a_batch_gives_the_gradients_of_the_whole(run_ranks: RunRanks) -> None:
+    ranks = run_ranks(calls_of_all_kinds, 2, time_limit_seconds=120)
+    module, x, y = labelled()
+    loss = module(x, y)
+    loss.backward()
+    want = [p.grad for p in module.parameters()]
+    for rank, found in enumerate(ranks):
+        assert [found[key] for key in ("loss", "local loss", "uneven loss")] == pytest.approx(
+            [loss.item()] * 3, rel=1e-12
+        )
+        for key in ("step", "whole", "local", "uneven", "checked"):
+            for own, expected in zip(found[key], want, strict=True):
+                torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-13, msg=key)
+        for own, expected in zip(found["twice"], want, strict=True):
+            torch.testing.assert_close(own, 2 * expected, rtol=1e-10, atol=1e-13)
+        assert found["hooked"] == 1, "a hook sees the gradient of the step, once"
+        assert found["evaluated"] == pytest.approx([module(x[:n], y[:n]).item() for n in (8, 4, 3)], rel=1e-12)
+        assert len(found["said"]) == (rank == 0)
+        assert any("do not divide into passes over 4" in text for text in found["gathered"]) == (rank == 0)
+    # The count of labels once, ahead of the passes; in each of two passes the sum of losses and the gradients.
+    kinds = [kind for kind, _, _ in ranks[0]["messages"]]
+    assert kinds == ["all_reduce"] * (1 + 2 * (1 + 1))
