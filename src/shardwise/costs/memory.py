@@ -164,7 +164,8 @@ class _Walk:
         tensors = self.messages.hold([self.tensors[name] for name in instruction.operands])
         before, message, _ = parts_of(instruction.conversions, backward=instruction.backward)
         tensors = self.messages.through(tensors, before, backward=instruction.backward)
-        flight = self.messages.launch(tensors, message, instruction.backward)
+        in_place = instruction.overwrites and not before
+        flight = self.messages.launch(tensors, message, instruction.backward, in_place=in_place)
         self.flights[instruction.flight] = flight, tensors
         for tensor in tensors:
             self.ledger.drop(tensor.storage)

@@ -73,8 +73,10 @@ class Messages:
         (made,) = self.land(flight, [tensor], [move], backward)
         return made
 
-    def launch(self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> Flight:
-        """One message for some tensors; both buffers are held."""
+    def launch(
+        self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool, *, in_place: bool = False
+    ) -> Flight:
+        """One message for some tensors; both buffers are held. ``in_place``: it may use the memory of a single one."""
         move = moves[0]
         primitive = _primitive(move, backward)
         itemsize = tensors[0].form.dtype.itemsize
@@ -83,7 +85,9 @@ class Messages:
         sides = [((m.target, m.source) if backward else (m.source, m.target)) for m in moves]
         single = len(tensors) == 1
         if primitive == "all_reduce":
-            return Flight(self.ledger.hold(self.ledger.new(own, "communication")), None)
+            own_memory = in_place and single and tensors[0].form.is_contiguous
+            buffer = tensors[0].storage if own_memory else self.ledger.new(own, "communication")
+            return Flight(self.ledger.hold(buffer), None)
         if primitive == "all_gather":
             sent = None
             if not single or not tensors[0].form.is_contiguous:
