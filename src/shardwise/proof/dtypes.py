@@ -18,6 +18,7 @@ import torch
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
+from shardwise.programs.lifetimes import backward_collectives
 from shardwise.proof.comparison import Difference, Key, compare
 from shardwise.proof.rounding import disturbed_runs, local_part, moved_in_step
 from shardwise.proof.runs import OneDevice, Ranks, Start, Values
@@ -125,7 +126,7 @@ def _wrong_messages(ranks: Ranks) -> str:
     spmd = ranks.spmd
     sides = (
         ("forward", spmd.forward_collectives(), ranks.forward_record),
-        ("backward", spmd.backward_collectives(), ranks.backward_record),
+        ("backward", backward_collectives(ranks.programs[0]), ranks.backward_record),
     )
     for side, planned, performed in sides:
         if planned != performed:
