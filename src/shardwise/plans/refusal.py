@@ -27,7 +27,8 @@ def nothing_fits(least: Ranked) -> PlanError:
                 ("largest", _largest(cost, assignment)),
                 ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
             ],
-            fix="use more devices or devices with more memory, a smaller batch, or an optimizer with fewer states",
+            fix="use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer "
+            'states, or recompute="auto" (the default)',
         )
     )
 
