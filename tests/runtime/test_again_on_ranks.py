@@ -3,6 +3,7 @@ once backward: every number is that of one process."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,23 @@ def steps(model: nn.Module, weights: list[tuple[float, float]], *, twice: bool =
 WEIGHTS = [(1.0, 0.5), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
 
 
+class Dropping(nn.Module):
+    """A block whose masks come from a generator, if the ranks draw each for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Dropout(0.4), nn.Tanh(), nn.Linear(7, 7))])
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.blocks[0](F.one_hot(ids, 7).float())
+        return x.square().mean(), x.mean()
+
+
+def dropping(how: Any) -> sw.Plan:
+    return sw.plan(Dropping(), ids(0), RANKS, mode="data_parallel", recompute=how)
+
+
 class Checkpointed(nn.Module):
     """A call of the whole model is made again in backward, from outside."""
 
@@ -127,6 +145,14 @@ def on_rank() -> dict[str, Any]:
     found["outer checkpoint"] = held(
         par, steps(build(), WEIGHTS[:1]), {n.removeprefix("model."): t for n, t in own.items()}
     )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        drawn = [
+            steps(sw.parallelize(Dropping(), dropping(how), compile=False, seed=3, randomness="per_shard"), WEIGHTS[:2])
+            for how in ("none", "full")
+        ]
+    found["a generator per shard"] = max(float((drawn[0][n] - drawn[1][n]).abs().max()) for n in drawn[0])
+    found["announced"] = any("are kept for backward, though" in str(one.message) for one in said) or rank > 0
     edited = sw.Plan.from_json(plan().to_json(), edited=True)
     par = sw.parallelize(build(), edited, compile=False)
     found["edited"] = held(par, alone, steps(par, WEIGHTS))
@@ -137,6 +163,7 @@ def on_rank() -> dict[str, Any]:
 def test_what_is_made_again_is_right_however_a_program_is_used(run_ranks: RunRanks) -> None:
     for rank, found in enumerate(run_ranks(on_rank, RANKS, time_limit_seconds=300)):
         assert found.pop("edited makes again")
+        assert found.pop("announced")
         assert len(found) >= 9
         for name, error in found.items():
             assert error < 1e-9, f"rank {rank}, {name}: {error}"

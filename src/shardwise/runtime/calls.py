@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, PlanWarning, listed
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Graph, Ref
@@ -212,6 +212,7 @@ class Calls:
         local = localize(spmd, self.ranks.rank)
         if self.settings.streams:
             local = _with_streams(local)
+            self._announce_kept(local)
         placed = hosted(local, self.settings.host)
         if self.host_ranks is not self.ranks:
             on_host = (c for c in spmd.conversions if c.value in placed.values)
@@ -248,6 +249,20 @@ class Calls:
             lambda: emitted(*compiled(with_gradients=False)),
             compiled_step if compiles else None,
         )
+
+    def _announce_kept(self, program: LocalProgram) -> None:
+        """Say once, on rank 0, which operators draw from a generator, and are kept though the plan makes them again."""
+        again = program.spmd.lifetimes.operators
+        drawing = [own for own in program.instructions if isinstance(own, LocalOp) and own.op in again]
+        kept = {own.op for own in drawing if own.call.target in STREAMS.values()} - self._announced
+        self._announced.update(kept)
+        if kept and self.ranks.rank == 0:
+            warnings.warn(
+                f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, though the '
+                "plan makes them again: a generator would draw other numbers",
+                PlanWarning,
+                stacklevel=2,
+            )
 
     def _announce(self, untraceable: Mapping[str, str]) -> None:
         """Say once, on rank 0, which operators' backward autograd performs."""
