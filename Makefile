@@ -2,6 +2,7 @@
 #
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
+#   make test-long  more of the same, on more models and ranks: what is marked long
 #   make sweep      every rule against its operator and under its default plan, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make museum     mistakes that others have published, made here on purpose, and what finds them (docs/museum.md)
 #   make museum-page  the list in docs/museum.md, written anew
@@ -30,7 +31,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test test-long golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -47,6 +48,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+test-long: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
 
 bench-step: install
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)

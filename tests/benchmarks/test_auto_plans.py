@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "auto_plans.py"
 NAMES = ["data parallel", "data parallel, again", "dynamic_programming", "ilp", "recursive_programming"]
 
 
+@pytest.mark.long
 def test_plans_take_turns_on_real_ranks(tmp_path: Path) -> None:
     options = ["--models", "reid", "--rounds", "2", "--orders", "2", "--order-model", "dlrm"]
     command = [sys.executable, str(BENCHMARK), *options, "--json", str(tmp_path / "rows.json")]

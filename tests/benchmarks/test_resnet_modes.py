@@ -14,6 +14,7 @@ TINY = ["--ranks", "2", "--layers", "1", "1", "--width", "8", "--classes", "10",
         "--search", "recursive_programming"]  # fmt: skip
 
 
+@pytest.mark.long
 def test_modes_take_turns_and_are_compared_in_a_table() -> None:
     command = [sys.executable, str(BENCHMARKS / "resnet_modes.py"), *TINY]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900)

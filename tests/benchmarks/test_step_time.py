@@ -18,6 +18,7 @@ CONTENDERS = {
 }
 
 
+@pytest.mark.long
 def test_every_contender_takes_its_turns_and_computes_the_same_losses(tmp_path: Path) -> None:
     options = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, str(BENCHMARK), "--ranks", "2", *options, "--json", str(tmp_path / "measured.json")]

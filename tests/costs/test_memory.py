@@ -88,7 +88,6 @@ def _largest_before_update(memory: Memory) -> int:
 TENSOR_PARALLEL = {"blocks.*.up": "n@tp", "blocks.*.down": "k@tp"}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
-    ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "cheap"}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
     ("gpt2", 2, {"mode": "data_parallel"}),

@@ -74,6 +74,7 @@ def test_no_list_is_dearer_than_the_direct_route(mesh: Mesh) -> None:
         assert path.cost[0] <= direct, f"{source} -> {target}"
 
 
+@pytest.mark.long
 def test_over_four_sub_axes_lists_are_near_the_minimum() -> None:
     """``make sweep-redistribution`` compares more of these: 1.005 times the minimum over all pairs, a pair up to 1.5
     (2026-11-21)."""

@@ -64,6 +64,7 @@ def test_heads_that_do_not_divide_are_shared_out_unevenly():
 
 
 @pytest.mark.parametrize("mesh", [sw.Mesh(dp=2, tp=3), sw.Mesh(dp=1, tp=8)], ids=str)
+@pytest.mark.long
 def test_llama_runs_with_more_tensor_ranks_than_key_heads(mesh):
     tiny = llama(heads=6 if mesh.num_devices == 6 else 8, key_heads=2)
     share = verified_share(tiny, mesh, batch=4, strategies=tiny.strategies)

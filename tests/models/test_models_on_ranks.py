@@ -200,6 +200,7 @@ def check_collectives(plan: sw.Plan, ranks: list[Passes], program: Passes) -> No
         assert sorted(performed) == sorted(planned)
 
 
+@pytest.mark.long
 def test_models_train_on_four_ranks_as_plain_pytorch_trains_them(run_ranks: RunRanks) -> None:
     plans = {(name, label): plan_of(name, label) for name, labels in LABELS.items() for label in labels}
     cases = [(*key, plan.to_json()) for key, plan in plans.items()]

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on
 
 
 @pytest.mark.parametrize("name", PART)
+@pytest.mark.long
 def test_a_model_of_the_zoo_equals_one_device_under_every_plan(name):
     outcome = attempt(name, ZOO[name], num_plans=1, batch=4)
     assert outcome.failures == []

@@ -123,10 +123,8 @@ def on_rank() -> dict[str, Any]:
     alone = steps(build(), WEIGHTS)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "plain": ({}, {}),
-        "cheap": ({"recompute": "cheap"}, {}),
-        "each message by itself": ({"bucket_bytes": 0}, {}),
         "small buckets": ({"bucket_bytes": 200}, {}),
-        "checked copies": ({"zero": 1}, {"check_replicas": 1}),
+        "checked copies": ({"zero": 1, "recompute": "cheap"}, {"check_replicas": 1}),
         "compiled": ({}, {"compile": True}),
     }
     for name, (choices, settings) in cases.items():
@@ -164,7 +162,7 @@ def test_what_is_made_again_is_right_however_a_program_is_used(run_ranks: RunRan
     for rank, found in enumerate(run_ranks(on_rank, RANKS, time_limit_seconds=300)):
         assert found.pop("edited makes again")
         assert found.pop("announced")
-        assert len(found) >= 9
+        assert len(found) >= 8
         for name, error in found.items():
             assert error < 1e-9, f"rank {rank}, {name}: {error}"
 

@@ -54,7 +54,10 @@ def with_and_without_buckets(mesh: sw.Mesh) -> list[Any]:
     return [accumulate(sw.parallelize(make_gpt(), gpt_plan(mesh, size))) for size in (2**25, 5000, 0)]
 
 
-@pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), sw.Mesh(dp=2, tp=2)], ids=str)
+LARGER = pytest.param(sw.Mesh(dp=2, tp=2), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), LARGER], ids=str)
 def test_buckets_change_the_number_of_messages_and_no_gradient(mesh: sw.Mesh, run_ranks: RunRanks) -> None:
     """A sum of two numbers does not depend on where in a message they stand: over an axis of two not a bit differs. The
     last norm is reduced over both axes: four summands, whose order does."""

@@ -83,6 +83,7 @@ def test_elimination_and_the_integer_program_agree_on_models(name):
     assert solve_ilp(problem).value == pytest.approx(solve(problem).value, rel=1e-9)
 
 
+@pytest.mark.long
 def test_elimination_and_the_integer_program_agree_on_llama_at_its_real_width():
     cost = wide_llama(2, sw.Mesh(node=4, gpu=8))
     problem = cost.weighted(Weights(1.0, 0.3, 0.7))
@@ -108,6 +109,7 @@ def test_the_claimed_price_is_that_of_the_emitted_program(name, mesh):
         assert check_emitted(found, found.outcome.assignment, f"{name} {mesh} {search}") or search != PRICED_SEARCHES[0]
 
 
+@pytest.mark.long
 def test_a_search_that_is_beaten_by_another_mesh_stops_with_a_bound_that_says_so():
     stopped = 0
     for number, name in enumerate(TINY):
@@ -139,6 +141,7 @@ def test_a_search_that_is_beaten_by_another_mesh_stops_with_a_bound_that_says_so
         ("resnet", "recursive_programming"),
     ],
 )
+@pytest.mark.long
 def test_plans_by_price_equal_one_device_and_perform_what_was_claimed(name, search):
     check_plan(name, search, sw.Mesh(x=2, y=2))
 

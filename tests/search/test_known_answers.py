@@ -327,6 +327,7 @@ def test_plans_of_small_models_verify(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), [("gpt2", 1), ("llama", 0)])
+@pytest.mark.long
 def test_plans_of_small_language_models_verify(name: str, number: int) -> None:
     cluster, mesh = MESHES[number]
     torch.manual_seed(0)

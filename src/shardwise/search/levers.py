@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, refs
 from shardwise.graph.segments import How, Segment, block_of
 from shardwise.programs.differentiate import differentiate
-from shardwise.programs.instructions import Compute
+from shardwise.programs.instructions import Arrive, Compute, Convert
 from shardwise.programs.lifetimes import is_repeatable, repeated
 from shardwise.programs.lower import lowered_operators, model_operators
 from shardwise.programs.passes import memories
@@ -132,14 +132,15 @@ def _cheap(program: Program, inside: Collection[str]) -> set[str]:
     flow = nx.DiGraph()
     made: dict[str, str] = {}  # memory -> the operator that makes it
     for instruction in forward:
-        if not isinstance(instruction, Compute) or instruction.origin.op not in inside:
+        op = instruction.origin.op
+        if op not in inside or (isinstance(instruction, (Convert, Arrive)) and instruction.of_parameters):
             continue
-        again = instruction.origin.op not in products and is_repeatable(instruction, changed)
+        again = isinstance(instruction, Compute) and op not in products and is_repeatable(instruction, changed)
         for name in instruction.results:
             memory = root[name]
             if memory != name and memory not in made:
                 continue  # a view of what comes in
-            made[memory] = instruction.origin.op
+            made[memory] = op if isinstance(instruction, Compute) else ""  # what is converted is not converted again
             flow.add_edge(("in", memory), ("out", memory), capacity=program.forms[memory].num_bytes)
             if not again:
                 flow.add_edge("kept", ("in", memory))
@@ -150,8 +151,8 @@ def _cheap(program: Program, inside: Collection[str]) -> set[str]:
             if memory in wanted:
                 flow.add_edge(("out", memory), "backward")
     if not made or "backward" not in flow or "kept" not in flow:
-        return {op for memory, op in made.items() if memory in wanted} if "backward" in flow else set()
+        return {op for memory, op in made.items() if op and memory in wanted} if "backward" in flow else set()
     _, (kept_side, _) = nx.minimum_cut(flow, "kept", "backward")
     cut = {memory for memory in made if ("in", memory) in kept_side and ("out", memory) not in kept_side}
     steady = {made[memory] for memory in cut}
-    return {op for op in made.values() if op not in steady and op not in products}
+    return {op for op in made.values() if op and op not in steady and op not in products}
