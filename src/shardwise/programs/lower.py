@@ -244,7 +244,15 @@ def lower_all(
 
 def lowered_operators(names: Collection[str], graph: Graph, lowered: Graph) -> frozenset[str]:
     """The operators of the lowered graph that those of the model have become."""
-    return frozenset(op.name for op in lowered.ops if _of_model(op.name, graph) in names)
+    return frozenset(op for name, ops in lowered_by_model(graph, lowered).items() if name in names for op in ops)
+
+
+def lowered_by_model(graph: Graph, lowered: Graph) -> dict[str, list[str]]:
+    """Operator of the model -> the operators of the lowered graph that it has become."""
+    found: dict[str, list[str]] = {}
+    for op in lowered.ops:
+        found.setdefault(_of_model(op.name, graph), []).append(op.name)
+    return found
 
 
 def model_operators(names: Iterable[str], graph: Graph) -> frozenset[str]:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
-
-import networkx as nx
 
 from shardwise.costs.flops import FLOPS
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, refs
 from shardwise.graph.segments import How, Segment, block_of
 from shardwise.programs.differentiate import differentiate
-from shardwise.programs.instructions import Arrive, Compute, Convert
+from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction
 from shardwise.programs.lifetimes import is_repeatable, repeated
-from shardwise.programs.lower import lowered_operators, model_operators
+from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
 from shardwise.programs.passes import memories
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
@@ -92,19 +91,24 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
     really makes again is listed."""
     if not levers:
         return spmd
-    plain = differentiate(localize(spmd, busiest_rank(spmd)), kinds)
     operators: set[str] = set()
     conversions: set[str] = set()
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
     if levers.gathered == "again":
         conversions.update(c.result for c in spmd.conversions if c.origin in parameters and c.collectives())
+    lowered = lowered_by_model(graph, spmd.graph)
+    full: set[str] = set()
     for segment in levers.segments:
-        inside = lowered_operators(segment.operators, graph, spmd.graph)
+        inside = {own for name in segment.operators for own in lowered.get(name, ())}
         if segment.how == "full":
             operators |= inside - _leaving(spmd.graph, inside)
-            conversions.update(c.result for c in spmd.conversions if c.op in inside and c.origin not in parameters)
-        elif segment.how == "cheap":
-            operators |= _cheap(plain, inside)
+            full |= inside
+    conversions.update(c.result for c in spmd.conversions if c.op in full and c.origin not in parameters)
+    cheap = [segment for segment in levers.segments if segment.how == "cheap"]
+    if cheap:
+        cuts = _Cuts(differentiate(localize(spmd, busiest_rank(spmd)), kinds))
+        for segment in cheap:
+            operators |= cuts.made_again({own for name in segment.operators for own in lowered.get(name, ())})
     wanted = replace(spmd, lifetimes=Lifetimes(frozenset(operators), frozenset(conversions)))
     made = repeated(differentiate(localize(wanted, busiest_rank(spmd)), kinds))
     found = lowered_operators(model_operators(made[0], graph), graph, spmd.graph)
@@ -113,46 +117,63 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
 
 def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
     """The operators of a segment whose results somebody outside reads in forward."""
-    read = {name for op in graph.ops if op.name not in inside for name in op.operands}
-    read.update(refs(graph.outputs), (value for _, value in graph.mutations))
-    return {op.name for op in graph.ops if op.name in inside and read.intersection(op.results)}
+    delivered = {*refs(graph.outputs), *(value for _, value in graph.mutations)}
+
+    def leaves(result: str) -> bool:
+        return result in delivered or any(op.name not in inside for op in graph.consumers[result])
+
+    return {name for name in inside if any(map(leaves, graph.op_by_name[name].results))}
 
 
 # -- cheap -------------------------------------------------------------------------------------------------------------
 
 
-def _cheap(program: Program, inside: Collection[str]) -> set[str]:
-    """Those operators of a segment that are made again where it holds the fewest bytes for backward, and no product is
-    done twice."""
-    forward = program.forward
-    root = memories(forward, program.spmd.graph.source_of)
-    changed = {buffer for buffer, _ in program.mutations}
-    wanted = {root[name] for name in program.saved}
-    products = {op.name for op in program.spmd.graph.ops if op.target in FLOPS}
-    flow = nx.DiGraph()
-    made: dict[str, str] = {}  # memory -> the operator that makes it
-    for instruction in forward:
-        op = instruction.origin.op
-        if op not in inside or (isinstance(instruction, (Convert, Arrive)) and instruction.of_parameters):
-            continue
-        again = isinstance(instruction, Compute) and op not in products and is_repeatable(instruction, changed)
-        for name in instruction.results:
-            memory = root[name]
-            if memory != name and memory not in made:
-                continue  # a view of what comes in
-            made[memory] = op if isinstance(instruction, Compute) else ""  # what is converted is not converted again
-            flow.add_edge(("in", memory), ("out", memory), capacity=program.forms[memory].num_bytes)
-            if not again:
-                flow.add_edge("kept", ("in", memory))
-            for operand in instruction.operands:
-                before = root.get(operand, operand)
-                if before in made and before != memory:
-                    flow.add_edge(("out", before), ("in", memory))
-            if memory in wanted:
-                flow.add_edge(("out", memory), "backward")
-    if not made or "backward" not in flow or "kept" not in flow:
-        return {op for memory, op in made.items() if op and memory in wanted} if "backward" in flow else set()
-    _, (kept_side, _) = nx.minimum_cut(flow, "kept", "backward")
-    cut = {memory for memory in made if ("in", memory) in kept_side and ("out", memory) not in kept_side}
-    steady = {made[memory] for memory in cut}
-    return {op for op in made.values() if op and op not in steady and op not in products}
+class _Cuts:
+    """Minimum cuts through the segments of a program that keeps everything."""
+
+    def __init__(self, program: Program) -> None:
+        self.forms, graph = program.forms, program.spmd.graph
+        self.root = memories(program.forward, graph.source_of)
+        self.changed = {buffer for buffer, _ in program.mutations}
+        self.wanted = {self.root[name] for name in program.saved}
+        self.products = {op.name for op in graph.ops if op.target in FLOPS}
+        self.positions: dict[str, list[tuple[int, Instruction]]] = {}  # of the instructions of an operator
+        for i, instruction in enumerate(program.forward):
+            if not (isinstance(instruction, (Convert, Arrive)) and instruction.of_parameters):
+                self.positions.setdefault(instruction.origin.op, []).append((i, instruction))
+
+    def made_again(self, inside: Collection[str]) -> set[str]:
+        """Those operators of a segment that are made again where it holds the fewest bytes for backward, and no product
+        is done twice."""
+        import networkx as nx  # takes .3 s, and few plans ask for it
+
+        flow = nx.DiGraph()
+        made: dict[str, str] = {}  # memory -> the operator that makes it
+        for _, instruction in sorted((own for op in inside for own in self.positions.get(op, ())), key=itemgetter(0)):
+            op = instruction.origin.op
+            again = (
+                isinstance(instruction, Compute)
+                and op not in self.products
+                and is_repeatable(instruction, self.changed)
+            )
+            for name in instruction.results:
+                memory = self.root[name]
+                if memory != name and memory not in made:
+                    continue  # a view of what comes in
+                made[memory] = op if isinstance(instruction, Compute) else ""  # a conversion is not done again
+                flow.add_edge(("in", memory), ("out", memory), capacity=self.forms[memory].num_bytes)
+                if not again:
+                    flow.add_edge("kept", ("in", memory))
+                for operand in instruction.operands:
+                    before = self.root.get(operand, operand)
+                    if before in made and before != memory:
+                        flow.add_edge(("out", before), ("in", memory))
+                if memory in self.wanted:
+                    flow.add_edge(("out", memory), "backward")
+        if "backward" not in flow:
+            return set()
+        if "kept" not in flow:
+            return {op for memory, op in made.items() if memory in self.wanted}
+        _, (kept, _) = nx.minimum_cut(flow, "kept", "backward")
+        steady = {made[memory] for memory in made if ("in", memory) in kept and ("out", memory) not in kept}
+        return {op for op in made.values() if op and op not in steady and op not in self.products}
