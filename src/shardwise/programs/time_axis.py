@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.errors import PlanError, problem
 from shardwise.graph.batch import batch_size
 from shardwise.graph.dead_code import eliminate_dead_code
+from shardwise.graph.disjoint import DisjointSets
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import Place, Places, Split, Where
@@ -223,13 +224,7 @@ class _Axis:
     def _components(self, apart: frozenset[str]) -> dict[str, str]:
         """Computed values without samples -> a name that those have in common which are connected by operators without
         samples. ``apart``: values that connect nothing."""
-        parent: dict[str, str] = {}
-
-        def find(name: str) -> str:
-            while parent.setdefault(name, name) != name:
-                parent[name] = parent[parent[name]]
-                name = parent[name]
-            return name
+        connected: DisjointSets[str] = DisjointSets()
 
         def is_inside(name: str) -> bool:
             computed = name in self.graph.producer and name not in apart
@@ -239,8 +234,8 @@ class _Axis:
             names = op.results if op.name in self.splits else (*op.results, *op.operands)
             inside = list(filter(is_inside, names))
             for name in inside:
-                parent[find(name)] = find(inside[0])
-        return {name: find(name) for name in parent}
+                connected.join(name, inside[0])
+        return connected.roots()
 
     def _sum(self, op: Op, local: set[str], statistics: set[str]) -> None:
         """What becomes of the partial sums among the operands."""

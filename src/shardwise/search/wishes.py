@@ -17,6 +17,7 @@ from math import gcd, prod
 from typing import Any
 
 from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.graph.disjoint import DisjointSets
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import INVARIANT, AxisChoice, Places, Split
 from shardwise.layouts.mesh import Mesh
@@ -189,14 +190,7 @@ def num_blockers(
 ) -> dict[tuple[str, str], int]:
     """(op, divided factor) -> in how many operators the same atom is a factor of one of these kinds: by default, must
     be kept whole. Atoms are followed through all operators."""
-    parent: dict[Any, Any] = {}
-
-    def find(node: Any) -> Any:
-        while parent.setdefault(node, node) != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+    atoms: DisjointSets[tuple[str, object]] = DisjointSets()
     whole: list[tuple[str, str]] = []
     for op in graph.ops:
         places = Places.of(rules[op.name])
@@ -209,7 +203,7 @@ def num_blockers(
             for names, sides in ((op.operands, places.operands), (op.results, places.results)):
                 for value, place_of in zip(names, sides, strict=True):
                     if factor.name in place_of:
-                        parent[find(node)] = find((value, place_of[factor.name]))
+                        atoms.join(node, (value, place_of[factor.name]))
     count: dict[Any, int] = {}
     for op_name, factor_name in whole:
         op, places = graph.op_by_name[op_name], Places.of(rules[op_name])
@@ -217,11 +211,11 @@ def num_blockers(
         for names, sides in ((op.operands, places.operands), (op.results, places.results)):
             for value, place_of in zip(names, sides, strict=True):
                 if factor_name in place_of:
-                    touched.add(find((value, place_of[factor_name])))
+                    touched.add(atoms.root((value, place_of[factor_name])))
         for root in touched:
             count[root] = count.get(root, 0) + 1
     return {
-        (op.name, factor.name): count.get(find((op.name, factor.name)), 0)
+        (op.name, factor.name): count.get(atoms.root((op.name, factor.name)), 0)
         for op in graph.ops
         for factor in rules[op.name].factors
     }
