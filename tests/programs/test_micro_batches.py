@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -310,17 +311,16 @@ def test_a_loss_that_is_no_sum_over_micro_batches_is_refused_by_operator_and_lin
 # ------------------------------------------------------------------------------------------------------------ mutations
 
 
+def without(forgotten):
+    """The analysis in time, in which a set of operands is forgotten."""
+    real = time_axis.TimeSplit
+    return mock.patch.object(time_axis, "TimeSplit", lambda *found: replace(real(*found), **{forgotten: frozenset()}))
+
+
 def test_without_the_counts_of_the_whole_batch_unequal_micro_batches_are_wrong():
     module, inputs = made("cross entropy")
     plan = sw.plan(module, inputs, 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
-    real = time_axis.TimeSplit
-
-    def mutated(*arguments):
-        split = real(*arguments)
-        object.__setattr__(split, "whole", frozenset())
-        return split
-
-    with mock.patch.object(time_axis, "TimeSplit", mutated):
+    with without("whole"):
         wrong = sw.plan(module, inputs, 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
         report = sw.verify(module, inputs, wrong, steps=1)
     assert not report.ok
@@ -330,14 +330,7 @@ def test_without_the_counts_of_the_whole_batch_unequal_micro_batches_are_wrong()
 
 def test_a_penalty_that_every_pass_counts_is_found():
     module, inputs = made("auxiliary")
-    real = time_axis.TimeSplit
-
-    def mutated(*arguments):
-        split = real(*arguments)
-        object.__setattr__(split, "once", frozenset())
-        return split
-
-    with mock.patch.object(time_axis, "TimeSplit", mutated):
+    with without("once"):
         wrong = sw.plan(module, inputs, 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
         assert not sw.verify(module, inputs, wrong, steps=1).ok
 

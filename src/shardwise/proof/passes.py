@@ -147,18 +147,12 @@ class RanksOfPasses(Ranks):
 
     def _finish(self, rank: int, loss: torch.Tensor) -> Values:
         """What a rank has at the end of a step."""
-        own, collected = self.tensors[rank], dict.fromkeys((("loss", name) for name in self.losses), loss)
-        sources = stored(self.spmd)
-        for source in sources:
-            gradient = own[source.value].grad
+        collected: Values = dict.fromkeys((("loss", name) for name in self.losses), loss)
+        for source in stored(self.spmd):
+            gradient = self.tensors[rank][source.value].grad
             if gradient is not None:
                 collected["gradient", source.names[0]] = gradient.clone()
-        optimizer = self.optimizers[rank]
-        if optimizer is not None:
-            optimizer.step()
-        for source in sources:
-            collected[source.kind, source.names[0]] = own[source.value].detach().clone()
-        return collected
+        return collected | self._updated(rank)
 
 
 __all__ = ["OneDeviceOfPasses", "RanksOfPasses"]

@@ -256,17 +256,18 @@ class Ranks:
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
                 collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
-        sources = stored(self.spmd)
-        for source in sources:
+        for source in stored(self.spmd):
             if source.value in gradients:
                 own[source.value].grad = gradients[source.value].clone().to(own[source.value].dtype)
                 collected["gradient", source.names[0]] = gradients[source.value].clone()
-        optimizer = self.optimizers[rank]
+        return collected | self._updated(rank)
+
+    def _updated(self, rank: int) -> Values:
+        """Step the optimizer of a rank: the parameters and buffers that it has then."""
+        own, optimizer = self.tensors[rank], self.optimizers[rank]
         if optimizer is not None:
             optimizer.step()
-        for source in sources:
-            collected[source.kind, source.names[0]] = own[source.value].detach().clone()
-        return collected
+        return {(s.kind, s.names[0]): own[s.value].detach().clone() for s in stored(self.spmd)}
 
 
 def stored(spmd: Spmd) -> list[Source]:

@@ -247,8 +247,8 @@ class Parallel(torch.nn.Module):
         given = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))
         split = with_samples_in(self.plan)
         cut_by = samples
-        if batch is not None and not self._cuts_parts(step, batch, split):
-            given = {name: self._parts.whole(name, x, batch) for name, x in given.items()}  # type: ignore[union-attr]
+        if self._parts is not None and batch is not None and not self._cuts_parts(step, batch, split):
+            given = {name: self._parts.whole(name, x, batch) for name, x in given.items()}
             batch = None
 
         def parts(compiled: Compiled, start: int | None, size: int) -> list[torch.Tensor]:
