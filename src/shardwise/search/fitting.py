@@ -2,7 +2,8 @@
 
 Where a model fits as it is, nothing is made again. Otherwise every setting of the ladder is searched as a problem of
 its own, operators, mesh and storage together, until two of them fit; the faster in the simulation is taken. Of its
-segments as many are then eased as the limit allows.
+segments as many are then eased as the limit allows. The bound that such a plan is compared with holds for all settings:
+that of plans which make nothing again and have no limit.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ def plan_within(planner: Planner, segments: Sequence[Segment], gathered: Gathere
     if not fitting:
         return min(refused, key=lambda planned: planned.ranking.best.num_bytes)
     eased = [_eased(own, planned, how, segments) for own, planned, how in fitting]
-    return min(eased, key=lambda one: one.prediction.simulated_seconds or one.prediction.step_seconds)
+    best = min(eased, key=lambda one: one.prediction.simulated_seconds or one.prediction.step_seconds)
+    if not refused:
+        return best
+    bound = min(best.prediction.bound, planner.bound_without_limit())
+    return replace(best, prediction=replace(best.prediction, bound=bound))
 
 
 def _eased(planner: Planner, planned: Planned, how: How | None, segments: Sequence[Segment]) -> Planned:
@@ -58,7 +63,9 @@ def _eased(planner: Planner, planned: Planned, how: How | None, segments: Sequen
     levers = planner.settings.levers
     weaker = Levers.of(planner.graph, segments, _WEAKER[how], levers.gathered)
     if how == "cheap":  # what is kept is named, too
-        weaker = replace(levers, segments=tuple(replace(s, how="none") for s in levers.segments if s not in segments))
+        weaker = replace(
+            levers, segments=tuple(s if s in segments else replace(s, how="none") for s in levers.segments)
+        )
     return planner.eased(planned, weaker)
 
 

@@ -222,29 +222,39 @@ class Planner:
     # -- the answer ----------------------------------------------------------------------------------------------------
 
     def eased(self, planned: Planned, weaker: Levers) -> Planned:
-        """A plan that fits with some of its segments as ``weaker`` has them: as many from the last as the limit allows.
-        Memory decides, as all that is made again costs time."""
+        """A plan that fits with some of its segments as ``weaker`` has them (the same segments in the same order): as
+        many from the last as the limit allows. Memory decides, as all that is made again costs time."""
         strong = self.settings.levers.segments
-        own = {segment.name: segment for segment in weaker.segments}
         best, ranking = planned, planned.ranking
         least, most = 0, len(strong)  # how many of the first stay as they are; all of them fit
         while least < most:
             count = (least + most) // 2
-            mixed = tuple(own.get(s.name, s) if i >= count else s for i, s in enumerate(strong))
-            settings = replace(self.settings, levers=replace(self.settings.levers, segments=mixed))
+            mixed = replace(self.settings.levers, segments=strong[:count] + weaker.segments[count:])
+            settings = replace(self.settings, levers=mixed)
             tried = replace(self, settings=settings)._built(ranking.best.candidate)
             if tried.num_bytes <= self.limit:
                 best, most = self._planned(replace(ranking, best=tried), []), count
             else:
                 least = count + 1
-        return best
+        strongest, own = planned.prediction, best.prediction  # the search knows the strongest
+        price = strongest.additive_price + own.pass_seconds - strongest.pass_seconds
+        held = strongest.num_bytes + self._kept_bytes(best) - self._kept_bytes(planned)
+        return replace(best, prediction=replace(own, additive_price=price, num_bytes=held))
+
+    def _kept_bytes(self, planned: Planned) -> int:
+        return memory_of(planned.spmd, planned.search.cost.domains.prices, kinds=self.kinds).kept_bytes
+
+    def bound_without_limit(self) -> float:
+        """No plan has a lower additive price, whatever its memory and whatever it makes again."""
+        found = (searched(self.cost_graph(mesh), self.settings.search, None) for mesh in self.meshes)
+        return min(float(search.outcome.bound) for search in found)
 
     def _planned(self, ranking: Ranked, searches: Sequence[Search]) -> Planned:
         best, search = ranking.best, ranking.search
         prediction = over_all_meshes(ranking.prediction, search.mesh, searches)
         prediction = _as_emitted(prediction, best.spmd, search)
-        if self.settings.layouts:
-            prediction = _as_kept(prediction, best, search)
+        if self.settings.layouts or self.settings.zero is not None or self.settings.levers:
+            prediction = _as_stored(prediction, best, search)
         return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking)
 
 
@@ -283,9 +293,10 @@ def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Predictio
     return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
 
 
-def _as_kept(prediction: Prediction, best: Simulated, search: Search) -> Prediction:
-    """The prediction with what parameters hold in the layouts in which the user keeps them. The searched plans have no
-    conversions from those, so that the bound is compared with the step that has."""
+def _as_stored(prediction: Prediction, best: Simulated, search: Search) -> Prediction:
+    """The prediction with what parameters hold where they are stored otherwise than the search had them: as the user
+    keeps them, or in parts. The searched plans have no conversions from there, so that the bound is compared with the
+    step that has."""
     graph, prices = search.cost.domains.graph, search.cost.domains.prices
     sources, more = search.choice().sources, 0.0
     for source in graph.sources:
