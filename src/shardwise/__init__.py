@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from shardwise.graph.annotate import constrain, shard
     from shardwise.graph.precision import Precision
-    from shardwise.graph.segments import recompute
+    from shardwise.graph.segments import offload, recompute
     from shardwise.launch.ranks import finish, init_ranks, rank, world_size
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
@@ -61,7 +61,7 @@ _HOMES = {
     ),
     "shardwise.graph.annotate": ("constrain", "shard"),
     "shardwise.graph.precision": ("Precision",),
-    "shardwise.graph.segments": ("recompute",),
+    "shardwise.graph.segments": ("offload", "recompute"),
     "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.plan": ("Plan",),
@@ -122,6 +122,7 @@ __all__ = [
     "elementwise_optimizer",
     "finish",
     "init_ranks",
+    "offload",
     "parallelize",
     "plan",
     "rank",

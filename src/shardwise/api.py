@@ -23,7 +23,7 @@ from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.precision import Precision
-from shardwise.graph.segments import How, check_how
+from shardwise.graph.segments import Recompute, check_how
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, Trials, planned_graph
@@ -40,7 +40,7 @@ from shardwise.search.auto import PRICED_SEARCHES, Search
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
 from shardwise.search.kept import Kept, keep
-from shardwise.search.levers import Gathered, Levers
+from shardwise.search.levers import OFFLOADS, Gathered, Levers, Offload
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.modes import MODES
@@ -69,7 +69,8 @@ def plan(
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    recompute: How | Literal["auto"] | None = "auto",
+    recompute: Recompute | Literal["auto"] | None = "auto",
+    offload: Offload = "auto",
     zero: int | Zero | None = None,
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
@@ -99,14 +100,16 @@ def plan(
     together; 0: each by itself. ``recompute``: what backward makes again instead of keeping it: ``"full"`` or
     ``"cheap"`` (``sw.recompute``): the repeated blocks of the model, besides what it asks for itself; ``"none"``:
     nothing; None: what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); by default the same, and
-    where nothing fits, searches that go by price make again what lets a plan fit (``search.fitting``). ``zero``: 1, 2
-    or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in parts wherever they would be copied;
-    under 3 gathered parameters are not held from forward to backward, but gathered again.
+    where nothing fits, searches that go by price make again what lets a plan fit (``search.fitting``). ``offload``:
+    what waits for backward in the memory of the host: ``"all"``: what is kept of the repeated blocks; ``"none"``:
+    nothing; by default what the model asks for (``sw.offload``), and where nothing fits what lets a plan fit. ``zero``:
+    1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in parts wherever they would be
+    copied; under 3 gathered parameters are not held from forward to backward, but gathered again.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
     loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
     """
-    _check_words(mode, search, bucket_bytes, recompute)
+    _check_words(mode, search, bucket_bytes, recompute, offload)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None:
@@ -138,9 +141,16 @@ def plan(
             memory_bytes,
             bucket_bytes,
             layouts or {},
-            Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered),
+            Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload),
             stage,
         )
+        if wanted.levers.moves_to_host and not cluster.device.host_bandwidth:
+            warnings.warn(
+                f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and gains "
+                "nothing",
+                PlanWarning,
+                stacklevel=2,
+            )
         meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
 
         def plan_of(graph: Graph, passes: int) -> Plan:
@@ -154,7 +164,7 @@ def plan(
                 return Plan(stages, *settings, precision=precision, micro_batches=passes)
             planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
             if recompute == "auto":
-                planned = plan_within(planner, captured.segments, None if stage is None else gathered)
+                planned = plan_within(planner, captured.segments, None if stage is None else gathered, offload)
             else:
                 planned = planner.plan()
             if planned.ranking.excess:
@@ -234,8 +244,11 @@ def step_memory(
     return memory_of(program_of(plan, planned_graph(call, plan), training=module.training), prices_of(plan))
 
 
-def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None) -> None:
-    """Refuse what is no mode, no search, no size of a message and no way to recompute."""
+def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None, offload: str) -> None:
+    """Refuse what is no mode, no search, no size of a message, no way to recompute and none to offload."""
+    if offload not in OFFLOADS:
+        fix = f"one of {', '.join(map(repr, OFFLOADS))}, or sw.offload(module.layers[3]) for parts"
+        raise ShardwiseError(problem(f"unknown offload={offload!r}", fix=fix))
     if recompute not in ("auto", None):
         check_how(recompute, "recompute=")
     if search is not None and search not in SEARCHES:

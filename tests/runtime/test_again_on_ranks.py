@@ -1,11 +1,12 @@
-"""Values that backward makes again, on real gloo ranks, wherever programs are used in another way than once forward and
-once backward: every number is that of one process."""
+"""Values that backward makes again or fetches from the host, on real gloo ranks, wherever programs are used in another
+way than once forward and once backward: every number is that of one process."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -151,6 +152,19 @@ def on_rank() -> dict[str, Any]:
         ]
     found["a generator per shard"] = max(float((drawn[0][n] - drawn[1][n]).abs().max()) for n in drawn[0])
     found["announced"] = any("are kept for backward, though" in str(one.message) for one in said) or rank > 0
+    with mock.patch("shardwise.programs.offload.SMALLEST_BYTES", 1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", sw.PlanWarning)  # of ranks whose host is their device
+        for name, choices, compiles in (
+            ("on the host", {"recompute": "none"}, False),
+            ("on the host, compiled", {"recompute": "none"}, True),
+            ("on the host and made again", {"zero": 1, "recompute": "cheap"}, False),
+        ):
+            waiting = plan(offload="all", **choices)
+            assert any(entry.offloaded for entry in waiting.operators)
+            par = sw.parallelize(build(), waiting, compile=compiles)
+            found[name] = held(par, alone, steps(par, WEIGHTS))
+        par = sw.parallelize(build(), plan(offload="all", recompute="none"), compile=False)
+        found["on the host, twice"] = held(par, twice, steps(par, WEIGHTS[:2], twice=True))
     edited = sw.Plan.from_json(plan().to_json(), edited=True)
     par = sw.parallelize(build(), edited, compile=False)
     found["edited"] = held(par, alone, steps(par, WEIGHTS))

@@ -35,6 +35,7 @@ _DEVICE_KEYS = {
     "memory_efficiency": ("memory_efficiency", "", False, False),
     "overlap": ("overlap", "", False, True),
     "reserve": ("reserve_bytes", "B", False, True),
+    "host_bandwidth": ("host_bandwidth", "B/s", False, True),
 }
 _LEVEL_KEYS = {
     "bandwidth": ("bandwidth", "B/s", True, False),

@@ -15,7 +15,7 @@ from shardwise.costs.optimizers import states_of, temporary_bytes
 from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
 from shardwise.programs.differentiate import differentiate
-from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
@@ -25,11 +25,13 @@ from shardwise.programs.vjp import Kinds
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
-    backward at the end of forward."""
+    backward at the end of forward; ``host_bytes``: of that, what waits in the memory of the host, not in the
+    device's."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
     kept_bytes: int
+    host_bytes: int = 0
 
 
 def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:
@@ -55,6 +57,7 @@ class _Walk:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     flights: dict[str, tuple[Flight, list[Tensor]]] = field(default_factory=dict)
+    host_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
@@ -92,7 +95,9 @@ class _Walk:
         for index, instruction in enumerate(self.program.backward, len(self.program.forward)):
             self._run(index, instruction)
         self._update()
-        return Memory(max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept)
+        return Memory(
+            max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept, self.host_bytes
+        )
 
     def _persistent(self) -> None:
         """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
@@ -119,6 +124,8 @@ class _Walk:
             self._depart(instruction)
         elif isinstance(instruction, Arrive):
             self._arrive(instruction)
+        elif isinstance(instruction, Copy):
+            self._copy(instruction)
         for name in self.dying.get(index, ()):
             self._forget(name)
 
@@ -175,6 +182,12 @@ class _Walk:
         _, message, after = parts_of(instruction.conversions, backward=instruction.backward)
         landed = self.messages.hold(self.messages.land(flight, tensors, message, instruction.backward))
         self._name_results(instruction.results, self.messages.through(landed, after, backward=instruction.backward))
+
+    def _copy(self, copy: Copy) -> None:
+        """What is on the host takes nothing of the device, unless that is the host."""
+        away = copy.to == "host" and self.prices.device.host_bandwidth > 0
+        self.host_bytes += copy.form.num_bytes * away
+        self._name(copy.result, Tensor(copy.form, self.ledger.new(0 if away else copy.form.num_bytes)))
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 

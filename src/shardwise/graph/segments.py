@@ -1,8 +1,8 @@
-"""Parts of a model that backward computes again: what ``recompute`` names, and the model's own calls of
-``torch.utils.checkpoint``.
+"""Parts of a model whose values are not kept on the device for backward: what ``recompute`` and ``offload`` name, and
+the model's own calls of ``torch.utils.checkpoint``.
 
 While a model is captured, a call of such a part opens a *segment*: every operator traced inside carries its mark. Of
-segments inside each other the outermost counts, unless the inner one is recomputed in another way.
+segments inside each other the outermost counts, unless the inner one is treated in another way.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import nn
 from shardwise.errors import CaptureWarning, ShardwiseError, problem
 from shardwise.graph.ir import Op
 
-How = Literal["full", "cheap", "none"]
-HOWS: tuple[How, ...] = ("full", "cheap", "none")
+Recompute = Literal["full", "cheap", "none"]
+How = Recompute | Literal["offload"]
+WAYS: tuple[Recompute, ...] = ("full", "cheap", "none")
 SEGMENT = "shardwise_segment"
 _ATTRIBUTE = "_shardwise_recompute"
 SELECTIVE = "checkpoint with context_fn"
@@ -35,36 +36,50 @@ _Module = TypeVar("_Module", bound=nn.Module)
 class Segment:
     """One call of a part of the model. ``name``: the path of the module, or ``checkpoint``; ``how``: ``"full"``: all
     that is made inside is made again from what comes in; ``"cheap"``: what costs little; ``"none"``: it is kept, also
-    where everything else is not; ``operators``: by name."""
+    where everything else is not; ``"offload"``: it waits on the host; ``operators``: by name."""
 
     name: str
     how: How
     operators: frozenset[str]
 
 
-def recompute(module: _Module, how: How = "full") -> _Module:
+def recompute(module: _Module, how: Recompute = "full") -> _Module:
     """Backward computes what is inside of ``module`` again, instead of keeping it.
 
     ``how``: ``"full"``: of every call only what comes in and what goes out is kept (Chen et al. 2016,
     arXiv:1604.06174); ``"cheap"``: results of element-wise operators, norms and the like are made again, results of
     products and attention are kept; ``"none"``: everything is kept, also where ``sw.plan(..., recompute="full")`` asks
-    for the others. Returns the module, which computes what it did; a plan made from it says what is made again. Raises
-    ShardwiseError for what is no module and no such way.
-    """
+    for the others. Of a ModuleList every member is meant. Returns the module, which computes what it did; a plan made
+    from it says what is made again. Raises ShardwiseError for what is no module and no such way."""
+    check_how(how, "recompute")
+    return _marked(module, how, "recompute")
+
+
+def offload(module: _Module) -> _Module:
+    """What backward needs of the inside of ``module`` waits for it in the memory of the host (pinned), and comes back
+    ahead of it; only what is at least 64 KiB on a device (Rajbhandari et al. 2021, arXiv:2104.07857, on activations).
+    Returns the module, which computes what it did. Raises ShardwiseError for what is no module."""
+    return _marked(module, "offload", "offload")
+
+
+def _marked(module: _Module, how: How, where: str) -> _Module:
     if not isinstance(module, nn.Module):
         raise ShardwiseError(
-            problem(f"recompute takes a module, not {type(module).__name__}", fix="recompute(model.layers[3])")
+            problem(f"{where} takes a module, not {type(module).__name__}", fix=f"{where}(model.layers[3])")
         )
-    check_how(how, "recompute")
-    setattr(module, _ATTRIBUTE, how)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nobody calls it
+        for part in module.children():
+            _marked(part, how, where)
+    else:
+        setattr(module, _ATTRIBUTE, how)
     return module
 
 
 def check_how(how: object, where: str) -> None:
     """Raise ShardwiseError unless it is a way to recompute."""
-    if how not in HOWS:
+    if how not in WAYS:
         raise ShardwiseError(
-            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, HOWS))}")
+            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, WAYS))}")
         )
 
 

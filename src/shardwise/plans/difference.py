@@ -67,7 +67,7 @@ def _layouts(plan: Plan) -> dict[str, str]:
 
 
 def _strategies(plan: Plan) -> dict[str, str]:
-    return {e.name: (e.strategy or "whole") + ", again in backward" * e.again for e in plan.operators}
+    return {e.name: ", ".join(filter(None, (e.strategy or "whole", e.backward))) for e in plan.operators}
 
 
 def _communication(plan: Plan) -> dict[str, str]:

@@ -37,7 +37,8 @@ class ParameterEntry(TensorEntry):
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
     """An operator: its target, its strategy, and for reading its rule and the line of the model it stands on.
-    ``again``: its results are not kept for backward, which makes them again."""
+    ``again``: its results are not kept for backward, which makes them again; ``offloaded``: as far as they are kept,
+    they wait for backward in the memory of the host."""
 
     name: str
     target: str
@@ -45,6 +46,12 @@ class OperatorEntry:
     strategy: str
     source: str
     again: bool = False
+    offloaded: bool = False
+
+    @property
+    def backward(self) -> str:
+        """What becomes of its results until backward, as text; empty where they are kept."""
+        return " and ".join(["again in backward"] * self.again + ["waits on the host"] * self.offloaded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 6 says what is made again in backward and how many micro-batches a step has (before, nothing was, and it was
-one), and may name the precision of the step; a plan that does not is executed in the dtypes of the model, as all of
-version 5 are, whatever they were priced for. Version 5 has stages, and in every conversion its path. Version 4 had one
-stage, whose entries stood beside the settings, and no paths: a file of a plan that was not chosen by price is read,
-since its conversions take the paths that send the fewest bytes; one that was chosen by price says to plan again.
-"""
+Version 7 says what waits on the host. Version 6 says what is made again in backward and how many micro-batches a step
+has (before, nothing was, and it was one), and may name the precision of the step; a plan that does not is executed in
+the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has stages, and in every
+conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no paths: a file of a plan
+that was not chosen by price is read, since its conversions take the paths that send the fewest bytes; one that was
+chosen by price says to plan again."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from shardwise.plans.precision import precision_of
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
-VERSION = 6
+VERSION = 7
+BEFORE_OFFLOADING = 6
 BEFORE_LIFETIMES = 5
 BEFORE_STAGES = 4
-_READABLE = (BEFORE_STAGES, BEFORE_LIFETIMES, VERSION)
+_READABLE = (BEFORE_STAGES, BEFORE_LIFETIMES, BEFORE_OFFLOADING, VERSION)
 _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
 _MOST_NAME = 2**10
 _MOST_DIMS = 64
@@ -146,23 +147,24 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         )
     if data["version"] == BEFORE_STAGES:
         body = _with_stages(body, name, edited)
-    return _with_lifetimes(body) if data["version"] < VERSION else body
+    if data["version"] < BEFORE_OFFLOADING:
+        body = _with_entries(body, ("operators", "parameters", "conversions"), "again")
+    return _with_entries(body, ("operators",), "offloaded") if data["version"] < VERSION else body
 
 
-def _with_lifetimes(body: dict[str, Any]) -> dict[str, Any]:
-    """The content of an older file, under which everything was kept for backward."""
+def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict[str, Any]:
+    """The content of an older file, whose entries in some tables of every stage lack a key: it is false there."""
 
     def entry(data: Any) -> Any:
-        return {**data, "again": False} if isinstance(data, dict) else data
+        return {**data, key: False} if isinstance(data, dict) else data
+
+    def table(data: Any) -> Any:
+        if isinstance(data, dict):
+            return {name: entry(own) for name, own in data.items()}
+        return list(map(entry, data)) if isinstance(data, list) else data
 
     def stage(data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        conversions = data.get("conversions")
-        for key in ("operators", "parameters"):
-            if isinstance(data.get(key), dict):
-                data = {**data, key: {name: entry(own) for name, own in data[key].items()}}
-        return {**data, "conversions": list(map(entry, conversions))} if isinstance(conversions, list) else data
+        return {k: table(own) if k in tables else own for k, own in data.items()} if isinstance(data, dict) else data
 
     stages = body.get("stages")
     return {**body, "stages": list(map(stage, stages))} if isinstance(stages, list) else body

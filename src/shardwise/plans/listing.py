@@ -41,6 +41,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
 
     gathered = {c.origin for c in spmd.conversions if c.result in spmd.lifetimes.conversions}
     again = model_operators(spmd.lifetimes.operators, graph)
+    offloaded = model_operators(spmd.lifetimes.offloaded, graph)
     return Stage(
         placement=Placement.whole(spmd.mesh),
         inputs=tensors("input"),
@@ -58,6 +59,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
                 choice.strategies[op.name].format(spmd.mesh),
                 op.source,
                 op.name in again,
+                op.name in offloaded,
             )
             for op in graph.ops
         ),

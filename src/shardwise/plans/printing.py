@@ -50,7 +50,7 @@ def format_plan(plan: Plan) -> str:
     ]
     if not plan.precision.is_models:
         lines.insert(2, f"  precision {format_precision(plan.precision)}")
-    lines += _made_again(plan)
+    lines += _not_kept(plan)
     if plan.prediction is not None:
         lines += _predicted(plan.prediction, _reserved(plan))
     if sentence := only_priced(plan):
@@ -62,8 +62,8 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _made_again(plan: Plan) -> list[str]:
-    """What backward makes again instead of keeping it."""
+def _not_kept(plan: Plan) -> list[str]:
+    """What backward makes again, and what waits on the host, instead of being kept."""
     operators = sum(entry.again for entry in plan.operators)
     parameters = {entry.name for entry in plan.parameters if entry.again}
     values = sum(entry.again and entry.value not in parameters for entry in plan.conversions)
@@ -76,7 +76,10 @@ def _made_again(plan: Plan) -> list[str]:
         )
         if count
     ]
-    return [f"  again in backward: {', '.join(said)}"] if said else []
+    lines = [f"  again in backward: {', '.join(said)}"] if said else []
+    if waiting := sum(entry.offloaded for entry in plan.operators):
+        lines.append(f"  on the host until backward: results of {waiting:,} of {len(plan.operators):,} operators")
+    return lines
 
 
 def _stage(stage: Stage) -> list[str]:
@@ -145,7 +148,7 @@ def _operators(stage: Stage) -> list[str]:
     blocks = []
     for operator in stage.operators:
         strategy, module = operator.strategy or "whole", operator.name.rpartition("/")[0]
-        rule = f"{operator.rule}  (again in backward)" if operator.again else operator.rule
+        rule = f"{operator.rule}  ({operator.backward})" if operator.backward else operator.rule
         lines = [_conversion(conversion, module) for conversion in under.get(operator.name, ())]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
     delivered = [_conversion(conversion) for conversion in under.get("", ())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
 
@@ -15,9 +15,9 @@ class BrokenProgram(AssertionError):
 
 def check_program(program: Program) -> None:
     """Raise BrokenProgram unless, forward and backward: every name is made once and before it is used; every message
-    that leaves arrives once; what is saved, delivered, written back or a gradient is there; kernels overwrite only what
-    their own operator made; nothing is read whose memory an exchange has used; and every gradient has memory that
-    backward made for it alone."""
+    that leaves arrives once; every copy that runs apart lands once, and is not read before; what is saved, delivered,
+    written back or a gradient is there; kernels overwrite only what their own operator made; nothing is read whose
+    memory an exchange has used; and every gradient has memory that backward made for it alone."""
     sources = set(program.spmd.graph.source_of)
     ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
     _check(program.forward, sources, ends, sources, "forward")
@@ -38,6 +38,7 @@ def _check(
     root = memories(instructions, there)
     overwritten: dict[str, str] = {}  # memory -> the exchange that used it
     maker: dict[str, str] = {}  # memory -> the operator that made it
+    copying: set[str] = set()  # copies that run apart
     for position, instruction in enumerate(instructions):
         where = f"{part} {position} ({instruction.origin.op or type(instruction).__name__})"
         for name in instruction.operands:
@@ -45,6 +46,8 @@ def _check(
                 raise BrokenProgram(f"{where} uses {name!r} before it is made")
             if root[name] in overwritten:
                 raise BrokenProgram(f"{where} reads {name!r}, whose memory {overwritten[root[name]]} has used")
+            if name in copying and not isinstance(instruction, Land):
+                raise BrokenProgram(f"{where} reads {name!r}, which is still being copied")
         for name in _written(instruction):
             foreign = isinstance(instruction, Compute) and maker.get(root[name]) != instruction.origin.op
             if root[name] in fixed or foreign:
@@ -59,6 +62,12 @@ def _check(
             if instruction.flight not in in_flight:
                 raise BrokenProgram(f"{where} waits for {instruction.flight!r}, which has not left")
             in_flight.remove(instruction.flight)
+        elif isinstance(instruction, Copy) and instruction.apart:
+            copying.add(instruction.result)
+        elif isinstance(instruction, Land):
+            if instruction.copy not in copying:
+                raise BrokenProgram(f"{where} waits for {instruction.copy!r}, which nothing copies")
+            copying.remove(instruction.copy)
         for name in instruction.results:
             if name in known:
                 raise BrokenProgram(f"{where} makes {name!r} a second time")
@@ -66,6 +75,8 @@ def _check(
             maker.setdefault(root[name], instruction.origin.op)
     if in_flight:
         raise BrokenProgram(f"{part}: nothing waits for {', '.join(sorted(in_flight))}")
+    if copying:
+        raise BrokenProgram(f"{part}: nothing waits for the copies {', '.join(sorted(copying))}")
     for name in ends:
         if name not in known:
             raise BrokenProgram(f"{part}: {name!r} is never made")

@@ -108,13 +108,15 @@ class Arrive:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A value on its way between the device and the host."""
+    """A value is copied between the device and the host. ``apart``: on a stream of its own, beside the kernels; until
+    it has landed nothing reads the copy, and what is copied stays."""
 
     value: str
     result: str
     to: Literal["host", "device"]
     form: Form
     origin: Origin
+    apart: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -125,21 +127,38 @@ class Copy:
         return (self.result,)
 
 
-Instruction = Compute | Convert | Depart | Arrive | Copy
+@dataclass(frozen=True, slots=True)
+class Land:
+    """A copy that runs apart is waited for. ``copy``: its result; ``on_device``: its end on the device."""
+
+    copy: str
+    on_device: str
+    origin: Origin
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (self.on_device,)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ()
+
+
+Instruction = Compute | Convert | Depart | Arrive | Copy | Land
 
 
 def forms_of(instruction: Instruction) -> tuple[Form, ...]:
     """Those of its results."""
     if isinstance(instruction, Copy):
         return (instruction.form,)
-    return () if isinstance(instruction, Depart) else instruction.forms
+    return () if isinstance(instruction, (Depart, Land)) else instruction.forms
 
 
 def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
     """Per result the name of a value that has the same memory, or None."""
     if isinstance(instruction, Copy):
         return (None,)
-    return () if isinstance(instruction, Depart) else instruction.shares
+    return () if isinstance(instruction, (Depart, Land)) else instruction.shares
 
 
 def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> Instruction:
@@ -158,6 +177,8 @@ def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> In
         )
     if isinstance(instruction, Copy):
         return replace(instruction, value=name_of(instruction.value))
+    if isinstance(instruction, Land):
+        return replace(instruction, on_device=name_of(instruction.on_device))
     if isinstance(instruction, Arrive):
         return replace(instruction, shares=_renamed_shares(instruction.shares, name_of))
     operands = tuple(map(name_of, instruction.operands))
@@ -168,7 +189,7 @@ def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> In
 
 def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
     """The instruction with other names for what it makes."""
-    if isinstance(instruction, Depart):
+    if isinstance(instruction, (Depart, Land)):
         return instruction
     if isinstance(instruction, Copy):
         return replace(instruction, result=names[0])

@@ -2,7 +2,8 @@
 
 A value that is not kept is made again where backward first reads it, from what is kept, by the instructions that made
 it in forward: kernels, and where the program says so conversions too. Recomputation, and parameters that are gathered a
-second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pass.
+second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pass. What is kept may wait on the host
+(``programs.offload``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shardwise.programs.instructions import (
     with_operands,
     with_results,
 )
+from shardwise.programs.offload import offloaded
 from shardwise.programs.opaque import Record
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
@@ -38,7 +40,9 @@ def with_lifetimes(program: Program) -> Program:
     wanted = program.spmd.lifetimes
     if not wanted or not program.backward:
         return program
-    return _made_again(program)
+    if wanted.operators or wanted.conversions:
+        program = _made_again(program)
+    return offloaded(program) if wanted.offloaded else program
 
 
 def repeated(program: Program) -> tuple[frozenset[str], frozenset[str]]:

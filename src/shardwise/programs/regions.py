@@ -26,6 +26,7 @@ from shardwise.programs.instructions import (
     Convert,
     Copy,
     Instruction,
+    Land,
     forms_of,
     sent_by,
     shares_of,
@@ -128,8 +129,8 @@ def _content(instruction: Instruction) -> object:
     if isinstance(instruction, Compute):
         call, _ = numbered(instruction.target, instruction.args, instruction.kwargs)
         return typed(call), instruction.places, forms
-    if isinstance(instruction, Copy):
-        return instruction.to, forms
+    if isinstance(instruction, (Copy, Land)):
+        return type(instruction), getattr(instruction, "to", None), forms
     ways = tuple((c.source, c.target, c.moves, c.itemsize, c.grad_itemsize) for c in instruction.conversions)
     return type(instruction), ways, instruction.backward, forms
 
@@ -218,7 +219,7 @@ def _alive(program: Program) -> list[int]:
 
 def _of_parameters(instruction: Instruction) -> bool:
     """Whether it is an exchange of parameters or of their gradients, which buckets put anywhere."""
-    return not isinstance(instruction, (Compute, Copy)) and instruction.of_parameters
+    return not isinstance(instruction, (Compute, Copy, Land)) and instruction.of_parameters
 
 
 # -------------------------------------------------------------------------------------------- what belongs to a region

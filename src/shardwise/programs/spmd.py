@@ -29,8 +29,8 @@ Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 @dataclass(frozen=True)
 class Lifetimes:
     """What of forward is not kept for backward. ``operators``: those whose results are made again where backward reads
-    them; ``conversions``: results of conversions that are; ``offloaded``: operators whose results wait on the host.
-    Names are those of the lowered graph."""
+    them; ``conversions``: results of conversions that are; ``offloaded``: operators whose results, as far as they are
+    kept, wait on the host. Names are those of the lowered graph."""
 
     operators: frozenset[str] = frozenset()
     conversions: frozenset[str] = frozenset()

@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Ref
 from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.mesh import Mesh
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, sent_by
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.moves import LocalMove, local_move
 from shardwise.programs.rank_program import Program
 from shardwise.programs.steps import Conversion
@@ -67,7 +67,9 @@ class VirtualCluster:
         elif isinstance(instruction, Arrive):
             values.update(zip(instruction.results, flight.pop(instruction.flight), strict=True))
         elif isinstance(instruction, Copy):
-            values[instruction.result] = values[instruction.value]
+            values[instruction.result] = values[instruction.value].clone()
+        elif isinstance(instruction, Land):
+            pass  # the copy is there at once; ``programs.check`` knows that nothing reads it earlier
         elif isinstance(instruction, Convert):
             for conversion, operand, result in zip(
                 instruction.conversions, instruction.operands, instruction.results, strict=True

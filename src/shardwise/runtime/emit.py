@@ -13,9 +13,10 @@ from torch import fx
 
 from shardwise.graph.ir import Ref, map_refs
 from shardwise.programs.check import check_program
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land
 from shardwise.programs.rank_program import Program
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.host_copies import Copying, Landing
 from shardwise.runtime.hosted import HOST
 from shardwise.runtime.transit import Arriving, Converting, Departing
 
@@ -91,6 +92,7 @@ class _Writer:
     device: torch.device | None
     on_host: frozenset[str]
     departing: dict[str, Departing] = field(default_factory=dict)
+    copying: dict[str, Copying] = field(default_factory=dict)
 
     def forward(self) -> fx.GraphModule:
         self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
@@ -150,8 +152,12 @@ class _Writer:
                 arriving = Arriving(instruction, self.departing.pop(instruction.flight).way)
                 arrived = self._call_module(f"arrive_{index}", arriving, (instruction.flight,))
                 self._name(arrived, instruction.results, single=False)
+            elif isinstance(instruction, Land):
+                self._call_module(
+                    f"land_{index}", Landing(self.copying.pop(instruction.copy)), (instruction.on_device,)
+                )
             else:
-                self._copy(instruction)
+                self._copy(index, instruction)
 
     def _ranks_of(self, instruction: Convert | Depart) -> Communicator:
         return self.host_ranks if instruction.conversions[0].value in self.on_host else self.ranks
@@ -164,7 +170,11 @@ class _Writer:
         for position, result in enumerate(results):
             self.nodes[result] = node if single else self.graph.call_function(operator.getitem, (node, position))
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, index: int, copy: Copy) -> None:
+        if copy.apart:
+            self.copying[copy.result] = module = Copying(copy.to, self.device)
+            self.nodes[copy.result] = self._call_module(f"copy_{index}", module, (copy.value,))
+            return
         to = HOST if copy.to == "host" else self.device
         self.nodes[copy.result] = self.graph.call_method("to", (self.nodes[copy.value], to))
 

@@ -196,11 +196,13 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What is priced as made again in backward. ``operators``: those whose results are not kept; ``gathers``: whether
-    parameters are gathered again. Conversions of values that are done again are left to the simulation."""
+    """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
+    parameters are gathered again; ``offloaded``: operators whose results wait on the host. Conversions of values that
+    are done again, and copies to the host, are left to the simulation."""
 
     operators: frozenset[str] = frozenset()
     gathers: bool = False
+    offloaded: frozenset[str] = frozenset()
 
 
 # A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
@@ -218,7 +220,8 @@ class _Builder:
     def __init__(self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout], again: Again) -> None:
         self.domains, self.graph = domains, domains.graph
         self.fixed, self.storage, self.again = fixed, storage, again
-        self.dropped = {name for op in self.graph.ops if op.name in again.operators for name in op.results}
+        away = again.operators | again.offloaded
+        self.dropped = {name for op in self.graph.ops if op.name in away for name in op.results}
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
         self.consumers = _consumers(self.graph, domains.operators, domains.active)
@@ -294,14 +297,14 @@ class _Builder:
             return
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._add(OperatorVariable(op.name, domain))
-        again = op.name in self.again.operators
+        again, waits = op.name in self.again.operators, op.name in self.again.offloaded
 
         def table() -> Components:
-            if again:
-                return domain.exposed, domain.compute + domain.forward, None, None
-            return domain.exposed, domain.compute, None, domain.kept
+            compute = domain.compute + domain.forward if again else domain.compute
+            return domain.exposed, compute, None, None if again or waits else domain.kept
 
-        self._factor((variable,), ("operator", id(domain), again), table, partial(self._worked_on, op, domain))
+        key = ("operator", id(domain), again, waits)
+        self._factor((variable,), key, table, partial(self._worked_on, op, domain))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
         for i, name in enumerate(op.results):

@@ -12,32 +12,41 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.graph.segments import How, Segment
-from shardwise.search.levers import Gathered, Levers, blocks_of
+from shardwise.search.levers import Gathered, Levers, Offload, blocks_of
 from shardwise.search.planner import Planned, Planner
 
-# What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters.
-LADDER: tuple[tuple[How | None, Gathered], ...] = (
-    (None, "held"),
-    ("cheap", "held"),
-    (None, "again"),
-    ("cheap", "again"),
-    ("full", "held"),
-    ("full", "again"),
+# What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters; and whether
+# what is still kept of the blocks waits on the host.
+LADDER: tuple[tuple[How | None, Gathered, Offload], ...] = (
+    (None, "held", "auto"),
+    ("cheap", "held", "auto"),
+    (None, "again", "auto"),
+    ("offload", "held", "auto"),
+    ("cheap", "again", "auto"),
+    ("full", "held", "auto"),
+    ("full", "again", "auto"),
+    ("full", "again", "all"),
 )
-_WEAKER: dict[How | None, How | None] = {"full": "cheap", "cheap": None}
 ENOUGH = 2  # settings that fit
 
 
-def plan_within(planner: Planner, segments: Sequence[Segment], gathered: Gathered | None = None) -> Planned:
-    """The plan of the first rungs that fit. ``segments``: those that the model asks for; ``gathered``: where the user
-    has decided. If no rung fits (``ranking.excess``): the plan that needs least."""
+def plan_within(
+    planner: Planner, segments: Sequence[Segment], gathered: Gathered | None = None, offload: Offload = "auto"
+) -> Planned:
+    """The plan of the first rungs that fit. ``segments``: those that the model asks for; ``gathered``, ``offload``:
+    where the user has decided. If no rung fits (``ranking.excess``): the plan that needs least. Nothing is moved to a
+    host that is the device."""
     fitting: list[tuple[Planner, Planned, How | None]] = []
     refused: list[Planned] = []
     has_blocks = bool(blocks_of(planner.graph))
-    for how, held in LADDER:
+    decided = offload != "auto" or not planner.cluster.device.host_bandwidth
+    for how, held, moved in LADDER:
         if (gathered is not None and held != gathered) or (how is not None and not has_blocks):
             continue
-        own = _with(planner, Levers.of(planner.graph, segments, how, held))
+        if decided and (how == "offload" or moved != "auto"):
+            continue
+        levers = Levers.of(planner.graph, segments, how, held, moved if offload == "auto" else offload)
+        own = _with(planner, levers)
         planned = own.plan()
         if planned.ranking.excess:
             refused.append(planned)
@@ -60,13 +69,10 @@ def plan_within(planner: Planner, segments: Sequence[Segment], gathered: Gathere
 def _eased(planner: Planner, planned: Planned, how: How | None, segments: Sequence[Segment]) -> Planned:
     if how is None or planned.ranking.best.step is None:
         return planned
-    levers = planner.settings.levers
-    weaker = Levers.of(planner.graph, segments, _WEAKER[how], levers.gathered)
-    if how == "cheap":  # what is kept is named, too
-        weaker = replace(
-            levers, segments=tuple(s if s in segments else replace(s, how="none") for s in levers.segments)
-        )
-    return planner.eased(planned, weaker)
+    weaker: How = "cheap" if how == "full" else "none"  # what is kept is named, too
+    strong = planner.settings.levers
+    eased = tuple(own if own in segments else replace(own, how=weaker) for own in strong.segments)
+    return planner.eased(planned, replace(strong, segments=eased))
 
 
 def _with(planner: Planner, levers: Levers) -> Planner:

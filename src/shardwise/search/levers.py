@@ -1,5 +1,5 @@
-"""What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, parameters
-that are gathered again in backward.
+"""What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, values that
+wait on the host, parameters that are gathered again in backward.
 
 ``full``: of a segment what comes in and goes out is kept, everything between is made again. ``cheap``: of its values as
 few bytes are kept as there are ways to make the others again without a product (a minimum cut, as in torch.compile's
@@ -21,6 +21,7 @@ from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction
 from shardwise.programs.lifetimes import is_repeatable, repeated
 from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
+from shardwise.programs.offload import offloaded_operators
 from shardwise.programs.passes import memories
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
@@ -29,30 +30,54 @@ from shardwise.programs.vjp import Kinds
 from shardwise.search.cost_graph import Again
 
 Gathered = Literal["held", "again"]
+Offload = Literal["auto", "all", "none"]
+OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
 
 
 @dataclass(frozen=True)
 class Levers:
-    """``segments``: parts of the model that are made again; ``gathered``: whether gathered parameters are held from
-    forward to backward, or gathered again (ZeRO-3)."""
+    """``segments``: parts of the model that are made again, or wait on the host; ``gathered``: whether gathered
+    parameters are held from forward to backward, or gathered again (ZeRO-3); ``offloads``: whether what is kept of the
+    repeated blocks waits on the host."""
 
     segments: tuple[Segment, ...] = ()
     gathered: Gathered = "held"
+    offloads: bool = False
 
     def __bool__(self) -> bool:
-        return self.gathered == "again" or any(segment.how != "none" for segment in self.segments)
+        away = self.gathered == "again" or self.offloads
+        return away or any(segment.how != "none" for segment in self.segments)
+
+    @property
+    def moves_to_host(self) -> bool:
+        return self.offloads or any(segment.how == "offload" for segment in self.segments)
 
     @staticmethod
     def of(
-        graph: Graph, segments: Sequence[Segment], recompute: How | None = None, gathered: Gathered = "held"
+        graph: Graph,
+        segments: Sequence[Segment],
+        recompute: How | None = None,
+        gathered: Gathered = "held",
+        offload: Offload = "auto",
     ) -> Levers:
         """The levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is done
-        with its repeated blocks besides (None: what the model asks for, and no more). Raises ShardwiseError where it
-        has none."""
+        with its repeated blocks besides (None: what the model asks for, and no more); ``offload``: whether
+        what is kept of the blocks waits on the host (``"all"``), or nothing does. Raises ShardwiseError where it has
+        none."""
+        offloads = offload == "all"
+        if offload == "none":
+            segments = [replace(own, how="none") if own.how == "offload" else own for own in segments]
         if recompute == "none":
-            return Levers((), gathered)
+            return Levers(tuple(own for own in segments if own.how == "offload"), gathered, offloads)
+        if offloads and not blocks_of(graph):
+            raise ShardwiseError(
+                problem(
+                    "offload='all': the model has no repeated blocks (modules whose path has a number)",
+                    fix="name the parts: sw.offload(model.encoder)",
+                )
+            )
         if recompute is None:
-            return Levers(tuple(segments), gathered)
+            return Levers(tuple(segments), gathered, offloads)
         taken = {name for segment in segments for name in segment.operators}
         blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
         if not blocks and not segments:
@@ -62,19 +87,22 @@ class Levers:
                     fix="name the parts: sw.recompute(model.encoder)",
                 )
             )
-        return Levers((*segments, *(block for block in blocks if block.operators)), gathered)
+        return Levers((*segments, *(block for block in blocks if block.operators)), gathered, offloads)
 
     def priced(self, graph: Graph) -> Again:
         """What the search prices as made again: of full segments all that stays inside, of cheap ones what is no
         product. The program decides what is made again in truth."""
         operators: set[str] = set()
+        waiting = {name for block in blocks_of(graph) for name in block.operators} if self.offloads else set[str]()
         for segment in self.segments:
-            if segment.how == "full":
+            if segment.how == "offload":
+                waiting |= segment.operators
+            elif segment.how == "full":
                 operators |= segment.operators - _leaving(graph, segment.operators)
             elif segment.how == "cheap":
                 products = {op.name for op in graph.ops if op.target in FLOPS}
                 operators |= segment.operators - _leaving(graph, segment.operators) - products
-        return Again(frozenset(operators), self.gathered == "again")
+        return Again(frozenset(operators), self.gathered == "again", frozenset(waiting - operators))
 
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:
@@ -109,10 +137,17 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
         cuts = _Cuts(differentiate(localize(spmd, busiest_rank(spmd)), kinds))
         for segment in cheap:
             operators |= cuts.made_again({own for name in segment.operators for own in lowered.get(name, ())})
-    wanted = replace(spmd, lifetimes=Lifetimes(frozenset(operators), frozenset(conversions)))
-    made = repeated(differentiate(localize(wanted, busiest_rank(spmd)), kinds))
-    found = lowered_operators(model_operators(made[0], graph), graph, spmd.graph)
-    return replace(spmd, lifetimes=Lifetimes(found & operators, made[1]))
+    offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
+    waiting = {own for part in offloading for name in part.operators for own in lowered.get(name, ())}
+    lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
+    program = differentiate(localize(replace(spmd, lifetimes=lifetimes), busiest_rank(spmd)), kinds)
+    found, again = repeated(program)
+
+    def listed(found: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model
+        return lowered_operators(model_operators(found, graph), graph, spmd.graph)
+
+    lifetimes = Lifetimes(listed(found) & operators, again, listed(offloaded_operators(program)) & waiting)
+    return replace(spmd, lifetimes=lifetimes)
 
 
 def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
