@@ -18,6 +18,7 @@ from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
+from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import num_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import capture
@@ -114,9 +115,9 @@ def plan(
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None:
         _check_mesh(mesh, cluster)
-    precision = precision or Precision()
+    precision = (precision or Precision()).at_hand
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision)
-    with working():  # other ranks wait for rank 0
+    with working(), no_autocast():  # other ranks wait for rank 0
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "

@@ -108,11 +108,6 @@ def reentrant(self, x):
     return checkpoint(torch.sin, x, use_reentrant=True)
 
 
-def autocast(self, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return x @ x
-
-
 def write_parameter(self, x):
     self.weight.data.add_(1)
     return x
@@ -191,7 +186,6 @@ CASES = [
     (accumulation_hook, 2, "register_post_accumulate_grad_hook in forward", "parameters"),
     (retained, 2, "retain_grad in forward", "autograd.Function"),
     (reentrant, 1, "re-entrant", "use_reentrant=False"),
-    (autocast, 2, "autocast", "precision="),
     (write_parameter, 1, r"\.data", "optimizer"),
     (inference, 2, "inference_mode", "no_grad"),
     (inner_gradient, 1, r"autograd\.grad", "create_graph=True"),

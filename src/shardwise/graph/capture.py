@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
+from shardwise.graph.autocast import no_autocast
 from shardwise.graph.called import call_module, divide_targets, find_loss
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
@@ -42,12 +43,12 @@ from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.state import difference
 from shardwise.graph.tracing import (
-    AUTOCAST_FIX,
     CONSTRUCTS,
     TRANSFORMS,
     Call,
     Traced,
     line_of_change,
+    quiet,
     trace,
     trace_pair,
 )
@@ -103,11 +104,12 @@ def capture(
     Without ``loss``, the loss is the output if it is a floating scalar, else its ``loss`` (attribute or key), else its
     first leaf if that is a floating scalar, else None. ``strategies`` maps patterns over module paths
     ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every module that matches. ``precision``: the graph
-    has the dtypes that are computed in, and its sources say in which others they are stored, given and reduced.
+    has the dtypes that are computed in, and its sources say in which others they are stored, given and reduced. What
+    ``torch.autocast`` casts, around the call or in regions of the model, is cast in the graph.
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
-    refuse_autocast("around sw.plan, sw.verify or capture")
+    precision = precision.at_hand
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = flatten_with_path((args, kwargs))
     check_constants((leaf_name(path), leaf) for path, leaf in leaves)
@@ -135,7 +137,8 @@ def capture(
     traced = trace(module, examples, call, regions, precision)
     if traced.outcome.changed:
         _check_state(module, given, call, traced.outcome.changed, precision)
-    graph, constants, scopes, memories, segments = _to_graph(traced, module, given, precision)
+    with no_autocast(), quiet():
+        graph, constants, scopes, memories, segments = _to_graph(traced, module, given, precision)
     announce_selective(segments)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
@@ -165,15 +168,6 @@ class Given:
 def _is_among(path: tuple[Any, ...], num_args: int, kwargs: Collection[str]) -> bool:
     """Whether a leaf of (args, kwargs) belongs to the first arguments, or to some of the keywords."""
     return path[1].idx < num_args if path[0].idx == 0 else path[1].key in kwargs
-
-
-def refuse_autocast(where: str) -> None:
-    """Raises CaptureError where torch.autocast is active: a graph has the dtypes that the model's own code gives."""
-    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if active:
-        raise CaptureError(
-            problem(f'torch.autocast("{active[0]}") is active {where}: it is not executed', fix=AUTOCAST_FIX)
-        )
 
 
 def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...]) -> Graph:
@@ -326,7 +320,7 @@ def _functionalized(
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
     input_names = tuple(one.name for one in given)
-    functionalizer = Functionalizer(Emitter(values, sources), _PREFIX)
+    functionalizer = Functionalizer(Emitter(values, sources), _PREFIX, precision.autocast)
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
     functionalizer.run(program.graph.nodes)

@@ -22,14 +22,15 @@ from torch.fx import GraphModule, Node
 
 from shardwise.errors import CaptureError, problem
 from shardwise.graph.annotate import REGION
+from shardwise.graph.autocast import Autocast
 from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
-from shardwise.graph.origins import first_line, is_initial, line_of, module_path
+from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
 from shardwise.graph.segments import SEGMENT
-from shardwise.graph.tracing import AUTOCAST_FIX
 from shardwise.graph.views import write_through
 
 aten = torch.ops.aten
@@ -74,10 +75,11 @@ class Functionalizer:
     """Walks the nodes of a program and its sub-graphs, emitting functional operators.
 
     ``region_paths``: number of an annotated region -> path of the module that made its first operator. ``initial``: the
-    operators that make initial values of parameters, for layers that the model builds while it runs.
+    operators that make initial values of parameters, for layers that the model builds while it runs. ``autocast``:
+    what is active around the call.
     """
 
-    def __init__(self, emitter: Emitter, prefix: str) -> None:
+    def __init__(self, emitter: Emitter, prefix: str, autocast: Autocast | None = None) -> None:
         self.emitter = emitter
         self.region_paths: dict[int, str] = {}
         self.initial: set[str] = set()
@@ -87,6 +89,7 @@ class Functionalizer:
         self._contiguous: set[str] = set()
         self._grad = True
         self._detached: dict[str, Ref] = {}
+        self._casting = Casting(emitter, autocast)
 
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
         """Gives a placeholder its value."""
@@ -157,16 +160,9 @@ class Functionalizer:
         origin = self._origin(node)
         self.emitter.origin = origin
         if target is wrap_with_autocast:
-            _device, _dtype, enabled, _cache, body, *operands = self._lookup(node.args)
-            if enabled:
-                raise CaptureError(
-                    problem(
-                        "a torch.autocast region inside the model can not be captured",
-                        source=first_line(body) or origin.source,
-                        fix=AUTOCAST_FIX,
-                    )
-                )
-            return self._inline(body, operands, self._grad)
+            device, dtype, enabled, _cache, body, *operands = self._lookup(node.args)
+            with self._casting.region(Autocast.region(device, dtype) if enabled else None):
+                return self._inline(body, operands, self._grad)
         if isinstance(target, OpOverload) and operator_name(target) in _DROPPED:
             return None
         reject_unsupported(target, node.meta.get("val"), origin)
@@ -194,8 +190,9 @@ class Functionalizer:
 
     def _read_call(self, node: Node, op: Op) -> Any:
         val = node.meta["val"]
-        op = _explicit(op, val)
+        op = self._cast(_explicit(op, val))
         refs = self._apply(op)
+        self._casting.check(refs, val, op)
         viewed = self._known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
@@ -212,6 +209,7 @@ class Functionalizer:
 
     def _batch_norm(self, node: Node, op: Op) -> Tensor:
         """Training-mode batch norm, with its updates of the running statistics as writes."""
+        op = self._cast(op)
         if not self._grad:
             op = _map_op(op, self._detach)
         result, mean, variance = batch_norm_with_statistics(op, self.emitter)
@@ -245,6 +243,16 @@ class Functionalizer:
         if not self._grad:
             op = _map_op(op, self._detach)
         return tuple(self.emitter.apply(op))
+
+    def _cast(self, op: Op) -> Op:
+        """The operator with its operands cast, where autocast does that."""
+
+        def cast(name: str, dtype: torch.dtype) -> Ref:
+            return self._apply(replace(self.emitter.origin, target=aten.to.dtype, args=(Ref(name), dtype), kwargs=()))[
+                0
+            ]
+
+        return self._casting.ahead_of(op, cast, remembers=self._grad)
 
     def _detach(self, name: str) -> Ref:
         if not self.emitter.values[name].requires_grad:

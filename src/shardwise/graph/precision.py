@@ -7,14 +7,17 @@ or given in others is cast once per step, which a program writes as instructions
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.graph.autocast import Autocast, no_autocast
 from shardwise.graph.ir import Graph, Value
 
+DTYPES = ("compute", "parameter", "reduce")
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,15 +31,17 @@ class Precision:
     loss function, and integers keep their dtypes, and so does what the model's own code casts. The step is that of one
     device which calls ``torch.func.functional_call(model, {name: p.to(compute)}, inputs cast to compute)``.
 
-    Each is float64, float32, bfloat16 or float16; raises ShardwiseError for another.
+    Each is float64, float32, bfloat16 or float16; raises ShardwiseError for another. ``autocast``: instead of these,
+    what ``torch.autocast`` does around the call; ``sw.plan`` sets it where autocast is active.
     """
 
     compute: torch.dtype | None = None
     parameter: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    autocast: Autocast | None = None
 
     def __post_init__(self) -> None:
-        wrong = [(f.name, own) for f in fields(self) if (own := getattr(self, f.name)) not in (None, *FLOATING)]
+        wrong = [(name, own) for name in DTYPES if (own := getattr(self, name)) not in (None, *FLOATING)]
         if wrong:
             given = ", ".join(f"{name}={dtype}" for name, dtype in wrong)
             raise ShardwiseError(
@@ -45,11 +50,30 @@ class Precision:
                     fix=f"one of {', '.join(map(str, FLOATING))}, or None for the model's own",
                 )
             )
+        said = [name for name in DTYPES if getattr(self, name) is not None]
+        if self.autocast is not None and said:
+            raise ShardwiseError(
+                problem(
+                    f"{self.autocast} is active beside a Precision of {', '.join(said)}: two rules for the same casts",
+                    fix="leave one of them out",
+                )
+            )
 
     @property
     def is_models(self) -> bool:
         """Whether every dtype is the model's own."""
-        return self.compute is self.parameter is self.reduce is None
+        return self == MODELS_OWN
+
+    def around_call(self) -> AbstractContextManager[None]:
+        """In which the model is called: with the autocast of this precision, and no other."""
+        return no_autocast() if self.autocast is None else self.autocast.active()
+
+    @property
+    def at_hand(self) -> Precision:
+        """This one, with the autocast that is active here. Raises CaptureError and ShardwiseError for what can not be
+        honoured."""
+        ambient = Autocast.ambient()
+        return self if ambient in (None, self.autocast) else replace(self, autocast=ambient)
 
     @property
     def lost_share(self) -> float:

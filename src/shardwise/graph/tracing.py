@@ -45,7 +45,6 @@ from shardwise.graph.trees import constant_key, flatten_output
 from shardwise.graph.watching import watching
 
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
-AUTOCAST_FIX = "cast explicitly with .to(dtype), or leave autocast out and plan with precision="
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
@@ -384,17 +383,18 @@ def _export_as(
     traced = kind(fake_copy(module, mode, precision), call, outcomes.append)
     inputs = tuple(fake_like(example, mode) for example in examples)
     lines = UserLines()
-    with _quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages():
+    with quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages():
         for path, region in annotated.items():
             recorder.cover(traced.module.get_submodule(path), region)
         replaced, segments = functions_as_operators(user_line), segments_opened(traced.module)
-        with torch.fx.traceback.preserve_node_meta(), lines, replaced, segments, torch.enable_grad():
+        called = torch.enable_grad(), precision.around_call()
+        with torch.fx.traceback.preserve_node_meta(), lines, replaced, segments, called[0], called[1]:
             program = torch.export.export(traced, inputs, strict=False)
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Export logs what it then raises, and warns about what we handle: only the error reaches the user."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     disabled = [logger.disabled for logger in loggers]
@@ -451,8 +451,6 @@ def _explained(error: Exception) -> CaptureError:
             )
         )
     fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"
-    if "autocast" in first:
-        fix = AUTOCAST_FIX
     used = next((name for name in map(_construct, _files_of(error)) if name), "")
     if used:
         return CaptureError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.graph.precision import MODELS_OWN, Precision
+from shardwise.graph.autocast import DEVICES, Autocast
+from shardwise.graph.precision import DTYPES, MODELS_OWN, Precision
 from shardwise.layouts.text import format_dtype, parse_dtype
 from shardwise.texts import shown
 
@@ -27,23 +27,37 @@ def precision_body(precision: Precision) -> dict[str, Any]:
     """The entry of a file; none where all dtypes are the model's."""
     if precision.is_models:
         return {}
-    return {"precision": {f.name: _text(getattr(precision, f.name)) for f in fields(Precision)}}
+    autocast = precision.autocast
+    said = {name: _text(getattr(precision, name)) for name in DTYPES}
+    return {
+        "precision": said | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
+    }
 
 
 def precision_of(data: Any) -> Precision:
     """The inverse of ``precision_body``, of the entry's content (None: there is none). Raises PlanError."""
     if data is None:
         return MODELS_OWN
-    names = [f.name for f in fields(Precision)]
-    if not isinstance(data, Mapping) or sorted(data) != sorted(names):
-        raise PlanError(f"precision is {shown(data)}, not an object of {', '.join(names)}")
+    if not isinstance(data, Mapping) or sorted({"autocast", *data}) != sorted(("autocast", *DTYPES)):
+        raise PlanError(f"precision is {shown(data)}, not an object of {', '.join(DTYPES)}, and autocast if any")
     try:
-        precision = Precision(**{name: _dtype(data[name]) for name in names})
+        compute, parameter, reduce = (_dtype(data[name]) for name in DTYPES)
+        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")))
     except ShardwiseError as error:
         raise PlanError(f"precision: {error}") from error
     if precision.is_models:
         raise PlanError("precision says nothing: leave the entry out for the dtypes of the model")
     return precision
+
+
+def _autocast(text: Any) -> Autocast | None:
+    """The inverse of what stands in a file (empty: none)."""
+    if not text:
+        return None
+    device, _, dtype = text.partition(" ") if isinstance(text, str) else ("", "", "")
+    if device not in DEVICES:
+        raise PlanError(f"{shown(text)} is no autocast: it reads cpu bf16")
+    return Autocast(device, parse_dtype(dtype))
 
 
 def _text(dtype: torch.dtype | None) -> str:

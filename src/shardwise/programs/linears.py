@@ -4,17 +4,25 @@ nothing else needs what is between them."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from shardwise.graph.ir import Ref, refs
+from shardwise.graph.ir import Arg, Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.spmd import conversions_of
 from shardwise.programs.steps import Conversion
 
 aten = torch.ops.aten
+
+# A product -> what of its call is another where a bias is added.
+_WITH_BIAS: dict[Any, Callable[[tuple[Arg, ...], Arg], dict[str, Any]]] = {
+    aten.linear.default: lambda args, bias: {"args": (*args, bias)},
+    aten.mm.default: lambda args, bias: {"target": aten.addmm.default, "args": (bias, *args)},
+}
 
 
 def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
@@ -27,7 +35,7 @@ def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
         if not isinstance(instruction, LocalOp):
             continue
         call = instruction.call
-        if call.target is aten.linear.default and len(call.args) == 2:
+        if call.target in _WITH_BIAS and len(call.args) == 2:
             products[instruction.results[0]] = position
         elif call.target is aten.add.Tensor and not call.kwargs:
             names = [arg.name if isinstance(arg, Ref) else None for arg in call.args]
@@ -39,7 +47,7 @@ def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
                     at = products.pop(product)
                     first = joined[at]
                     assert isinstance(first, LocalOp), "a product is joined once"
-                    whole = replace(first.call, args=(*first.call.args, Ref(bias)))
+                    whole = replace(first.call, **_WITH_BIAS[first.call.target](first.call.args, Ref(bias)))
                     joined[position] = replace(first, call=whole, results=instruction.results)
                     joined[at] = None
                     break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,8 @@ class OneDevice:
         values: Values = {}
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        with reference_mode(step, self.passes_of_statistics, widens=self.precision is None):
+        around = nullcontext() if self.precision is None else self.precision.around_call()
+        with reference_mode(step, self.passes_of_statistics, widens=self.precision is None), around:
             output = self._output()
         leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.autocast import check_ambient
 from shardwise.graph.batch import batch_size
 from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import capture
@@ -119,6 +120,7 @@ def verify(
     args, named = call_arguments(example_inputs, kwargs)
     _need_values((args, named))
     # As planned: in float64 other casts are no-ops.
+    check_ambient(plan.precision.autocast, "around sw.verify")
     captured = capture(module, args, named, loss=loss, precision=plan.precision)
     graph, own_inputs = widen(captured.graph), (args, named)
     call = Example(module, own_inputs, loss, precision=plan.precision)

@@ -6,12 +6,13 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
 from shardwise.errors import PlanError, PlanWarning, listed
+from shardwise.graph.autocast import check_ambient, no_autocast
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Graph, Ref
@@ -36,6 +37,24 @@ from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.step import Step
 
 Inputs = Literal["global", "local"]
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A method of a parallel module that runs in the dtypes of its plan: under the plan's autocast or under none (it is
+    in the program), never under another."""
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        module: Any = args[0]
+        check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
+        with no_autocast():
+            return method(*args, **kwargs)
+
+    return called
 
 
 @dataclass(frozen=True)

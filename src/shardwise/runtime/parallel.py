@@ -10,7 +10,6 @@ import torch
 
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.batch import num_samples
-from shardwise.graph.capture import refuse_autocast
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
@@ -28,7 +27,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.runtime.calls import Call, Calls, Compiled, Settings
+from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.hooks import Shards, carry_hooks
@@ -132,6 +131,7 @@ class Parallel(torch.nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         protect(self)  # a deep copy holds shards, too
 
+    @as_planned
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, every tensor whole on every rank; differentiable. It is one pass over the whole batch,
         whatever the plan's micro-batch."""
@@ -140,6 +140,7 @@ class Parallel(torch.nn.Module):
         compiled, _, outputs = self._call(args, kwargs, loss_only=False)
         return unflatten(outputs, compiled.captured.out_spec)
 
+    @as_planned
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached).
 
@@ -159,6 +160,7 @@ class Parallel(torch.nn.Module):
         loss.backward()
         return loss.detach()
 
+    @as_planned
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
         Every tensor is whole on every rank; differentiable."""
@@ -289,7 +291,6 @@ class Parallel(torch.nn.Module):
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The leaves of a call and their tree, when a call begins."""
-        refuse_autocast("around a call of a parallel module")
         self._ranks.calls += 1
         flat, spec = flatten((args, kwargs))
         if not all(isinstance(x, torch.Tensor) or is_constant(x) for x in flat):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.capture import refuse_autocast
+from shardwise.graph.autocast import check_ambient
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
 from shardwise.runtime.emit import Emitted
@@ -109,7 +109,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph()
-        refuse_autocast("around the backward of a parallel module")
+        check_ambient(None, "around the backward of a parallel module")
         step: Step = ctx.step
         saved = _kept(ctx)
         given = cotangents[: step.num_delivered]

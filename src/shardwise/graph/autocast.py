@@ -1,0 +1,174 @@
+"""``torch.autocast`` as casts of a graph: which operands of an operator it casts, asked of torch itself.
+
+An operator is called on fake tensors with autocast and without, and what reaches the kernels is written down. What is
+cast ahead of the operator becomes a cast in the graph; parameters are cast once, as torch's cache does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from shardwise.errors import CaptureError, problem
+
+DEVICES = ("cpu", "cuda")
+_Call = tuple[str, tuple[torch.dtype, ...]]  # a kernel and the dtypes of its operands
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An active ``torch.autocast(device, dtype)``."""
+
+    device: str
+    dtype: torch.dtype
+
+    @staticmethod
+    def ambient() -> Autocast | None:
+        """The one that is active here. Raises CaptureError for that of a device whose lists are not known: a model is
+        captured on the CPU, and other devices cast other operators."""
+        active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+        if not active:
+            return None
+        return Autocast.region(active[0] if len(active) == 1 else "cuda", None)
+
+    @staticmethod
+    def region(device: str, dtype: torch.dtype | None) -> Autocast:
+        """That of a region. Raises CaptureError as ``ambient`` does."""
+        if device != "cpu":
+            raise CaptureError(
+                problem(
+                    f'torch.autocast("{device}") is active, and a model is captured on the CPU, where autocast treats '
+                    "other operators",
+                    fix="plan with precision=sw.Precision(compute=torch.bfloat16), or cast explicitly with .to(dtype)",
+                )
+            )
+        return Autocast(device, dtype or torch.get_autocast_dtype(device))
+
+    @contextmanager
+    def active(self, *, cache: bool = True) -> Iterator[None]:
+        """While it lasts, torch casts like this."""
+        with torch.autocast(self.device, self.dtype, cache_enabled=cache):
+            yield
+
+    def __str__(self) -> str:
+        return f'torch.autocast("{self.device}", {self.dtype})'
+
+
+def check_ambient(planned: Autocast | None, where: str) -> None:
+    """Raise CaptureError where another autocast is active than a plan was made for; none is right for what is not
+    called by the model's own code. ``where``: around what."""
+    active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+    if not active or (planned is not None and Autocast.ambient() == planned):
+        return
+    made = "none" if planned is None else str(planned)
+    raise CaptureError(
+        problem(
+            f'torch.autocast("{active[0]}") is active {where}, and it is not executed: the plan was made for {made}',
+            fix="call sw.plan under the same autocast, and the module; backward is outside, or par.step does both",
+        )
+    )
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """While it lasts, torch casts nothing by itself."""
+    with ExitStack() as stack:
+        for device in DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """What autocast does ahead of an operator. ``operands``: the position of a tensor among those of the call -> the
+    dtype that it is cast to; ``dtype``: what the operator is told by its argument ``dtype``, if anything."""
+
+    operands: Mapping[int, torch.dtype]
+    dtype: torch.dtype | None = None
+
+
+def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..., Any]], Any]) -> Casts | None:
+    """The casts of a call; None where autocast looks inside the operator, and no casts ahead of it come to the same.
+
+    ``call(make)`` makes the arguments (args, kwargs) of the call, with ``make(shape, dtype)`` for every tensor.
+    """
+    plain = _kernels(None, target, call, Casts({}))
+    wanted = _kernels(autocast, target, call, Casts({}))
+    if wanted is None or (plain is not None and wanted.calls == plain.calls):
+        return Casts({})
+    inside = {} if plain is None else plain.casts
+    ahead = Casts({i: dtype for i, dtype in wanted.casts.items() if inside.get(i) != dtype})
+    candidates = [ahead]
+    if any(argument.name == "dtype" for argument in target._schema.arguments):
+        candidates.append(Casts(ahead.operands, torch.float32))
+    low = {i for i, dtype in enumerate(wanted.dtypes) if dtype.is_floating_point and dtype != torch.float64}
+    candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # of what is made of products, such as einsum
+    for cast in candidates:
+        own = _kernels(None, target, call, cast)
+        if own is not None and own.computing == wanted.computing:
+            return cast
+    return None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The kernels of a call, in order. ``computing``: those that are neither casts nor views; ``casts``: position of a
+    tensor of the call -> the dtype it was cast to first; ``dtypes``: those of its tensors."""
+
+    calls: list[_Call]
+    computing: list[_Call]
+    casts: dict[int, torch.dtype]
+    dtypes: list[torch.dtype]
+
+
+def _kernels(autocast: Autocast | None, target: OpOverload, call: Callable[..., Any], cast: Casts) -> _Seen | None:
+    """What a call on fake tensors comes to after some casts; None where it fails (operands of several dtypes, which an
+    operator may take under autocast only)."""
+    tensors: list[torch.Tensor] = []
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensors.append(torch.empty(shape, dtype=cast.operands.get(len(tensors), dtype)))
+        return tensors[-1]
+
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
+        args, kwargs = call(make)
+        if cast.dtype is not None:
+            kwargs = {**kwargs, "dtype": cast.dtype}
+        try:
+            with _Kernels() as seen, no_autocast() if autocast is None else autocast.active(cache=False):
+                target(*args, **kwargs)
+        except RuntimeError:
+            return None
+    casts = {i: seen.casts[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in seen.casts}
+    return _Seen(seen.calls, seen.computing, casts, [tensor.dtype for tensor in tensors])
+
+
+class _Kernels(TorchDispatchMode):
+    """Writes down what reaches the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
+        self.computing: list[_Call] = []
+        self.casts: dict[int, torch.dtype] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace != "prim":
+            given = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self.calls.append((str(func), tuple(given)))
+            if func is torch.ops.aten._to_copy.default:
+                self.casts.setdefault(id(args[0]), (kwargs or {}).get("dtype", args[0].dtype))
+            elif not func.is_view:
+                self.computing.append(self.calls[-1])
+        return func(*args, **(kwargs or {}))

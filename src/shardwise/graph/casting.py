@@ -1,0 +1,95 @@
+"""The casts that autocast makes while a program becomes a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.autocast import Autocast, casts_of
+from shardwise.graph.emitter import Emitter
+from shardwise.graph.ir import Arg, Op, Ref, map_refs, refs
+from shardwise.graph.schema import operator_name, tensor_results
+
+_FIX = "call it under torch.autocast(..., enabled=False) with operands that are cast"
+
+
+class Casting:
+    """``autocast``: what is active where the program is now. What was cast of a trained parameter to autocast's own
+    dtype is known until the outermost region ends, as torch's cache has it."""
+
+    def __init__(self, emitter: Emitter, autocast: Autocast | None) -> None:
+        self.emitter, self.autocast = emitter, autocast
+        self._known: dict[tuple[str, torch.dtype], Ref] = {}
+
+    @contextmanager
+    def region(self, autocast: Autocast | None) -> Iterator[None]:
+        """A region with an autocast of its own, or with none."""
+        before, self.autocast = self.autocast, autocast
+        yield
+        self.autocast = before
+        if before is None:
+            self._known = {}
+
+    def ahead_of(self, op: Op, cast: Callable[[str, torch.dtype], Ref], *, remembers: bool) -> Op:
+        """The operator with the operands that ``cast`` makes. Raises CaptureError where autocast casts inside of it."""
+        if self.autocast is None or not isinstance(op.target, OpOverload):
+            return op
+        names = refs((op.args, tuple(value for _, value in op.kwargs)))
+        if not any(self.emitter.values[name].dtype.is_floating_point for name in names):
+            return op
+        casts = casts_of(self.autocast, op.target, partial(self._example, op))
+        if casts is None:
+            what = f"{self.autocast} casts inside of {operator_name(op.target)}, part by part"
+            raise CaptureError(problem(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX))
+        numbers = count()
+
+        def operand(name: str) -> Ref:
+            dtype = casts.operands.get(next(numbers))
+            return Ref(name) if dtype is None else self._cast(name, dtype, cast, remembers)
+
+        args = map_refs(op.args, operand)
+        kwargs = tuple((key, map_refs(arg, operand)) for key, arg in op.kwargs)
+        if casts.dtype is not None:
+            kwargs = (*((key, arg) for key, arg in kwargs if key != "dtype"), ("dtype", casts.dtype))
+        return replace(op, args=args, kwargs=kwargs)
+
+    def _cast(self, name: str, dtype: torch.dtype, cast: Callable[[str, torch.dtype], Ref], remembers: bool) -> Ref:
+        if (name, dtype) in self._known:
+            return self._known[name, dtype]
+        made, value = cast(name, dtype), self.emitter.values[name]
+        assert self.autocast is not None
+        trained = value.requires_grad and any(s.value == name and s.kind == "parameter" for s in self.emitter.sources)
+        if trained and remembers and (value.dtype, dtype) == (torch.float32, self.autocast.dtype):
+            self._known[name, dtype] = made
+        return made
+
+    def _example(self, op: Op, make: Callable[..., Any]) -> tuple[Any, Any]:
+        """The arguments of an operator with examples for its tensors, in the order of ``refs``."""
+
+        def filled(arg: Arg) -> Any:
+            if isinstance(arg, tuple):
+                return [filled(item) for item in arg]
+            if isinstance(arg, Ref):
+                value = self.emitter.value(arg)
+                return make(value.shape, value.dtype)
+            return arg
+
+        return [filled(arg) for arg in op.args], {key: filled(value) for key, value in op.kwargs}
+
+    def check(self, results: Sequence[Ref], val: Any, op: Op) -> None:
+        """Raise CaptureError unless results have the dtypes that the model saw. ``val``: those, as it was traced."""
+        if self.autocast is None:
+            return
+        for ref, fake in zip(results, tensor_results(val), strict=True):
+            made = self.emitter.value(ref).dtype
+            if isinstance(fake, torch.Tensor) and fake.dtype != made:
+                what = f"{operator_name(op.target)} gives {fake.dtype} under {self.autocast}, {made} by its casts"
+                raise CaptureError(problem(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX))
