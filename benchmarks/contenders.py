@@ -9,7 +9,8 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -171,7 +172,7 @@ def fsdp(model: Transformer, setting: Setting) -> TrainStep:
     return _own_part(model, setting)
 
 
-def ours(model: Transformer, setting: Setting) -> TrainStep:
+def ours(model: Transformer, setting: Setting, *, zero: Literal[1, 3] | None = None) -> TrainStep:
     mesh = setting.mesh
     names = mesh.mesh_dim_names
     assert names is not None
@@ -183,18 +184,21 @@ def ours(model: Transformer, setting: Setting) -> TrainStep:
         elif "tp" in names:
             plan = sw.plan(model, setting.batch, mesh.size(), mesh=shape, strategies=STRATEGIES[names])
         else:
-            plan = sw.plan(model, setting.batch, mesh.size(), mesh=shape, mode="data_parallel")
+            plan = sw.plan(model, setting.batch, mesh.size(), mesh=shape, mode="data_parallel", zero=zero)
         kinds = {each.kind for entry in plan.conversions for each in (*entry.forward, *entry.backward)}
-        assert kinds <= {"all_reduce"}, f"not the strategy of the hand-written program, which only reduces: {kinds}"
+        wanted = {"all_reduce"} if zero is None else {"all_gather", "reduce_scatter", "all_reduce"}
+        assert kinds <= wanted, f"not the strategy of the baseline, which has {wanted}: {kinds}"
     parallel = sw.parallelize(model, plan)
     return _train(parallel.step, parallel.parameters())
 
 
-def _row(name: str, target: float, mesh: Callable[[int], DeviceMesh], **contenders: Any) -> Row:
+def _row(
+    name: str, target: float, mesh: Callable[[int], DeviceMesh], *, zero: Literal[1, 3] | None = None, **contenders: Any
+) -> Row:
     """``contenders`` by name, with spaces for underscores; the baseline runs twice, to show what is noise."""
     found = [Contender(key.replace("_", " "), build) for key, build in contenders.items()]
     again = Contender(f"{found[0].name}, again", found[0].build)
-    return Row(name, (found[0], again, *found[1:], Contender("ours", ours)), mesh, target)
+    return Row(name, (found[0], again, *found[1:], Contender("ours", partial(ours, zero=zero))), mesh, target)
 
 
 def _mesh(*axes: str) -> Callable[[int], DeviceMesh]:
@@ -218,6 +222,8 @@ ROWS = {
         DDP=distributed_data_parallel,
         FSDP2=fsdp,
     ),
+    "zero-1": _row("ZeRO 1", 1.05, _mesh("dp"), zero=1, DDP=distributed_data_parallel),
+    "zero-3": _row("ZeRO 3", 1.12, _mesh("dp"), zero=3, DDP=distributed_data_parallel, FSDP2=fsdp),
     "dp-tp": _row("2-way data x tensor", 1.05, _mesh("dp", "tp"), hand_written=hand_both),
 }
 

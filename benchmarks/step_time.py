@@ -168,7 +168,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         if "trivial" in options.rows:
             jobs.append(base)
         for num_ranks in options.ranks:
-            for row in ("tp", "dp", "dp-tp"):
+            for row in ("tp", "dp", "zero-1", "zero-3", "dp-tp"):
                 if row in options.rows and (row != "dp-tp" or (num_ranks >= 4 and num_ranks % 2 == 0)):
                     jobs.append(replace(base, row=row, num_ranks=num_ranks))
     return jobs
