@@ -23,6 +23,7 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
 from shardwise.graph.operators import STREAMS
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import Place, Places, Split
+from shardwise.programs.dispatch import LOCAL
 from shardwise.programs.time_axis import MEND, TimeSplit, buffer_names, split_in_time
 from shardwise.rules.calls import replaced
 from shardwise.rules.rule import Call, LocalContext, Piece, base_name
@@ -166,14 +167,14 @@ class _Writer:
         self._append(local, op, operands)
 
     def _as_alone(self, op: Op) -> Op:
-        """An operator of running statistics as it is in a graph of a pass by itself: with that count of samples."""
-        assert self.alone is not None, "there are statistics"
+        """An operator that sees a pass as the batch, as it is in a graph of a pass by itself."""
+        assert self.alone is not None, "there are such operators"
         twin = self.alone.op_by_name.get(op.name)
         if twin is None or twin.target != op.target or twin.results != op.results or twin.operands != op.operands:
             raise PlanError(
                 problem(
-                    f"{op.name} makes running statistics, and for a batch of {self.size} samples the model computes "
-                    f"something else than for {self.split.batch}",
+                    f"{op.name} sees a pass as if it were the batch, and for {self.size} samples the model computes "
+                    f"something else there than for {self.split.batch}",
                     op=op.name,
                     source=op.source,
                     fix=MEND,
@@ -314,7 +315,10 @@ class _Writer:
         for name, source in zip(op.results, whole.results, strict=True):
             value = self.graph.by_name[source]
             where = where_of_result or self.split.where[source]
-            self.values[name] = replace(value, name=name, shape=self._shape(value.shape, where))
+            shape = self._shape(value.shape, where)
+            if where == LOCAL and self.alone is not None:
+                shape = self.alone.by_name[source].shape
+            self.values[name] = replace(value, name=name, shape=shape)
 
     def _emit(self, op: Op | None, word: str, target: Any, args: tuple[Arg, ...], key: tuple[Any, Any]) -> str:
         """An operator of the pass alone, made once; it belongs to the operator that needs it."""

@@ -13,7 +13,8 @@ No communication is possible along this axis but what time itself gives:
 Any other conversion along the axis would need a value of all passes while one of them runs: the loss is then no sum
 over micro-batches, and the model is refused with the operator's name. There is one exception. Running statistics (batch
 norm) are, in practice, those of every micro-batch: the operators that make them out of sums over samples see a pass as
-if it were the batch.
+if it were the batch. And rows that are sorted by expert and put back (``programs.dispatch``) are sorted among those of
+a pass.
 
 The axis needs no size: whatever its length, operators do the same along it.
 """
@@ -32,6 +33,7 @@ from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import Place, Places, Split, Where
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
+from shardwise.programs.dispatch import Dispatch
 from shardwise.programs.lower import PlacedOp, lower
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule
@@ -48,7 +50,7 @@ class TimeSplit:
     the factor that is split, for those that have samples. ``whole``: (operator, position) of operands that are partial
     sums, needed whole; they depend on inputs only. ``once``: (operator, position) of operands that are the same in
     every pass and join partial sums, so that they count in the first pass only; ``loss_once``: so does the loss.
-    ``local``: operators that make running statistics; ``statistics``: the buffers that every pass writes."""
+    ``local``: operators that see a pass as if it were the batch; ``statistics``: the buffers that every pass writes."""
 
     graph: Graph
     factored: Factored
@@ -144,6 +146,7 @@ class _Axis:
     def __post_init__(self) -> None:
         self.places = {op.name: Places.of(self.factored.rules[op.name]) for op in self.graph.ops}
         self.of_inputs = _of_inputs(self.graph)
+        self.dispatch = Dispatch(self.graph, self.factored, self.where)
         for source in self.graph.sources:
             shape = self.graph.by_name[source.value].shape
             is_split = source.kind == "input" and bool(shape) and shape[0] == self.batch
@@ -161,6 +164,10 @@ class _Axis:
 
     def _follow(self, op: Op) -> None:
         """Who reads samples splits them; who reads none does the same in every pass."""
+        if self.dispatch.begins(op) or self.dispatch.follows(op):
+            return
+        if self.dispatch.reads(op):
+            raise _refusal(op, "mixes rows that were sorted by expert in a way that is not known")
         places = self.places[op.name]
         wanted: dict[Split | None, str] = {}
         for position, name in enumerate(op.operands):
@@ -186,6 +193,7 @@ class _Axis:
         loss = self.graph.loss
         assert loss is not None, "it was asked for"
         local, statistics = self._running_statistics(loss)
+        local |= self.dispatch.operators
         self.of_inputs = _of_inputs(self.graph, without=local)
         for op in self.graph.ops:
             self._sum(op, local, statistics)
@@ -231,6 +239,8 @@ class _Axis:
             return computed and not isinstance(self.where[name], Place)
 
         for op in self.graph.ops:
+            if op.name in self.dispatch.operators:
+                continue
             names = op.results if op.name in self.splits else (*op.results, *op.operands)
             inside = list(filter(is_inside, names))
             for name in inside:
