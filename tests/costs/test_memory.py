@@ -25,7 +25,7 @@ from shardwise.plans.bind import program_of
 from shardwise.programs.casts import computed_name
 from shardwise.programs.vjp import Kinds
 
-TOLERANCE = 0.05  # of the measured peak
+TOLERANCE = 0.03  # of the measured peak
 
 
 def test_live_bytes_fall_when_tensors_go() -> None:
@@ -90,7 +90,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
-    ("gpt2", 2, {"mode": "data_parallel"}),
+    ("gpt2", 2, {"mode": "data_parallel", "zero": 3}),
     ("resnet", 2, {"mode": "data_parallel"}),
     ("idle", 2, {"mode": "data_parallel"}),
     ("idle", 2, {"search": "dynamic_programming"}),

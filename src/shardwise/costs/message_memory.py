@@ -98,9 +98,9 @@ class Messages:
             sent = None
             in_order = single and _is_leading(*sides[0][::-1], move.axes, self.coordinates)
             if not in_order or not tensors[0].form.is_contiguous:
-                if not in_order:
-                    self.ledger.note(own)  # the parts one by one, before they are joined
                 sent = self.ledger.hold(self.ledger.new(own, "communication"))
+                if not in_order:
+                    self.ledger.note(own)  # the row of every member lives until they are joined
             received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
             return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
         received = sum(prod(self.shape(after)) for _, after in sides) * itemsize

@@ -93,32 +93,32 @@ class Way:
 
 
 class Departing(torch.nn.Module):
-    """The message leaves: tensors -> (the buffer that fills, the handle to wait for)."""
+    """The message leaves: tensors -> [the buffer that fills, the handle to wait for]. The handle holds what is sent."""
 
     def __init__(self, instruction: Depart, graph: Graph, ranks: Communicator) -> None:
         super().__init__()
         self.instruction = instruction
         self.way = Way.of(Purpose(instruction.conversions, graph, ranks, instruction.backward), instruction.overwrites)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, Any]:
-        return self.way.message.launch(self.way.before(tensors), wait=False)
+    def forward(self, *tensors: Tensor) -> list[Any]:
+        return [*self.way.message.launch(self.way.before(tensors), wait=False)]
 
     def extra_repr(self) -> str:
         return described(self.instruction)
 
 
 class Arriving(torch.nn.Module):
-    """The message is waited for and unpacked: what ``Departing`` gave -> tensors."""
+    """The message is waited for and unpacked: what ``Departing`` gave -> tensors. What was sent is let go first."""
 
     def __init__(self, instruction: Arrive, way: Way) -> None:
         super().__init__()
         self.instruction, self.way = instruction, way
 
-    def forward(self, flight: tuple[Tensor, Any]) -> tuple[Tensor, ...]:
-        buffer, work = flight
-        if work is not None:
-            self.way.message.finish(work)
-        return tuple(self.way.after(buffer))
+    def forward(self, flight: list[Any]) -> tuple[Tensor, ...]:
+        if flight[1] is not None:
+            self.way.message.finish(flight[1])
+        del flight[1]
+        return tuple(self.way.after(flight.pop()))
 
     def extra_repr(self) -> str:
         return described(self.instruction)
