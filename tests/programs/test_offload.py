@@ -169,6 +169,10 @@ def test_where_nothing_fits_values_may_wait_on_the_host() -> None:
     assert sw.verify(module, (x,), tight).ok
     with pytest.raises(sw.ShardwiseError, match="unknown offload"):
         plan(None, offload="most")
+    with pytest.raises(sw.ShardwiseError, match="no repeated blocks"):
+        sw.plan(nn.Linear(4, 4), (torch.ones(4, 4),), cluster(), offload="all", recompute="none")
+    with pytest.warns(sw.PlanWarning, match="nothing waits on the host"):
+        sw.plan(sw.offload(nn.Linear(4, 4)), (torch.ones(4, 4),), cluster(), mode="data_parallel")
     with pytest.raises(sw.ShardwiseError, match="takes a module"):
         sw.offload(torch.zeros(3))  # type: ignore[type-var]
 

@@ -67,8 +67,6 @@ class Levers:
         offloads = offload == "all"
         if offload == "none":
             segments = [replace(own, how="none") if own.how == "offload" else own for own in segments]
-        if recompute == "none":
-            return Levers(tuple(own for own in segments if own.how == "offload"), gathered, offloads)
         if offloads and not blocks_of(graph):
             raise ShardwiseError(
                 problem(
@@ -76,6 +74,8 @@ class Levers:
                     fix="name the parts: sw.offload(model.encoder)",
                 )
             )
+        if recompute == "none":
+            return Levers(tuple(own for own in segments if own.how == "offload"), gathered, offloads)
         if recompute is None:
             return Levers(tuple(segments), gathered, offloads)
         taken = {name for segment in segments for name in segment.operators}
