@@ -184,8 +184,8 @@ def plan(
         best = trials.best()
         if wanted.levers.moves_to_host and not any(entry.offloaded for entry in best.operators):
             warnings.warn(
-                "nothing waits on the host: what backward needs of these parts is made again, is smaller than 64 KiB on "
-                "a device, or is held by something else",
+                "nothing waits on the host: what backward needs of these parts is made again, is smaller than 64 KiB "
+                "on a device, or is held by something else",
                 PlanWarning,
                 stacklevel=2,
             )
