@@ -106,8 +106,7 @@ def test_the_prediction_counts_what_keeping_costs() -> None:
         assert own.optimality_gap == pytest.approx(own.pass_seconds / own.bound - 1)
 
 
-@pytest.mark.parametrize("requested", ["[48@tp, 16]", (2, 1)])
-def test_a_fused_projection_is_kept_block_by_block(requested: Any) -> None:
+def test_a_fused_projection_is_kept_block_by_block() -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -124,7 +123,24 @@ def test_a_fused_projection_is_kept_block_by_block(requested: Any) -> None:
         return str(plan.layouts["qkv.weight"])
 
     with pytest.raises(LayoutError) as refused:
-        planned(requested)
+        planned("[48@tp, 16]")
     mend = "[(3 16@tp), 16]"
     assert f'split each of them, "{mend}"' in str(refused.value)
     assert planned(mend) == mend
+    assert planned((2, 1)) == mend  # counts do not say where
+
+
+def test_counts_that_do_not_divide_the_heads_split_each_of_them() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(48, 48, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x).unflatten(-1, (3, 16)).transpose(1, 2).softmax(-1).square().mean()
+
+    module, x = Attention(), torch.randn(8, 4, 48)
+    for counts, layout in (((4, 1), "[(3 16@dp), 48]"), ((1, 4), "[48, 48@dp]")):
+        plan = sw.plan(module, x, 4, mesh=sw.Mesh(dp=4), mode="data_parallel", layouts={"q.weight": counts})
+        assert str(plan.layouts["q.weight"]) == layout
+        assert sw.verify(module, (x,), plan).ok

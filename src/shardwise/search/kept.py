@@ -25,8 +25,9 @@ Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is s
 
 def keep(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Factored, mesh: Mesh) -> Choice:
     """The choice with some inputs, parameters or buffers in given layouts, from which operators convert them. Split
-    counts take the mesh's axes in order, the first dim the outermost. Raises LayoutError for what does not fit, and for
-    two layouts of one parameter that has several names."""
+    counts take the mesh's axes in order, the first dim the outermost; where a dim is used in blocks (heads, parts of a
+    fused projection) whose number they do not divide, each block is split. Raises LayoutError for what does not fit,
+    and for two layouts of one parameter that has several names."""
     values = {name: source.value for source in graph.sources for name in source.names if source.kind != "constant"}
     sources = dict(choice.sources)
     kept: dict[str, str] = {}  # value -> the name that it was kept by
@@ -37,11 +38,13 @@ def keep(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Fa
             raise LayoutError(problem(f"layouts names {name!r}, which the model does not have", fix=fix))
         shape, atoms = graph.by_name[values[name]].shape, factored.atoms[values[name]]
         wanted: Layout | None = None
+        inside: Layout | None = None
         try:
             wanted = _layout(requested, shape, mesh)
-            where = where_of(wanted.canonical().refine(atoms))
+            inside = _inside_blocks(wanted, atoms)
+            by_counts = not isinstance(requested, str)
+            where = where_of(inside if by_counts and inside is not None else wanted.canonical().refine(atoms))
         except ShardwiseError as error:
-            inside = None if wanted is None else _inside_blocks(wanted, atoms)
             fix = f"a layout of shape {list(shape)} on {mesh}"
             if inside is not None:
                 fix = f'its blocks are used apart: split each of them, "{inside}"'
