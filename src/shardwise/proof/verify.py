@@ -188,8 +188,10 @@ def _pipeline_report(
 ) -> Report:
     """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own."""
     narrow, passes = _passes_of_stages(plan, captured.graph, call)
+    is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
+    training = call.module.training if is_planned else None
     bounds = {
-        size: bound(plan, graph, prelude=passes.prelude, training=call.module.training, original=narrow.graphs[size])
+        size: bound(plan, graph, prelude=passes.prelude, training=training, original=narrow.graphs[size])
         for size, graph in passes.graphs.items()
     }
     first = bounds[passes.sizes[0]]

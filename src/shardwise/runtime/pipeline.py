@@ -307,7 +307,9 @@ class Pipeline(Seeded):
 
     def _made(self, captured: Capture, passes: Passes, call: Call) -> _Ready:
         """The programs of this rank's stages on a schedule; all ranks make the process groups of all stages."""
-        training = call.training if call.loss_only else None
+        # A step of one pass, under a plan of several, has other operators than a pass; a call has outputs.
+        is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
+        training = call.training if is_planned else None
         bounds = {
             size: bound(self.plan, graph, prelude=passes.prelude, training=training)
             for size, graph in passes.graphs.items()

@@ -73,6 +73,16 @@ class _Stage(PipelineStage):
         self._micro_batch = bwd_chunk_id
         return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+    # torch runs a schedule forward alone by leaving out what its backward does, but for what folded schedules hand over
+    # on one place.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
         return self._worker.forward(self._micro_batch, () if self.is_first else args)
 
