@@ -24,15 +24,18 @@ TOLERANCE = 1e-11
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def trained(module: torch.nn.Module, batches: list[Batch], **options: Any) -> tuple[Pipeline, torch.nn.Module, float]:
-    """This rank's part and one device after some steps, and how far apart they are: losses, norms, parameters."""
+def trained(
+    module: torch.nn.Module, batches: list[Batch], *, in_float32: bool = False, **options: Any
+) -> tuple[Pipeline, torch.nn.Module, float]:
+    """This rank's part and one device after some steps, and how far apart they are: losses, norms, parameters.
+    ``in_float32``: the model computes norms in it, whatever its parameters are; Adam would divide by its rounding."""
     args, kwargs = batches[0]
     reference = copy.deepcopy(module)
     plan = sw.plan(module, args or kwargs, dist.get_world_size(), **options) if dist.get_rank() == 0 else None
     par = sw.parallelize(module, plan)
     assert isinstance(par, Pipeline)
-    optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
-    alone = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    make: Any = torch.optim.SGD if in_float32 else torch.optim.AdamW
+    optimizer, alone = make(par.parameters(), lr=1e-2), make(reference.parameters(), lr=1e-2)
     worst = 0.0
     for args, kwargs in batches:
         loss = par.step(*args, **kwargs)
@@ -48,7 +51,8 @@ def trained(module: torch.nn.Module, batches: list[Batch], **options: Any) -> tu
         alone.zero_grad()
         assert wanted_norm > 0.1, "nothing is clipped"
         # transformers casts logits to float32 before its losses.
-        assert float((loss - wanted).abs()) < (1e-6 if loss.dtype == torch.float32 else TOLERANCE)
+        is_rounded = in_float32 or loss.dtype == torch.float32
+        assert float((loss - wanted.detach()).abs()) < (1e-6 if is_rounded else TOLERANCE)
         worst = max(worst, float((norm - wanted_norm).abs()))
     whole = dict(reference.named_parameters())
     names = 0
@@ -156,12 +160,14 @@ def model_of(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
+        elif isinstance(getattr(part, "dropout", None), float):  # T5's attention
+            part.dropout = 0.0
     return module, inputs
 
 
 def trains(name: str, options: dict[str, Any]) -> float:
     module, inputs = model_of(name)
-    return trained(module, [((), inputs)] * 3, **options)[2]
+    return trained(module, [((), inputs)] * 3, in_float32=name == "t5", **options)[2]
 
 
 @pytest.mark.long
@@ -169,7 +175,8 @@ def trains(name: str, options: dict[str, Any]) -> float:
 def test_pipeline_by_data_parallel_with_zero(name: str, run_ranks: Callable[..., list[Any]]) -> None:
     """Two stages, each on two ranks that store parameters in parts."""
     options = {"stages": 2, "micro_batch": 2, "mode": "data_parallel", "mesh": sw.Mesh(dp=2), "zero": 2}
-    assert max(run_ranks(trains, 4, name, options, time_limit_seconds=500.0)) < 1e-9
+    found = max(run_ranks(trains, 4, name, options, time_limit_seconds=500.0))
+    assert found < (1e-6 if name == "t5" else 1e-9)
 
 
 @pytest.mark.long

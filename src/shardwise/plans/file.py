@@ -324,8 +324,8 @@ def _prediction(data: Any) -> Any:
 def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     """The schedule of a plan of several stages, and what is predicted for it."""
     if "schedule" not in body:
-        if len(stages) > 1 or "pipeline" in body:
-            raise PlanError("schedule is missing: a plan of several stages has one")
+        if "pipeline" in body:
+            raise PlanError("schedule is missing, and pipeline says what is predicted for one")
         return {}
     schedule = schedule_of(_field(body, "schedule", str, "schedule"))
     num_places = len({stage.placement.ranks for stage in stages})

@@ -77,7 +77,8 @@ class _Stage(PipelineStage):
     # on one place.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        taken: Any = super().get_local_bwd_output  # untyped in torch
+        return taken(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
