@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.graph.annotate import constrain, shard
     from shardwise.graph.precision import Precision
     from shardwise.graph.segments import offload, recompute
+    from shardwise.graph.stages import stage
     from shardwise.launch.ranks import finish, init_ranks, rank, world_size
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
@@ -62,6 +63,7 @@ _HOMES = {
     "shardwise.graph.annotate": ("constrain", "shard"),
     "shardwise.graph.precision": ("Precision",),
     "shardwise.graph.segments": ("offload", "recompute"),
+    "shardwise.graph.stages": ("stage",),
     "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.plan": ("Plan",),
@@ -129,6 +131,7 @@ __all__ = [
     "recompute",
     "rule",
     "shard",
+    "stage",
     "verify",
     "world_size",
 ]

@@ -29,6 +29,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, Trials, planned_graph
 from shardwise.plans.listing import stage_of
+from shardwise.plans.pipelines import Requested, pipeline_of
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
@@ -37,6 +38,7 @@ from shardwise.programs.vjp import Kinds
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.planned import Planned
 from shardwise.runtime.agree import working
+from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, Search
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
@@ -73,6 +75,8 @@ def plan(
     recompute: Recompute | Literal["auto"] | None = "auto",
     offload: Offload = "auto",
     zero: int | Zero | None = None,
+    stages: int | Literal["marked"] | None = None,
+    schedule: str | None = None,
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
 
@@ -105,7 +109,12 @@ def plan(
     what waits for backward in the memory of the host: ``"all"``: what is kept of the repeated blocks; ``"none"``:
     nothing; by default what the model asks for (``sw.offload``), and where nothing fits what lets a plan fit. ``zero``:
     1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in parts wherever they would be
-    copied; under 3 gathered parameters are not held from forward to backward, but gathered again.
+    copied; under 3 gathered parameters are not held from forward to backward, but gathered again. ``stages``: the model
+    is cut into so many stages of a pipeline, balanced by price and memory at any operator boundary, or ``"marked"``:
+    where ``sw.stage`` says; every stage has an equal part of the devices, and ``mesh`` is that of a stage.
+    ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default ``"1F1B"``. Looped
+    and folded schedules have two stages on every part of the devices. Without ``micro_batch`` a search by price chooses
+    it; other modes take the largest under which the schedule is full.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
     loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
@@ -113,7 +122,7 @@ def plan(
     _check_words(mode, search, bucket_bytes, recompute, offload)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
-    if mesh is not None:
+    if mesh is not None and stages is None:
         _check_mesh(mesh, cluster)
     precision = (precision or Precision()).at_hand
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision)
@@ -133,6 +142,13 @@ def plan(
         stage = Zero.of(zero)
         gathered: Gathered = "again" if stage is not None and stage.stage == 3 else "held"
         by_price = mode == "auto" and search in PRICED_SEARCHES
+        if stages is not None or schedule is not None:
+            given = Requested(
+                stages, schedule, mesh, max_mesh_axes, global_batch, micro_batch, recompute, gathered, offload, stage
+            )
+            template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
+            own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
+            return pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
         samples = num_samples(call.arguments)
         batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
         wanted = Settings(

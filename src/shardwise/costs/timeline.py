@@ -45,7 +45,7 @@ class SimulatedStep:
 def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> SimulatedStep:
     """A step of the busiest rank. ``kinds``: those traced already."""
     program = busiest_program(spmd, kinds or Kinds())
-    timeline = _Timeline(program, prices)
+    timeline = Timeline(program, prices)
     timeline.run()
     peak = memory_of_program(program, prices).peak
     waited = timeline.now - timeline.compute
@@ -53,16 +53,17 @@ def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> Simulate
 
 
 @dataclass
-class _Timeline:
-    """``now``: when the operators so far are done; ``free``: axes of a group -> when its messages so far are;
-    ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the copies there are done so
-    far, and likewise every copy by itself."""
+class Timeline:
+    """A program's step, walked once. ``now``: when the operators so far are done; ``free``: axes of a group -> when its
+    messages so far are; ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the
+    copies there are done so far, and likewise every copy by itself."""
 
     program: Program
     prices: Prices
     now: float = 0.0
     compute: float = 0.0
     communication: float = 0.0
+    on_weights: float = 0.0  # of compute
     free: dict[tuple[str, ...], float] = field(default_factory=dict)
     arrivals: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
@@ -72,9 +73,20 @@ class _Timeline:
         self.steps = {step.placed.op.name: step for step in self.spmd.steps if isinstance(step, Step)}
         self.parameters = {s.value: s for s in self.spmd.graph.sources if s.kind == "parameter"}
 
-    def run(self) -> None:
+    def halves(self) -> tuple[float, float, float, float]:
+        """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, of the update."""
         self._walk(self.program.forward)
+        forward = self.now
         self._walk(self.program.backward)
+        backward = self.now - forward
+        self._update()
+        return forward, self.on_weights, backward, self.now - forward - backward
+
+    def run(self) -> None:
+        """Walk the step."""
+        self.halves()
+
+    def _update(self) -> None:
         for name in self.parameters:
             if name in self.spmd.graph.updated:
                 numel = self.spmd.layouts[name].max_local_numel
@@ -89,7 +101,9 @@ class _Timeline:
                 if key[1] == "cast":
                     self._work(self._cast(instruction))
                 elif key not in done and key[0] in self.steps:
-                    self._work(self._seconds(*key, both={(key[0], "input"), (key[0], "weight")} <= parts))
+                    seconds = self._seconds(*key, both={(key[0], "input"), (key[0], "weight")} <= parts)
+                    self._work(seconds)
+                    self.on_weights += seconds if key[1] == "weight" else 0.0
                 done.add(key)
             elif isinstance(instruction, Convert):
                 self.now = self._message(sent_by(instruction))

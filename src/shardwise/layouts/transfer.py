@@ -21,7 +21,8 @@ from math import prod
 
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.ir import Value
-from shardwise.layouts.layout import Layout, Ranges, num_rows
+from shardwise.layouts.layout import Atom, Layout, Ranges, num_rows
+from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 
 Region = tuple[Ranges, ...]  # the rows [start, stop) of every dim, ascending
@@ -53,6 +54,17 @@ def boundary_layout(layout: Layout) -> Layout:
     windows that overlap are slices."""
     plain = layout.moved(dict.fromkeys(dict(layout.states), "I"))
     return plain if _tiles(plain) else plain.without_windows
+
+
+def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
+    """The layout that gives every device of another mesh what ``layout`` gives the device of the same number: the same
+    under other names of axes. None where the sub-axes have other sizes or another order, unless it is whole."""
+    own = layout.mesh.sub_axes
+    if tuple(layout.mesh.sizes.values()) != tuple(mesh.sizes.values()):
+        return None if layout.positions or layout.states else Layout.whole(mesh, layout.shape)
+    name = dict(zip(own, mesh.sub_axes, strict=True))
+    dims = tuple(tuple(Atom(atom.size, tuple(name[axis] for axis in atom.axes)) for atom in dim) for dim in layout.dims)
+    return Layout(mesh, dims, tuple((name[axis], state) for axis, state in layout.states), layout.windows)
 
 
 def transfer(

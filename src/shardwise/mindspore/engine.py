@@ -201,6 +201,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         init=_no_values,
         host=_on_host(model, meta_args, meta_kwargs),
     )
+    assert isinstance(par, sw.Parallel), "a cell has one stage"
     _install(par, cell)
     return Split(par, local)
 

@@ -34,7 +34,7 @@ _NUM_SHOWN = 8  # faults in one message
 
 
 def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, original: Graph | None = None) -> Spmd:
-    """The program of a plan for a graph of its model.
+    """The program of a plan of one stage for a graph of its model.
 
     For the inputs and the mode of the plan (``training``, if the caller knows it) it makes the conversions that the
     plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values
@@ -43,6 +43,19 @@ def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, origin
     where the program is not the one that the plan lists.
     """
     factored, choice = bind(plan, graph, training=training, widened=original is not None)
+    return program_of_choice(plan, graph, factored, choice, training=training, original=original)
+
+
+def program_of_choice(
+    plan: Plan,
+    graph: Graph,
+    factored: Factored,
+    choice: Choice,
+    *,
+    training: bool | None = None,
+    original: Graph | None = None,
+) -> Spmd:
+    """The program of a choice that a plan made (``bind``). Raises as ``program_of`` does."""
     stage, is_planned = plan.only_stage, _is_planned(plan, graph, training)
     placed, lowered = place(graph, factored.rules, choice.strategies, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
@@ -215,11 +228,14 @@ def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, AxisChoice]:
 
 
 def same_inputs(plan: Plan, graph: Graph) -> bool:
-    """Whether the graph is for the inputs that the plan was made for."""
-    have = tuple(
-        (source.names[0], graph.by_name[source.value].shape) for source in graph.sources if source.kind == "input"
-    )
-    return have == tuple((entry.name, entry.shape) for entry in plan.inputs)
+    """Whether the graph is for the inputs that the plan was made for (and a part of it for what it receives)."""
+
+    def shapes(kind: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((s.names[0], graph.by_name[s.value].shape) for s in graph.sources if s.kind == kind)
+
+    received = plan.only_stage.receives
+    same = shapes("input") == tuple((entry.name, entry.shape) for entry in plan.inputs)
+    return same and shapes("activation") == tuple((entry.name, entry.shape) for entry in received)
 
 
 def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:

@@ -126,7 +126,8 @@ class PricingEntry:
 class Stage:
     """The part of a plan that runs in one place. ``operators`` are in execution order; ``shared`` are those of a stage
     that was chosen by price. ``conversions``: None where a person changed the stage by hand; they are derived when the
-    plan is used."""
+    plan is used. ``receives``, ``sends``: of a pipeline's stage, the values that come from the stage before and go to
+    the next, by their names in the graph, each in the layout in which it crosses."""
 
     placement: Placement
     inputs: tuple[TensorEntry, ...]
@@ -135,6 +136,8 @@ class Stage:
     operators: tuple[OperatorEntry, ...]
     conversions: tuple[ConversionEntry, ...] | None
     shared: tuple[SharedEntry, ...] = ()
+    receives: tuple[TensorEntry, ...] = ()
+    sends: tuple[TensorEntry, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -152,8 +155,8 @@ class Stage:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """Parameter, buffer or input name -> its layout."""
-        entries = (*self.inputs, *self.parameters, *self.buffers)
+        """Parameter, buffer, input or received value -> its layout."""
+        entries = (*self.inputs, *self.parameters, *self.buffers, *self.receives)
         return {entry.name: parse_layout(entry.layout, self.mesh) for entry in entries}
 
     def collectives(self, *, backward: bool = False) -> Iterator[CollectiveEntry]:
@@ -172,7 +175,13 @@ class Stage:
 
     def faults(self) -> Iterator[str]:
         """What does not fit the mesh or the tensor: layouts, strategies, paths."""
-        for kind, entries in (("input", self.inputs), ("parameter", self.parameters), ("buffer", self.buffers)):
+        for kind, entries in (
+            ("input", self.inputs),
+            ("parameter", self.parameters),
+            ("buffer", self.buffers),
+            ("received value", self.receives),
+            ("sent value", self.sends),
+        ):
             for entry in entries:
                 fault = _layout_fault(entry, kind, self.mesh)
                 if fault:

@@ -1,11 +1,13 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 7 says what waits on the host. Version 6 says what is made again in backward and how many micro-batches a step
-has (before, nothing was, and it was one), and may name the precision of the step; a plan that does not is executed in
-the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has stages, and in every
-conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no paths: a file of a plan
-that was not chosen by price is read, since its conversions take the paths that send the fewest bytes; one that was
-chosen by price says to plan again."""
+Version 7 says what waits on the host, and has pipelines: a stage may say what it receives and sends, and a plan its
+schedule and what is predicted for it. Version 6 says what is made again in backward and how many
+micro-batches a step has (before, nothing was, and it was one), and may name the precision of the step; a plan that does
+not is executed in the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has
+stages, and in every conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no
+paths: a file of a plan that was not chosen by price is read, since its conversions take the paths that send the fewest
+bytes; one that was chosen by price says to plan again.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from itertools import chain
 from math import isfinite
 from typing import Any
 
+from shardwise.costs.pipeline import PipelinePrediction, StagePrediction
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.layouts.mesh import Mesh
@@ -32,6 +35,7 @@ from shardwise.plans.entries import (
     TensorEntry,
 )
 from shardwise.plans.precision import precision_of
+from shardwise.plans.schedule import schedule_of
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
@@ -57,6 +61,8 @@ _SETTINGS = (
     "pricing",
     "prediction",
     "precision",
+    "schedule",
+    "pipeline",
 )
 
 
@@ -77,6 +83,8 @@ def stage_body(stage: Stage) -> dict[str, Any]:
         "operators": _table(stage.operators),
         "conversions": None if conversions is None else [asdict(entry) for entry in conversions],
         "shared": _table(stage.shared),
+        **({"receives": _table(stage.receives)} if stage.receives else {}),
+        **({"sends": _table(stage.sends)} if stage.sends else {}),
     }
 
 
@@ -220,6 +228,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
         "prediction": _prediction(body.get("prediction")),
         "precision": precision_of(body.get("precision")),
+        **_pipeline(body, read),
     }
 
 
@@ -235,12 +244,12 @@ def _micro_batches(body: dict[str, Any]) -> int:
 def _stage(data: Any, where: str) -> Stage:
     if not isinstance(data, dict):
         raise PlanError(f"{where} is {_shown(data)}, not an object")
-    unknown = data.keys() - {*_STAGE_KEYS, "ranks"}
+    unknown = data.keys() - {*_STAGE_KEYS, "ranks", "receives", "sends"}
     if unknown:
         raise PlanError(f"{where} has an unknown entry {_listed(unknown)}")
 
     def table(kind: Any, key: str) -> tuple[Any, ...]:
-        entries = _field(data, key, dict, f"{where}.{key}")
+        entries = _field({"receives": {}, "sends": {}, **data}, key, dict, f"{where}.{key}")
         check_names(entries, f"{where}.{key}")
         return tuple(_entry(kind, entry, f"{where}.{key}[{name!r}]", name=name) for name, entry in entries.items())
 
@@ -257,6 +266,8 @@ def _stage(data: Any, where: str) -> Stage:
         operators=table(OperatorEntry, "operators"),
         conversions=_conversions(data, f"{where}.conversions"),
         shared=table(SharedEntry, "shared"),
+        receives=table(TensorEntry, "receives"),
+        sends=table(TensorEntry, "sends"),
     )
 
 
@@ -309,6 +320,28 @@ def _prediction(data: Any) -> Any:
     other = _optional(PassedOver, data.get("passed_over"), "prediction.passed_over")
     rest = {key: value for key, value in data.items() if key != "passed_over"}
     return _entry(Prediction, rest, "prediction", passed_over=other)
+
+
+def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
+    """The schedule of a plan of several stages, and what is predicted for it."""
+    if "schedule" not in body:
+        if "pipeline" in body:
+            raise PlanError("schedule is missing, and pipeline says what is predicted for one")
+        return {}
+    schedule = schedule_of(_field(body, "schedule", str, "schedule"))
+    num_places = len({stage.placement.ranks for stage in stages})
+    if len(stages) < 2 or len(stages) != num_places * schedule.stages_per_place:
+        raise PlanError(
+            f"schedule {schedule.name} has {schedule.stages_per_place} stages on every place; the plan has "
+            f"{len(stages)} stages on {num_places} places"
+        )
+    data = body.get("pipeline")
+    if data is None:
+        return {"schedule": schedule.name}
+    listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
+    own = tuple(_entry(StagePrediction, one, f"pipeline.stages[{i}]") for i, one in enumerate(listed))
+    rest = {key: value for key, value in data.items() if key != "stages"} if isinstance(data, dict) else data
+    return {"schedule": schedule.name, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=own)}
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardwise.costs.pipeline import PipelinePrediction
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
 from shardwise.graph.precision import MODELS_OWN, Precision
@@ -49,7 +50,8 @@ class Plan:
     share. ``precision``: the dtypes of the step, where they are not the model's. ``pricing`` and ``prediction`` are
     those of a plan that was chosen by price. ``micro_batches``: the passes of a step, over a micro-batch each; the
     stages, their inputs and the prediction are those of a pass. What concerns a single stage (``mesh``, ``layouts``)
-    can be asked of a plan with one.
+    can be asked of a plan with one. ``schedule``: of a pipeline, the order in which its stages work on micro-batches
+    (``plans.schedule``), and ``pipeline`` what is predicted for it.
     """
 
     stages: tuple[Stage, ...]
@@ -62,6 +64,8 @@ class Plan:
     prediction: Prediction | None = None
     precision: Precision = MODELS_OWN
     micro_batches: int = 1
+    schedule: str = ""
+    pipeline: PipelinePrediction | None = None
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Plan) else NotImplemented
@@ -82,6 +86,15 @@ class Plan:
                 problem(f"the plan has {len(self.stages)} stages ({places}), this asks for one", fix="ask plan.stages")
             )
         return self.stages[0]
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether its stages run on different places, one after another."""
+        return bool(self.schedule)
+
+    def alone(self, number: int) -> Plan:
+        """One of the stages as a plan of its own."""
+        return replace(self, stages=(self.stages[number],), schedule="", pipeline=None)
 
     @property
     def mesh(self) -> Mesh:
@@ -250,8 +263,8 @@ class Plan:
         body = self._body()
         check_texts(body)  # what cannot be read again is not written
         for stage in body["stages"]:
-            for key in ("inputs", "parameters", "buffers", "operators", "shared"):
-                check_names(stage[key], key)
+            for key in ("inputs", "parameters", "buffers", "operators", "shared", "receives", "sends"):
+                check_names(stage.get(key, ()), key)
         return {"format": "shardwise-plan", "version": VERSION, "digest": self.digest, **body}
 
     def _body(self) -> dict[str, Any]:
@@ -262,6 +275,8 @@ class Plan:
             "training": self.training,
             "bucket_bytes": self.bucket_bytes,
             **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
+            **({"schedule": self.schedule} if self.schedule else {}),
+            **({"pipeline": asdict(self.pipeline)} if self.pipeline is not None else {}),
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else {**asdict(self.pricing), "separate": [*self.pricing.separate]},
             "prediction": None if self.prediction is None else asdict(self.prediction),

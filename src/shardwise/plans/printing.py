@@ -53,6 +53,8 @@ def format_plan(plan: Plan) -> str:
     lines += _not_kept(plan)
     if plan.prediction is not None:
         lines += _predicted(plan.prediction, _reserved(plan))
+    if plan.is_pipeline:
+        lines += _pipeline(plan)
     if sentence := only_priced(plan):
         lines.append(f"    {sentence}")
     for number, stage in enumerate(plan.stages):
@@ -60,6 +62,29 @@ def format_plan(plan: Plan) -> str:
             lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranks(stage.placement.ranks)}")
         lines += _stage(stage)
     return "\n".join(lines)
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    """The schedule and its stages: what runs where, and what is predicted of each."""
+    places = {stage.placement.ranks for stage in plan.stages}
+    found, said = plan.pipeline, ""
+    if found is not None:
+        said = f": a step takes {format_seconds(found.step_seconds)}, in {found.bubble:.1%} of it devices wait (bubble)"
+    lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{said}"]
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        paths = [entry.name.partition("/")[0] for entry in stage.operators]
+        within = [path for path in paths if path] or ["the module itself"]
+        row = [f"  stage {number}", f"ranks {format_ranks(stage.placement.ranks)}", f"{within[0]} to {within[-1]}"]
+        if found is not None:
+            own = found.stages[number]
+            sent = f", sends {format_bytes(int(own.sent_bytes))}" if own.sent_bytes else ""
+            row.append(
+                f"forward {format_seconds(own.forward)}, backward {format_seconds(own.backward)}, peak "
+                f"{format_bytes(int(own.peak_bytes))}{sent}, bubble {own.bubble:.1%}"
+            )
+        rows.append(tuple(row))
+    return lines + _columns(rows)
 
 
 def _not_kept(plan: Plan) -> list[str]:

@@ -50,10 +50,14 @@ def differentiate(
 ) -> Program:
     """The step of a rank. ``loss_only``: only the loss and what is written back are made, not the other outputs;
     ``overlap``: whether messages travel while something else is computed (else every one is waited for on the spot);
-    ``reached``: per delivered value whether it gets a cotangent (by default all that are differentiable);
-    ``with_gradients``: whether there is a backward at all."""
-    writer = _Writer(local, kinds, overlap)
-    return writer.write(delivered_values(local.spmd, loss_only=loss_only), reached, with_gradients, loss_only)
+    ``reached``: per delivered value whether it gets a cotangent (by default all that are differentiable, of a part of a
+    cut graph the loss and those whose cotangents come from outside); ``with_gradients``: whether there is a backward at
+    all."""
+    spmd = local.spmd
+    delivered = delivered_values(spmd, loss_only=loss_only)
+    if reached is None and spmd.graph.cotangents is not None:
+        reached = [name == spmd.loss or name in spmd.cotangents for name in delivered]
+    return _Writer(local, kinds, overlap).write(delivered, reached, with_gradients, loss_only)
 
 
 @dataclass

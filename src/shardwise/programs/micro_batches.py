@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanError, problem
+from shardwise.graph.batch import batch_size
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
@@ -36,6 +37,11 @@ _WHOLE = "_shardwise_whole."
 def whole_name(value: str) -> str:
     """The source of a pass that is a value of the prelude."""
     return _WHOLE + value
+
+
+def whole_sources(graph: Graph) -> tuple[str, ...]:
+    """The values of the prelude that a graph takes."""
+    return tuple(s.value.removeprefix(_WHOLE) for s in graph.sources if s.value.startswith(_WHOLE))
 
 
 def pass_sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
@@ -75,6 +81,12 @@ class Passes:
         sizes = pass_sizes(split.batch, micro_batch)
         graphs = {size: pass_graph(split, size, captured) for size in dict.fromkeys(sizes)}
         return Passes(sizes, split.prelude_graph, split.prelude, graphs, frozenset(buffer_names(split)))
+
+    @staticmethod
+    def single(graph: Graph) -> Passes:
+        """A step in one pass over the batch of a graph."""
+        size = batch_size(graph) or 1
+        return Passes((size,), None, (), {size: graph}, frozenset())
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -348,4 +360,4 @@ def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, 
     return given
 
 
-__all__ = ["FIRST", "Passes", "pass_graph", "pass_sizes", "values_of_step", "whole_name"]
+__all__ = ["FIRST", "Passes", "pass_graph", "pass_sizes", "values_of_step", "whole_name", "whole_sources"]

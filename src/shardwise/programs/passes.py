@@ -22,8 +22,13 @@ def mark_overwrites(program: Program) -> Program:
     """Exchanges may use their operand's memory where nothing reads that later and nobody else holds it."""
     fixed = {*program.spmd.graph.source_of, *program.delivered, *(value for _, value in program.mutations)}
     forward = _marked(program.forward, {*fixed, *program.saved})
+    return mark_overwrites_of_backward(replace(program, forward=forward))
+
+
+def mark_overwrites_of_backward(program: Program) -> Program:
+    """The same, for a backward in another order."""
     held = {*program.saved, *(name for name in program.cotangents if name), *program.gradients.values()}
-    return replace(program, forward=forward, backward=_marked(program.backward, held))
+    return replace(program, backward=_marked(program.backward, held))
 
 
 def _marked(instructions: Sequence[Instruction], held: set[str]) -> tuple[Instruction, ...]:

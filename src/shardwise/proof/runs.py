@@ -69,7 +69,7 @@ class OneDevice:
         self.captured, self.loss, self.precision = start.captured, start.loss, start.precision
         self.args, self.kwargs = start.args, start.kwargs
         self.module = copy.deepcopy(start.module)
-        self.optimizer = _optimizer(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
+        self.optimizer = optimizer_of(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
         # Sources of which ranks return copies, gathered when the module is called.
         layouts = start.spmd.layouts
         self.split = {
@@ -165,7 +165,7 @@ class Ranks:
                     own[source.value] = start.constant(source.value).clone()
             self.tensors.append(own)
         self.optimizers = [
-            _optimizer(start.optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors
+            optimizer_of(start.optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors
         ]
         self.forward_record: tuple[Collective, ...] = ()
         self.backward_record: tuple[Collective, ...] = ()
@@ -283,7 +283,7 @@ def _ones(program: Program, values: VirtualValues) -> VirtualValues:
     return {name: torch.ones_like(values[value]) for name, value in delivered if name is not None}
 
 
-def _optimizer(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
+def optimizer_of(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
     if not parameters:
         return None
     name, _, _ = name.partition(" ")  # how it updates changes nothing (``costs.optimizers``)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.autocast import check_ambient
 from shardwise.graph.batch import batch_size
 from shardwise.graph.called import call_arguments
-from shardwise.graph.capture import capture
+from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.graph.widen import widen
@@ -28,6 +28,7 @@ from shardwise.layouts.conversions import Collective
 from shardwise.plans.bind import program_of, same_inputs
 from shardwise.plans.example import Example
 from shardwise.plans.plan import Plan
+from shardwise.plans.stages import bound, step_graph
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Spmd
@@ -37,6 +38,7 @@ from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_res
 from shardwise.proof.passes import OneDeviceOfPasses, RanksOfPasses
 from shardwise.proof.rounding import Rounding, explain, local_part, of_sources
 from shardwise.proof.runs import OneDevice, Ranks, Start, Values, widened
+from shardwise.proof.stages import Pipelined
 from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
 
@@ -127,6 +129,8 @@ def verify(
     args, named = pytree.tree_map_only(torch.Tensor, widened, own_inputs)
     initial = _with_values(module, seed)
     reference = copy.deepcopy(initial).double()
+    if plan.is_pipeline:
+        return _pipeline_report(plan, captured, reference, call, (args, named), steps, tolerance)
     is_in_passes = plan.micro_batches > 1 and (batch_size(graph) or 0) > (plan.micro_batch or 0)
     if is_in_passes:
         spmds, prelude, passes = _in_passes(plan, captured.graph, call)
@@ -173,6 +177,60 @@ def verify(
         first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
         in_dtypes=in_own,
     )
+
+
+def _pipeline_report(
+    plan: Plan,
+    captured: Capture,
+    reference: torch.nn.Module,
+    call: Example,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    steps: int,
+    tolerance: float,
+) -> Report:
+    """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own."""
+    narrow, passes = _passes_of_stages(plan, captured.graph, call)
+    is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
+    training = call.module.training if is_planned else None
+    bounds = {
+        size: bound(plan, graph, prelude=passes.prelude, training=training, original=narrow.graphs[size])
+        for size, graph in passes.graphs.items()
+    }
+    first = bounds[passes.sizes[0]]
+    everywhere = {name: layout for spmd in first.spmds for name, layout in spmd.layouts.items()}
+    start = Start(
+        replace(first.spmds[0], layouts=everywhere), captured, reference, call.loss, plan.optimizer, *arguments
+    )
+    single, ranks = OneDeviceOfPasses(start, passes), Pipelined(start, plan, passes, bounds)
+    worst: dict[Key, Difference] = {}
+    for step in range(steps):
+        ranks.step(step, single.step(step), worst)
+    listed = all(
+        _listed(plan.alone(number), part, [ranks.forward_records[number], ranks.backward_records[number]])
+        for number, part in enumerate(first.cut.parts)
+    )
+    forward = tuple(c for record in ranks.forward_records for c in record)
+    backward = tuple(c for record in ranks.backward_records for c in record)
+    return Report(
+        differences=tuple(sorted(worst.values(), key=lambda d: -d.error)),
+        tolerance=tolerance,
+        forward=forward,
+        backward=backward,
+        planned_forward=tuple(c for spmd in first.spmds for c in spmd.forward_collectives()),
+        planned_backward=tuple(c for number in range(len(plan.stages)) for c in ranks.planned_backward(number)),
+        matches_plan=listed,
+        untraceable={k: v for programs in ranks.programs[passes.sizes[0]] for k, v in programs[0].untraceable.items()},
+    )
+
+
+def _passes_of_stages(plan: Plan, whole: Graph, call: Example) -> tuple[Passes, Passes]:
+    """The passes of a step in stages, in the model's dtypes and in float64."""
+    graph = step_graph(whole)
+    if plan.micro_batches == 1 or (batch_size(whole) or 0) <= (plan.micro_batch or 0):
+        return Passes.single(graph), Passes.single(widen(graph))
+    assert plan.micro_batch is not None, "a plan of several passes has samples"
+    narrow = Passes.of(graph, plan.micro_batch, call.graph)
+    return narrow, Passes.of(widen(graph), plan.micro_batch, lambda samples: widen(call.graph(samples)))
 
 
 def _in_passes(plan: Plan, whole: Graph, call: Example) -> tuple[dict[int, Spmd], Spmd | None, Passes]:

@@ -176,6 +176,19 @@ class Calls:
                 prelude = self._compiled_for(captured, passes.prelude, call, state, None)
             return passes, programs, prelude
 
+    def of_stage(self, plan: Plan, ranks: Communicator) -> Calls:
+        """The same for the plan of one stage, on its ranks."""
+        other = copy.copy(self)
+        other.plan, other.ranks, other.host_ranks = plan, ranks, ranks
+        return other
+
+    def captured(self, call: Call) -> Capture:
+        """The call, captured by rank 0; every rank asks for it. Raises PlanError where the inputs are not those of the
+        plan."""
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            self._check_inputs(call)
+            return self._captured(call)
+
     def _check_inputs(self, call: Call) -> None:
         """Raise PlanError where the inputs are not those of the plan."""
         leaves, _ = flatten_with_path(call.arguments)
@@ -201,7 +214,17 @@ class Calls:
     ) -> Compiled:
         """The program of a graph: that of a captured call, or of a pass over a part of it."""
         spmd = program_of(self.plan, graph, training=training)
+        self.create_groups(spmd)
+        return self.compiled_of(spmd, captured, graph, call, state)
+
+    def create_groups(self, spmd: Spmd) -> None:
+        """Create the process groups of a program; every rank of the job asks for it."""
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
+
+    def compiled_of(
+        self, spmd: Spmd, captured: Capture, graph: Graph, call: Call, state: Mapping[str, torch.Tensor]
+    ) -> Compiled:
+        """This rank's program of a graph, whose process groups there are."""
         step = self._step_of(spmd, call.loss_only)
         captured = replace(captured, graph=graph)
         sources = graph.sources
@@ -228,7 +251,7 @@ class Calls:
     def _step_of(self, spmd: Spmd, loss_only: bool) -> Step:
         """This rank's step of a program, emitted."""
         device, compiles = self.settings.device, self.settings.compile
-        local = localize(spmd, self.ranks.rank)
+        local = localize(spmd, self.ranks.place.device_of(self.ranks.rank))
         if self.settings.streams:
             local = _with_streams(local)
             self._announce_kept(local)

@@ -50,6 +50,11 @@ def emit(
     return Emitted(program, writer.forward(), writer.backward())
 
 
+def emit_backward(program: Program, ranks: Communicator, device: torch.device) -> fx.GraphModule:
+    """The backward of a program by itself, as in ``Emitted``: of a part of one that has been checked."""
+    return _Writer(program, ranks, ranks, device, frozenset()).backward()
+
+
 class Boxed:
     """A target of an instruction that is called with its operands in a list, which it empties: whoever called holds
     nothing any more while it runs."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.operators import splitmix64
 from shardwise.graph.trees import (
     check_constants,
     constant_key,
@@ -24,27 +23,26 @@ from shardwise.graph.trees import (
 )
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
-from shardwise.layouts.text import format_dtype
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.hooks import Shards, carry_hooks
-from shardwise.runtime.hosted import HOST
-from shardwise.runtime.initial.materialize import Init, full_tensors
+from shardwise.runtime.guards.registry import placed
+from shardwise.runtime.holding import Own, hold
+from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
-from shardwise.runtime.replicas import Fingerprint, ReplicaCheck
+from shardwise.runtime.replicas import ReplicaCheck
+from shardwise.runtime.seeds import Seeded
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
-from shardwise.runtime.state import State, check_initial_values
+from shardwise.runtime.state import State
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
-MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
 
-class Parallel(torch.nn.Module):
+class Parallel(Seeded):
     """This rank's shards of a module. ``named_parameters()`` gives them under the original names, so any element-wise
     ``torch.optim`` optimizer updates them as one device would."""
 
@@ -72,51 +70,12 @@ class Parallel(torch.nn.Module):
         self._has_said_whole = self._has_said_gathered = False
         self._signatures: dict[Any, Signature] = {}
         self._latest: Compiled | None = None
-        # Calls count on from it: jobs with neighbouring seeds must not draw the same numbers one call later.
-        self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=self.device))
-        self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
-        self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
-        self._hold(module, seed, init)
+        self._start_from(seed, self.device)
+        hosts = (settings.host, self._host_ranks)
+        hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init)
+        self._protect()
         self._state = State(self)
         self.train(module.training)
-
-    def _hold(self, module: torch.nn.Module, seed: int | None, init: Init | None) -> None:
-        """Register this rank's shard of every parameter and buffer, one full tensor at a time."""
-        held: dict[str, torch.Tensor] = {}
-        prints: dict[str, int] = {}
-        fingerprints: dict[torch.device, Fingerprint] = {}
-        fault: ShardwiseError | None = None
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        try:
-            _check_module(module, self.plan)
-            for name, full in full_tensors(module, seed, init):
-                if full.device not in fingerprints:
-                    fingerprints[full.device] = Fingerprint(full.device)
-                prints[name] = int(fingerprints[full.device](full))
-                layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(full.shape))
-                device = HOST if name in self._settings.host else self.device
-                dtype = self.plan.precision.stored(full.dtype) if name in parameters else full.dtype
-                held[name] = shard(full, layout, self._ranks.coordinates).detach().to(device, dtype).clone()
-        except ShardwiseError as error:
-            fault = error
-        check_initial_values(prints, fault, self._ranks, self.device)
-        shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            owner, _, leaf = name.rpartition(".")
-            if id(parameter) not in shards:
-                shards[id(parameter)] = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
-                layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(parameter.shape))
-                ranks = self._host_ranks if name in self._settings.host else self._ranks
-                carry_hooks(parameter, shards[id(parameter)], layout, name, ranks)
-            own = shards[id(parameter)]
-            assert isinstance(own, torch.nn.Parameter)
-            _container(self, owner).register_parameter(leaf, own)
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            owner, _, leaf = name.rpartition(".")
-            own = shards.setdefault(id(buffer), held.get(name, buffer))
-            persistent = leaf not in module.get_submodule(owner)._non_persistent_buffers_set
-            _container(self, owner).register_buffer(leaf, own, persistent=persistent)
-        protect(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -129,7 +88,10 @@ class Parallel(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        protect(self)  # a deep copy holds shards, too
+        self._protect()  # a deep copy holds shards, too
+
+    def _protect(self) -> None:
+        protect(self, placed(self, self.plan.layouts, self._ranks.coordinates))
 
     @as_planned
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -352,40 +314,6 @@ class Parallel(torch.nn.Module):
         """This rank's part of a whole input."""
         return shard(tensor, layout, self._ranks.coordinates) if layout.positions else tensor
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._draws:
-            destination[prefix + SEED] = self._seed.clone()
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
-        seed = state_dict.get(prefix + SEED)
-        if seed is not None:
-            self._draws = True
-            with torch.no_grad():
-                self._seed.copy_(seed)
-        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != prefix + SEED}, prefix, *others)
-
-    def _seed_of_call(self, draws: bool) -> torch.Tensor:
-        """The seed of the random numbers of this call: another one for every call in training.
-
-        A call during backward is a recomputation (``torch.utils.checkpoint``) and must draw what the first call drew.
-        It is known by a number from torch's generator, whose state the checkpoint restores; the seed is not made of
-        that number, since the generators of the ranks need not agree.
-        """
-        self._draws |= draws
-        key = int(torch.randint(2**62, ())) if draws and self.training else None
-        if key in self._seeds and torch._C._current_graph_task_id() != -1:
-            return self._seeds[key]
-        seed = self._seed.clone()  # backward draws the masks again, when self._seed is that of the next call
-        if key is not None:
-            self._seeds[key] = seed
-            if len(self._seeds) > MAX_RECOMPUTED:
-                del self._seeds[next(iter(self._seeds))]
-        if self.training:
-            with torch.no_grad():
-                self._seed += 1
-        return seed
-
     @property
     def compiled(self) -> tuple[Compiled, ...]:
         """What was compiled so far, one for each signature of inputs, oldest first."""
@@ -450,33 +378,6 @@ def _check_gradients(compiled: Compiled, given: list[torch.Tensor]) -> None:
 
 def _requires_grad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
-
-
-def _container(root: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The submodule at ``path``, created empty where it is missing."""
-    for name in filter(None, path.split(".")):
-        if name not in root._modules:
-            root.add_module(name, Shards())
-        child = root._modules[name]
-        assert child is not None
-        root = child
-    return root
-
-
-def _check_module(module: torch.nn.Module, plan: Plan) -> None:
-    """Raise PlanError listing the parameters that are not those of the plan."""
-    have = dict(module.named_parameters())
-    want = {entry.name: entry for entry in plan.parameters}
-    faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]
-    faults += [f"{name} is in the module and not in the plan" for name in sorted(have.keys() - want.keys())]
-    for name in sorted(have.keys() & want.keys()):
-        own = f"{format_dtype(plan.precision.stored(have[name].dtype))}{list(have[name].shape)}"
-        planned = f"{want[name].dtype}{list(want[name].shape)}"
-        if own != planned:
-            faults.append(f"{name} is {own} in the module and {planned} in the plan")
-    if faults:
-        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
-        raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))
 
 
 __all__ = ["Parallel"]

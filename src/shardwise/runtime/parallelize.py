@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
@@ -21,6 +21,7 @@ from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.hosted import matching
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.parallel import Parallel
+from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.replicas import checked_interval
 
 Randomness = Literal["same_as_one_device", "per_shard"]
@@ -39,7 +40,7 @@ def parallelize(
     check_replicas: int | None = None,
     randomness: Randomness = "same_as_one_device",
     host: Sequence[str] = (),
-) -> Parallel:
+) -> Parallel | Pipeline:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
@@ -79,22 +80,10 @@ def parallelize(
         raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
-    if size != agreed.mesh.num_devices:
-        raise PlanError(
-            problem(
-                f"the plan is for {agreed.mesh.num_devices} devices ({agreed.mesh}); {size} ranks are running",
-                fix=f"start {agreed.mesh.num_devices} ranks, or plan for {size}",
-            )
-        )
-    ranks = agreed.only_stage.placement.ranks
-    if ranks != Placement.whole(agreed.mesh).ranks:
-        raise PlanError(
-            problem(
-                f"the plan puts the devices of {agreed.mesh} on ranks {format_ranks(ranks)}; a plan of one stage runs "
-                "on all ranks in their order",
-                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the order that is meant',
-            )
-        )
+    if agreed.is_pipeline:
+        _check_pipeline(agreed, size, inputs, check_replicas, host)
+    else:
+        _check_ranks(agreed, size)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     device = torch.device(device)
@@ -106,7 +95,56 @@ def parallelize(
     if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
     settings = Settings(loss, inputs, device, compile, every, streams, on_host)
-    return Parallel(module, agreed, settings, seed=seed, init=init)
+    kind = Pipeline if agreed.is_pipeline else Parallel
+    return kind(module, agreed, settings, seed=seed, init=init)
+
+
+def _check_ranks(plan: Plan, size: int) -> None:
+    """Raise PlanError unless a plan of one stage is for the ranks that are running."""
+    if size != plan.mesh.num_devices:
+        raise PlanError(
+            problem(
+                f"the plan is for {plan.mesh.num_devices} devices ({plan.mesh}); {size} ranks are running",
+                fix=f"start {plan.mesh.num_devices} ranks, or plan for {size}",
+            )
+        )
+    ranks = plan.only_stage.placement.ranks
+    if ranks != Placement.whole(plan.mesh).ranks:
+        raise PlanError(
+            problem(
+                f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage runs "
+                "on all ranks in their order",
+                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the order that is meant',
+            )
+        )
+
+
+def _check_pipeline(plan: Plan, size: int, inputs: Inputs, check_replicas: int | None, host: Sequence[str]) -> None:
+    """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
+    if size != plan.num_ranks:
+        places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
+        raise PlanError(
+            problem(
+                f"the plan is for {plan.num_ranks} devices ({places}); {size} ranks are running",
+                fix=f"start {plan.num_ranks} ranks, or plan for {size}",
+            )
+        )
+    asked = [
+        what
+        for what, is_asked in (
+            ('inputs="local"', inputs == "local"),
+            ("check_replicas", check_replicas),
+            ("host", host),
+        )
+        if is_asked
+    ]
+    if asked:
+        raise PlanError(
+            problem(
+                f"under a plan of stages there is no {listed(asked)}",
+                fix="pass the whole batch on every rank and leave these out, or plan without stages",
+            )
+        )
 
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:

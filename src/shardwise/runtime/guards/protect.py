@@ -16,10 +16,10 @@ gradients: ``p.grad.norm()`` is this rank's part.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CellType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,16 +34,13 @@ from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import Held, held_parameters, remember
 from shardwise.runtime.hosted import device_of
 
-if TYPE_CHECKING:
-    from shardwise.runtime.parallel import Parallel
-
 Norm = Callable[..., torch.Tensor]
 
 
-def protect(parallel: Parallel) -> None:
-    """From now on, torch's functions know the parameters of this module. Raises ShardwiseError if this version of torch
-    does not have what they are told through."""
-    if remember(parallel):
+def protect(parallel: torch.nn.Module, held: Mapping[str, Held]) -> None:
+    """From now on, torch's functions know the parameters of this module. ``held``: what it holds, by name. Raises
+    ShardwiseError if this version of torch does not have what they are told through."""
+    if remember(parallel, held):
         _install()
 
 

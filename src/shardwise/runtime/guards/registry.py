@@ -10,51 +10,59 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from shardwise.layouts.layout import Layout
 
-if TYPE_CHECKING:
-    from shardwise.runtime.parallel import Parallel
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """What this rank holds of a parameter or buffer. Of the ranks that hold the same elements, one (at coordinate 0 on
-    every axis that does not shard it) ``counts`` them."""
+    every axis that does not shard it) ``counts`` them. ``in_stage``: ranks of other stages do not hold it."""
 
     name: str
     layout: Layout
     counts: bool
+    in_stage: bool = False
 
     @property
     def is_shard(self) -> bool:
         """Other ranks hold other elements; otherwise all ranks hold the whole, and the same gradient."""
-        return bool(self.layout.positions)
+        return self.in_stage or bool(self.layout.positions)
 
 
 # Not a cache: torch's functions are global, so what they are told must be. Only modules that hold shards are in it.
 _holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, Held]] = WeakKeyDictionary()
 
 
-def remember(parallel: Parallel) -> bool:
-    """Remember a module if it holds shards; whether it does."""
-    mesh = parallel.plan.mesh
-    coordinates = parallel._ranks.coordinates
+def placed(
+    module: torch.nn.Module,
+    layouts: Mapping[str, Layout],
+    coordinates: Mapping[str, int],
+    counted_elsewhere: frozenset[str] | None = None,
+) -> dict[str, Held]:
+    """What a rank holds of a module, by name. ``coordinates``: of this rank on the mesh of the layouts;
+    ``counted_elsewhere``: where ranks of other stages hold other parameters, those of this rank that they hold as well,
+    and count."""
     held: dict[str, Held] = {}
-    for name, _ in _named_tensors(parallel):
-        layout = parallel.plan.layouts.get(name)
+    for name, _ in _named_tensors(module):
+        layout = layouts.get(name)
         if layout is None:  # another name of a tied parameter: the plan knows it by the first
             continue
         assert not layout.states, f"what is stored is sharded or invariant, and {name} is {layout}"
-        counts = not any(coordinates[axis] for axis in mesh.sub_axes if axis not in layout.positions)
-        held[name] = Held(name, layout, counts)
+        counts = not any(coordinates[axis] for axis in layout.mesh.sub_axes if axis not in layout.positions)
+        counts = counts and name not in (counted_elsewhere or ())
+        held[name] = Held(name, layout, counts, counted_elsewhere is not None)
+    return held
+
+
+def remember(module: torch.nn.Module, held: Mapping[str, Held]) -> bool:
+    """Remember a module if it holds shards; whether it does."""
     if not any(own.is_shard for own in held.values()):
         return False
-    _holders[parallel] = held
+    _holders[module] = held
     return True
 
 

@@ -1,0 +1,137 @@
+"""Which operators belong to which stage of a pipeline, where the user says it: ``stage`` marks submodules.
+
+A mark says that the operators of a submodule run in a stage. What is not marked runs where the operator before it does,
+so a mark at the first layer of every stage is enough. Marks are kept on the modules and read by their paths, which are
+in the names of operators; capture knows nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from shardwise.errors import PlanError, ShardwiseError, listed, problem
+from shardwise.graph.cut import free_values
+from shardwise.graph.ir import Graph, Op
+
+_ATTRIBUTE = "_shardwise_stage"
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def stage(module: _Module, number: int) -> _Module:
+    """``module`` runs in stage ``number`` of a pipeline, counted from 0; so does what follows it, up to the next mark.
+
+    Stages are numbered in the order of execution: ``sw.stage(model.layers[8], 1)`` begins the second one. Plans are cut
+    so by ``sw.plan(..., stages="marked")``. Returns the module, which computes what it did. Raises ShardwiseError for
+    what is no module, and for a number that is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise ShardwiseError(
+            problem(f"stage takes a module, not {type(module).__name__}", fix="stage(model.layers[8], 1)")
+        )
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ShardwiseError(problem(f"stage {number!r} of a module", fix="a whole number from 0"))
+    setattr(module, _ATTRIBUTE, number)
+    return module
+
+
+def marks_of(module: nn.Module) -> dict[str, int]:
+    """Path of a submodule -> the stage that it is marked with."""
+    return {path: vars(part)[_ATTRIBUTE] for path, part in module.named_modules() if _ATTRIBUTE in vars(part)}
+
+
+def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
+    """The number of stages that marks speak of. ``num_stages``: the number that was asked for, if one was. Raises
+    PlanError naming the modules for a number that is out of range, and for a stage that is missing."""
+    if not marks:
+        raise PlanError(
+            problem(
+                'stages="marked", and no module is marked', fix="mark the first layer of every stage: sw.stage(m, 1)"
+            )
+        )
+    count = num_stages or max(marks.values()) + 1
+    beyond = [f"{path or 'the module itself'} in stage {number}" for path, number in marks.items() if number >= count]
+    if beyond:
+        raise PlanError(
+            problem(
+                f"out of range: {listed(beyond)}; there are {count} stages", fix=f"number stages from 0 to {count - 1}"
+            )
+        )
+    missing = sorted(set(range(1, count)) - set(marks.values()))
+    if missing:
+        have = listed([f"{path or 'the module itself'} in stage {number}" for path, number in marks.items()])
+        raise PlanError(
+            problem(
+                f"no module is marked with stage {listed(list(map(str, missing)))}; there are {have}",
+                fix="number stages one after another",
+            )
+        )
+    if count < 2:
+        raise PlanError(problem("all marks are of stage 0: that is no pipeline", fix="mark where stage 1 begins"))
+    return count
+
+
+def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[list[str]]:
+    """The operators of every stage, as modules are marked. Raises PlanError for marks that are not in the order of
+    execution, naming the modules, and for stages without operators."""
+    free = free_values(graph)
+    parts: list[list[str]] = [[] for _ in range(num_stages)]
+    current, where = 0, ""
+    for op in graph.ops:
+        path = _innermost(op, marks)
+        if path is not None and not free.issuperset(op.results):
+            number = marks[path]
+            if number < current:
+                raise PlanError(
+                    problem(
+                        f"{path or 'the module itself'} is marked with stage {number}, and runs after {where}, which "
+                        f"is in stage {current}",
+                        op=op.name,
+                        source=op.source,
+                        fix="number stages in the order of execution; what is called several times has one stage",
+                    )
+                )
+            if number > current:
+                current, where = number, path or "the module itself"
+        parts[current].append(op.name)
+    empty = [number for number, part in enumerate(parts) if not part]
+    if empty:
+        modules = listed([path for path, number in marks.items() if number in empty])
+        raise PlanError(
+            problem(
+                f"stage {empty[0]} has no operators: {modules or 'what is marked'} does not run before the next mark",
+                fix="mark modules that compute",
+            )
+        )
+    return parts
+
+
+def _innermost(op: Op, marks: dict[str, int]) -> str | None:
+    """The marked module that is the closest around an operator."""
+    path = op.name.partition("/")[0]
+    while True:
+        if path in marks:
+            return path
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+
+
+def with_stages(graph: Graph, stages: Sequence[Iterable[str]]) -> list[list[str]]:
+    """The operators of every stage of a graph that may differ from the one that was divided (another size, evaluation):
+    an operator belongs to the first stage that names it, one that none names to that of the operator before it."""
+    known: dict[str, int] = {}
+    for number, names in enumerate(stages):
+        for name in names:
+            known.setdefault(name, number)
+    parts: list[list[str]] = [[] for _ in stages]
+    current = 0
+    for op in graph.ops:
+        current = known.get(op.name, current)
+        parts[current].append(op.name)
+    return parts
+
+
+__all__ = ["check_marks", "marked_parts", "marks_of", "stage", "with_stages"]

@@ -1,0 +1,440 @@
+"""Planning a pipeline: the model is cut, every part gets a plan of its own, and the step is simulated.
+
+The parts are planned by the searches that plan whole models, each on the mesh and the devices of its stage. Then their
+ends are brought together: a value crosses in the layout that the receiver has it in, a parameter of several stages is
+stored alike in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import memory_of
+from shardwise.costs.pipeline import (
+    Order,
+    PipelinePrediction,
+    StagePrediction,
+    StageSeconds,
+    send_seconds,
+    simulate_pipeline,
+    stage_seconds,
+)
+from shardwise.costs.prices import Prices
+from shardwise.errors import PlanError, listed, problem
+from shardwise.graph.annotate import Annotation
+from shardwise.graph.batch import num_samples
+from shardwise.graph.capture import Capture
+from shardwise.graph.cut import Cut
+from shardwise.graph.ir import Graph
+from shardwise.graph.segments import How, Segment
+from shardwise.graph.stages import check_marks, marked_parts, marks_of
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.layouts.text import format_dtype, format_layout
+from shardwise.layouts.transfer import on_mesh
+from shardwise.plans.entries import Stage, TensorEntry
+from shardwise.plans.example import Example, announce_statistics
+from shardwise.plans.listing import stage_of
+from shardwise.plans.plan import Plan
+from shardwise.plans.quantities import format_bytes
+from shardwise.plans.refusal import nothing_fits
+from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
+from shardwise.programs.micro_batches import Passes
+from shardwise.programs.spmd import Choice, Lifetimes, Spmd, build_spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.rules.atoms import Factored
+from shardwise.search.decide import decide
+from shardwise.search.fitting import plan_within
+from shardwise.search.kept import keep
+from shardwise.search.levers import Gathered, Levers, Offload, blocks_of
+from shardwise.search.mesh_shapes import candidate_meshes
+from shardwise.search.micro_batch import batches_of
+from shardwise.search.planner import Planner, Settings, built
+from shardwise.search.stages import balanced_parts
+from shardwise.search.zero import Zero
+
+# The actions of a schedule on so many places, for so many micro-batches.
+OrderOf = Callable[[Schedule, int, int], Order]
+TRIES = 3  # to fit the values of all micro-batches in flight
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What the user asks of a pipeline: arguments of ``sw.plan``."""
+
+    stages: int | str | None
+    schedule: str | None
+    mesh: Mesh | None
+    max_mesh_axes: int
+    global_batch: int | None
+    micro_batch: int | None
+    recompute: How | Literal["auto"] | None
+    gathered: Gathered
+    offload: Offload
+    zero: Zero | None
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How a pipeline is planned. ``marks``: path of a module -> its stage; None: stages are balanced. ``cluster``: the
+    whole; ``part``: the devices of one stage; ``meshes``: those that a stage may have. ``by_price``: whether layouts
+    are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``, ``fits_itself``: what is made again is
+    chosen where nothing fits. ``order``: the actions of a schedule on so many places, for so many micro-batches."""
+
+    num_stages: int
+    schedule: Schedule
+    marks: Mapping[str, int] | None
+    cluster: Cluster
+    part: Cluster
+    meshes: tuple[Mesh, ...]
+    annotations: tuple[Annotation, ...]
+    segments: tuple[Segment, ...]
+    mode: str
+    by_price: bool
+    settings: Settings
+    fits_itself: bool
+    recompute: How | None
+    gathered: Gathered | None
+    offload: Offload
+    order: OrderOf
+
+    @property
+    def limit(self) -> float:
+        """The bytes of a device."""
+        given = self.settings.memory_bytes
+        return self.part.device.usable_bytes if given is None else given
+
+    @property
+    def num_places(self) -> int:
+        return self.num_stages // self.schedule.stages_per_place
+
+    def place(self, stage: int, mesh: Mesh) -> Placement:
+        """Where a stage runs: on consecutive ranks."""
+        size = self.part.num_devices
+        first = size * self.schedule.place_of(stage, self.num_places)
+        return Placement(mesh, tuple(range(first, first + size)))
+
+
+def pipeline_of(
+    call: Example,
+    captured: Capture,
+    cluster: Cluster,
+    asked: Requested,
+    settings: Settings,
+    template: Plan,
+    *,
+    by_price: bool,
+    order: OrderOf,
+) -> Plan:
+    """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
+    be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
+    scheduled."""
+    schedule = schedule_of(asked.schedule or "1F1B")
+    marks = marks_of(call.module)
+    num_stages = _num_stages(asked.stages, marks)
+    part = _part(cluster, num_stages, schedule)
+    if asked.mesh is not None and asked.mesh.num_devices != part.num_devices:
+        raise PlanError(
+            problem(
+                f"{asked.mesh} has {asked.mesh.num_devices} devices, a stage has {part.num_devices} of the cluster's "
+                f"{cluster.num_devices}",
+                fix="with stages, mesh is that of a stage",
+            )
+        )
+    if asked.mesh is not None:
+        meshes: tuple[Mesh, ...] = (asked.mesh,)
+    else:
+        meshes = candidate_meshes(part, asked.max_mesh_axes) if by_price else (Mesh(dp=part.num_devices),)
+    how = Pipelining(
+        num_stages,
+        schedule,
+        marks or None,
+        cluster,
+        part,
+        meshes,
+        captured.annotations,
+        captured.segments,
+        template.mode,
+        by_price,
+        settings,
+        asked.recompute == "auto" and by_price,
+        None if asked.recompute == "auto" else asked.recompute,
+        None if asked.zero is None else asked.gathered,
+        asked.offload,
+        order,
+    )
+    best: Plan | None = None
+    failure: PlanError | None = None
+    statistics: frozenset[str] = frozenset()
+    for passes in _divided(call, captured.graph, asked, how):
+        sizes = passes.sizes
+        own = replace(how, settings=replace(settings, passes=len(sizes)))
+        try:
+            found = plan_pipeline(own, passes.graphs[sizes[0]], passes, replace(template, micro_batches=len(sizes)))
+        except PlanError as error:
+            failure = failure or error
+            if not by_price:
+                break
+            continue
+        if best is not None and _seconds(found) >= _seconds(best):
+            break
+        best, statistics = found, passes.statistics
+        if not by_price:
+            break
+    if best is None:
+        assert failure is not None, "something was tried"
+        raise failure
+    announce_statistics(sorted(statistics), stacklevel=4)
+    return best
+
+
+def _seconds(plan: Plan) -> float:
+    return 0.0 if plan.pipeline is None else plan.pipeline.step_seconds
+
+
+def _num_stages(stages: int | str | None, marks: Mapping[str, int]) -> int:
+    if stages is None:
+        raise PlanError(
+            problem("a schedule orders stages, and there are none", fix='give stages=4, or stages="marked"')
+        )
+    if stages == "marked" or marks:
+        return check_marks(dict(marks), None if stages == "marked" else _checked(stages))
+    return _checked(stages)
+
+
+def _checked(stages: int | str) -> int:
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
+        raise PlanError(problem(f"stages is {stages!r}", fix='a whole number from 2, or "marked" (sw.stage)'))
+    return stages
+
+
+def _part(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
+    """The devices of one stage."""
+    places, rest = divmod(num_stages, schedule.stages_per_place)
+    if rest or places < 2:
+        raise PlanError(
+            problem(
+                f"{schedule.name} has {schedule.stages_per_place} stages on every place: {num_stages} stages are "
+                f"{num_stages / schedule.stages_per_place:g} places",
+                fix=f"choose a multiple of {schedule.stages_per_place}, from {2 * schedule.stages_per_place}",
+            )
+        )
+    if cluster.num_devices % places:
+        raise PlanError(
+            problem(
+                f"{cluster.num_devices} devices do not divide into {places} equal places: {cluster.num_devices} / "
+                f"{places} = {cluster.num_devices / places:.4g}",
+                fix="choose a number of stages that divides the devices",
+            )
+        )
+    return cluster.with_devices(cluster.num_devices // places)
+
+
+def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> Iterator[Passes]:
+    """The steps that are tried, the largest micro-batch first."""
+    samples = num_samples(call.arguments)
+    if samples is None and asked.micro_batch is None and asked.global_batch is None:
+        yield Passes.single(step_graph(graph))
+        return
+    step = samples if asked.global_batch is None else asked.global_batch
+    batches = batches_of(samples, step, asked.micro_batch, how.part.num_devices, chooses=True)
+    assert batches is not None, "a global batch was given"
+    full = [size for size in batches.candidates if not how.schedule.fault(how.num_places, batches.step // size)]
+    whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
+    for size in full or batches.candidates[-1:]:
+        yield Passes.single(whole) if size == batches.step else Passes.of(whole, size, call.graph)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What the search chose for a part by itself, and its program."""
+
+    factored: Factored
+    choice: Choice
+    spmd: Spmd
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.spmd.mesh
+
+
+def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan) -> Plan:
+    """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at.
+    Raises PlanError where it can not be."""
+    num_passes = len(passes.sizes)
+    if fault := how.schedule.fault(how.num_places, num_passes):
+        raise PlanError(
+            problem(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
+        )
+    order = how.order(how.schedule, how.num_places, num_passes)
+    flying = _in_flight(order, how.num_stages)
+    prices = Prices(Links(how.part, how.meshes[0]), how.settings.optimizer, num_passes)
+    if how.marks is not None:
+        parts = marked_parts(graph, dict(how.marks), how.num_stages)
+    else:
+        per_place = how.schedule.stages_per_place
+        parts = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
+    cut = cut_for_stages(graph, parts, passes.prelude)
+    check_last(cut, graph)
+    _check_parameters(cut)
+    kinds = Kinds()
+    chosen = [_choose(how, part, flying[number], kinds) for number, part in enumerate(cut.parts)]
+    choices, spmds = _together(cut, chosen, how.settings.bucket_bytes)
+    ends = zip(chosen, choices, spmds, strict=True)
+    stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
+    pipeline = _predicted(how, cut, spmds, order, num_passes, kinds) if how.by_price else None
+    return replace(template, stages=stages, schedule=how.schedule.name, pipeline=pipeline)
+
+
+def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
+    """Per stage the most micro-batches whose values it keeps, if all stages were equal."""
+    return simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * num_stages).in_flight
+
+
+def _check_parameters(cut: Cut) -> None:
+    for number, part in enumerate(cut.parts):
+        if not any(source.kind == "parameter" for source in part.sources):
+            names = [op.name for op in part.ops]
+            raise PlanError(
+                problem(
+                    f"stage {number} has no parameters: {listed(names)}",
+                    fix="ask for fewer stages, or mark modules that have parameters",
+                )
+            )
+
+
+def _choose(how: Pipelining, part: Graph, in_flight: int, kinds: Kinds) -> _Chosen:
+    """What the search chooses for a part."""
+    names, scopes = set(part.op_by_name), {op.scope for op in part.ops}
+    annotations = tuple(own for own in how.annotations if own.scope in scopes)
+    segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
+    known = {name for source in part.sources for name in source.names}
+    offload = "auto" if how.offload == "all" and not blocks_of(part) else how.offload  # an embedding by itself
+    levers = Levers.of(part, segments, how.recompute, how.gathered or "held", offload)
+    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in known}
+    settings = replace(how.settings, levers=levers, layouts=layouts)
+    if not how.by_price:
+        (mesh,) = how.meshes
+        factored, choice = decide(part, annotations, mesh, how.mode)
+        choice = keep(choice, layouts, part, factored, mesh)
+        return _Chosen(factored, *built(part, factored.rules, choice, mesh, settings, kinds))
+    limit = how.limit / how.schedule.stages_per_place
+    allowed = limit
+    for _ in range(TRIES):
+        planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=allowed))
+        planned = plan_within(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
+        if planned.ranking.excess:
+            raise nothing_fits(planned.ranking)
+        memory = memory_of(planned.spmd, planner.prices(planned.spmd.mesh), kinds=kinds)
+        others = (in_flight - 1) * memory.kept_bytes
+        if memory.peak.num_bytes + others <= limit:
+            return _Chosen(planned.factored, planned.choice, planned.spmd)
+        allowed = max(limit - others, 1.0)
+    raise PlanError(
+        problem(
+            f"a stage of {len(part.ops)} operators keeps {format_bytes(memory.kept_bytes)} of {in_flight} "
+            f"micro-batches at once, and has {format_bytes(limit)}",
+            op=part.ops[0].name,
+            fix="choose a smaller micro_batch, more stages, or 1F1B, which keeps fewer micro-batches than GPipe",
+        )
+    )
+
+
+def _together(cut: Cut, chosen: Sequence[_Chosen], bucket_bytes: int) -> tuple[list[Choice], list[Spmd]]:
+    """Choices and programs whose ends meet: what crosses, and parameters of several stages."""
+    own = _stored_alike(cut, chosen)
+    choices = meeting(
+        cut, [(one.factored, choice) for one, choice in zip(chosen, own, strict=True)], [one.mesh for one in chosen]
+    )
+    spmds = [
+        _rebuilt(part, one, choice, bucket_bytes) for part, one, choice in zip(cut.parts, chosen, choices, strict=True)
+    ]
+    return choices, spmds
+
+
+def _stored_alike(cut: Cut, chosen: Sequence[_Chosen]) -> list[Choice]:
+    """The choices with every parameter of several stages in the layout that the last of them has it in, device by
+    device; whole, where that is none everywhere."""
+    choices = [one.choice for one in chosen]
+    parameters = {source.value for part in cut.parts for source in part.sources if source.kind == "parameter"}
+    for name, stages in cut.shared.items():
+        if name not in parameters:
+            continue
+        layout = choices[stages[-1]].sources[name]
+        fitted: dict[int, Layout] = {}
+        for stage in stages:
+            there = on_mesh(layout, chosen[stage].mesh)
+            alike = None if there is None else refined(there, chosen[stage].factored.atoms[name])
+            if alike is not None:
+                fitted[stage] = alike
+        for stage in stages:
+            stored = fitted[stage] if len(fitted) == len(stages) else Layout.whole(chosen[stage].mesh, layout.shape)
+            choices[stage] = replace(choices[stage], sources={**choices[stage].sources, name: stored})
+    return choices
+
+
+def _rebuilt(part: Graph, one: _Chosen, choice: Choice, bucket_bytes: int) -> Spmd:
+    """The program of a choice with other ends, which makes again what it made again before."""
+    again = {(c.origin, c.target) for c in one.spmd.conversions if c.result in one.spmd.lifetimes.conversions}
+    parameters = {source.value for source in part.sources if source.kind == "parameter"}
+    by_block = any(origin in parameters for origin, _ in again)
+    spmd = build_spmd(part, one.factored.rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
+    conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
+    return replace(spmd, lifetimes=Lifetimes(one.spmd.lifetimes.operators, conversions))
+
+
+def _listed(how: Pipelining, cut: Cut, number: int, one: _Chosen, choice: Choice, spmd: Spmd) -> Stage:
+    """A part as a stage of the plan."""
+    part = cut.parts[number]
+    stage = stage_of(part, one.factored.rules, choice, spmd)
+    delivered = delivered_layouts(part, spmd)
+
+    def entry(name: str, layout: Layout) -> TensorEntry:
+        value = part.by_name[name]
+        return TensorEntry(name, format_dtype(value.dtype), value.shape, format_layout(layout, value.dtype))
+
+    received = [source.value for source in part.sources if source.kind == "activation"]
+    return replace(
+        stage,
+        placement=how.place(number, one.mesh),
+        receives=tuple(entry(name, choice.sources[name]) for name in received),
+        sends=tuple(entry(name, delivered[name]) for name in cut.sends(number)),
+    )
+
+
+def _predicted(
+    how: Pipelining, cut: Cut, spmds: Sequence[Spmd], order: Order, num_passes: int, kinds: Kinds
+) -> PipelinePrediction:
+    """A simulated step."""
+    seconds, peaks, sent = [], [], []
+    for number, (part, spmd) in enumerate(zip(cut.parts, spmds, strict=True)):
+        prices = Prices(Links(how.part, spmd.mesh), how.settings.optimizer, num_passes)
+        prices = prices.with_buckets(part, how.settings.bucket_bytes)
+        delivered = delivered_layouts(part, spmd)
+        names = cut.sends(number)
+        sent.append(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in names))
+        on_links = replace(prices, links=Links(how.cluster, Mesh(device=how.cluster.num_devices)))
+        send = send_seconds(on_links, how.part.num_devices, float(sent[-1])) if names else 0.0
+        seconds.append(stage_seconds(spmd, prices, send, kinds))
+        peaks.append(memory_of(spmd, prices, kinds=kinds))
+    step = simulate_pipeline(order, seconds)
+    stages = tuple(
+        StagePrediction(
+            own.forward,
+            own.input + own.weight,
+            float(memory.peak.num_bytes + (step.in_flight[number] - 1) * memory.kept_bytes),
+            float(sent[number]),
+            step.bubble(how.schedule.place_of(number, how.num_places)),
+        )
+        for number, (own, memory) in enumerate(zip(seconds, peaks, strict=True))
+    )
+    return PipelinePrediction(step.seconds, step.bubbles, stages)
+
+
+__all__ = ["Pipelining", "plan_pipeline"]

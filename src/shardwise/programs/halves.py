@@ -1,0 +1,92 @@
+"""Backward in two parts: what cotangents of received values wait for, and all else, gradients of weights.
+
+A stage of a pipeline sends cotangents to the stage before, which waits for them; nobody waits for gradients of weights
+until the step ends. Both are instructions of one list. The first part is what the cotangents need, the second the rest,
+each in its order. What the second needs of the first is handed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.programs.check import check_program
+from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction
+from shardwise.programs.passes import mark_overwrites_of_backward, memories
+from shardwise.programs.rank_program import Program
+
+
+def split_backward(program: Program) -> tuple[Program, Program]:
+    """The program with the first part of its backward, and with the second.
+
+    The first makes the cotangents of received values, and under their own names the values that the second needs of it.
+    ``saved`` of the second: these, values of forward, and cotangents.
+    """
+    chosen = _needed_by_cotangents(program)
+    ordered = [i for i, is_first in zip(program.backward, chosen, strict=True) if is_first]
+    count = len(ordered)
+    ordered += [i for i, is_first in zip(program.backward, chosen, strict=True) if not is_first]
+    whole = mark_overwrites_of_backward(replace(program, backward=tuple(ordered)))
+    check_program(whole)
+    first, second = whole.backward[:count], whole.backward[count:]
+    made = {name for instruction in first for name in instruction.results}
+    read = dict.fromkeys(name for instruction in second for name in instruction.operands)
+    early = {source: name for source, name in program.gradients.items() if name in made}
+    late = {source: name for source, name in program.gradients.items() if name not in made}
+    given = {*program.saved, *(name for name in program.cotangents if name)}
+    handed = {name: name for name in read if name in made}
+    of_first = {name for instruction in first for name in instruction.operands}
+    return (
+        replace(
+            whole,
+            backward=first,
+            saved=tuple(name for name in program.saved if name in of_first),
+            gradients={**early, **handed},
+        ),
+        replace(
+            whole,
+            backward=second,
+            saved=tuple(name for name in read if name in made or name in given),
+            cotangents=(None,) * len(program.cotangents),
+            gradients=late,
+        ),
+    )
+
+
+def _needed_by_cotangents(program: Program) -> list[bool]:
+    """Per instruction of backward, whether a cotangent of a received value needs it."""
+    sources = program.spmd.graph.source_of
+    wanted = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
+    given = {*program.saved, *(name for name in program.cotangents if name)}
+    root = memories(program.backward, given)
+    chosen = [False] * len(program.backward)
+    while True:
+        flights: set[str] = set()
+        for index in reversed(range(len(program.backward))):
+            instruction = program.backward[index]
+            is_flight = isinstance(instruction, Depart) and instruction.flight in flights
+            if chosen[index] or is_flight or wanted.intersection(instruction.results):
+                chosen[index] = True
+                wanted.update(instruction.operands)
+                if isinstance(instruction, Arrive):
+                    flights.add(instruction.flight)
+        before = _before_overwrites(program.backward, chosen, root)
+        if not before:
+            return chosen
+        for index in before:
+            chosen[index] = True
+
+
+def _before_overwrites(instructions: tuple[Instruction, ...], chosen: list[bool], root: dict[str, str]) -> list[int]:
+    """Instructions that are not chosen, and read what a later chosen kernel overwrites."""
+    found, overwritten = [], set[str]()
+    for index in reversed(range(len(instructions))):
+        instruction = instructions[index]
+        if chosen[index]:
+            if isinstance(instruction, Compute):
+                overwritten.update(root.get(name, name) for name in instruction.writes)
+        elif any(root.get(name, name) in overwritten for name in instruction.operands):
+            found.append(index)
+    return found
+
+
+__all__ = ["split_backward"]

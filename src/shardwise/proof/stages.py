@@ -1,0 +1,354 @@
+"""A step of a pipeline on the virtual cluster: all stages, all micro-batches, in the order of the schedule.
+
+Every stage has a cluster of its own. What crosses goes from a device to the device of the same number of the next
+stage, as on ranks; gradients of parameters that several stages have are added up at the end, and every stage steps by
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardwise.costs.pipeline import Action
+from shardwise.errors import ShardwiseError
+from shardwise.graph.interpret import interpret
+from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.trees import flatten_with_path, leaf_name
+from shardwise.layouts.conversions import Collective
+from shardwise.layouts.layout import Layout
+from shardwise.plans.plan import Plan
+from shardwise.plans.schedule import SCHEDULES
+from shardwise.plans.stages import Bound, only_read
+from shardwise.programs.check import check_program
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.halves import split_backward
+from shardwise.programs.instructions import sent_by
+from shardwise.programs.lifetimes import backward_collectives
+from shardwise.programs.micro_batches import Passes, values_of_step
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import Program, delivered_values
+from shardwise.programs.spmd import Spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.proof.comparison import Difference, Key, compare
+from shardwise.proof.runs import Start, Values, optimizer_of
+from shardwise.proof.virtual import Values as VirtualValues
+from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
+from shardwise.runtime.passes import rows_of_pass, with_samples_in
+from shardwise.runtime.shards import shard
+from shardwise.runtime.torch_schedules import order_of
+
+CPU = torch.device("cpu")
+Held = list[dict[str, Tensor]]  # per device of a stage, by name
+
+
+class Pipelined:
+    """The ranks of all stages, each with its shards and its optimizer. ``forward_records``, ``backward_records``: per
+    stage the collectives of the first micro-batch of the last step."""
+
+    def __init__(self, start: Start, plan: Plan, passes: Passes, bounds: Mapping[int, Bound]) -> None:
+        self.start, self.plan, self.passes, self.bounds = start, plan, passes, bounds
+        self.schedule = SCHEDULES[plan.schedule]
+        self.places = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
+        self.order = order_of(self.schedule, len(self.places), len(passes.sizes))
+        kinds = Kinds()
+        self.clusters = [VirtualCluster(stage.mesh) for stage in plan.stages]
+        self.programs = {size: [self._programs(spmd, kinds) for spmd in one.spmds] for size, one in bounds.items()}
+        self._halves: dict[tuple[int, int], list[tuple[Program, Program]]] = {}
+        named = {**dict(start.module.named_parameters()), **dict(start.module.named_buffers())}
+        self.full = {name: tensor.detach() for name, tensor in named.items()}
+        leaves = flatten_with_path((start.args, dict(start.kwargs)))[0]
+        self.inputs = {leaf_name(path): x for path, x in leaves if isinstance(x, Tensor)}
+        self.split = with_samples_in(plan)
+        self.parameters = dict(start.module.named_parameters()).keys()
+        graph = start.captured.graph
+        self.loss = next(
+            f"[{i}]" for i, out in enumerate(graph.outputs) if isinstance(out, Ref) and out.name == graph.loss
+        )
+        self.layouts: dict[tuple[int, ...], dict[str, Layout]] = {ranks: {} for ranks in self.places}
+        self.tensors: dict[tuple[int, ...], Held] = {ranks: [{} for _ in ranks] for ranks in self.places}
+        for number in range(len(plan.stages)):
+            self._hold(number)
+        self.optimizers = {
+            ranks: [optimizer_of(start.optimizer, [t for t in own.values() if t.requires_grad]) for own in held]
+            for ranks, held in self.tensors.items()
+        }
+        self.forward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
+        self.backward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
+
+    def _programs(self, spmd: Spmd, kinds: Kinds) -> list[Program]:
+        programs = [differentiate(localize(spmd, device), kinds) for device in range(spmd.mesh.num_devices)]
+        for program in programs:
+            check_program(program)
+        return programs
+
+    def halves(self, size: int, stage: int) -> list[tuple[Program, Program]]:
+        """Per device of a stage its backward in two parts."""
+        if (size, stage) not in self._halves:
+            self._halves[size, stage] = list(map(split_backward, self.programs[size][stage]))
+        return self._halves[size, stage]
+
+    def planned_backward(self, stage: int) -> tuple[Collective, ...]:
+        """The collectives that a stage's program lists for backward, in the order in which the schedule asks for it."""
+        size = self.passes.sizes[0]
+        if not self.schedule.splits_backward:
+            return backward_collectives(self.programs[size][stage][0])
+        return tuple(c for half in self.halves(size, stage)[0] for i in half.backward for c in sent_by(i))
+
+    def whole(self) -> dict[str, Tensor]:
+        """The values of the prelude."""
+        if self.passes.prelude is None:
+            return {}
+        prelude = only_read(self.passes.prelude)
+        given = {}
+        for source in prelude.sources:
+            if source.kind == "input":
+                given[source.value] = self.inputs[source.names[0]]
+            else:
+                is_constant = source.kind == "constant"
+                given[source.value] = self.start.constant(source.value) if is_constant else self.full[source.names[0]]
+        found = interpret(prelude, given)
+        return {name: found[name].detach() for name in self.passes.whole}
+
+    def _hold(self, number: int) -> None:
+        """The shards of a stage."""
+        one = self.bounds[self.passes.sizes[0]]
+        part, spmd, ranks = one.cut.parts[number], one.spmds[number], self.plan.stages[number].placement.ranks
+        self.layouts[ranks].update({s.names[0]: spmd.layouts[s.value] for s in part.sources})
+        for own, coordinates in zip(self.tensors[ranks], self.clusters[number].coordinates, strict=True):
+            for source in part.sources:
+                if source.kind not in ("parameter", "buffer") or source.names[0] in own or source.names[0] == SEED:
+                    continue
+                local = shard(self.full[source.names[0]], spmd.layouts[source.value], coordinates).clone()
+                own[source.names[0]] = local.requires_grad_(source.kind == "parameter" and source.trainable)
+
+    def step(self, step: int, expected: Values, worst: dict[Key, Difference]) -> None:
+        """Make a step, and note how far every rank is from what one device has (``compare``)."""
+        for optimizer in self._optimizers():
+            optimizer.zero_grad(set_to_none=True)
+        self.backward_records = [()] * len(self.clusters)
+        run = _Run(self, step)
+        run.execute()
+        self._add_shared()
+        gradients = {
+            ranks: [
+                {("gradient", name): t.grad.clone() for name, t in own.items() if t.grad is not None} for own in held
+            ]
+            for ranks, held in self.tensors.items()
+        }
+        for optimizer in self._optimizers():
+            optimizer.step()
+        for ranks in self.places:
+            for device, rank in enumerate(ranks):
+                have: Values = gradients[ranks][device]
+                for name, tensor in self.tensors[ranks][device].items():
+                    kind = "parameter" if name in self.parameters else "buffer"
+                    have[kind, name] = tensor.detach().clone()
+                if ranks == self.plan.stages[-1].placement.ranks:
+                    have["loss", self.loss] = run.losses[device]
+                self._compare(ranks, device, rank, expected, have, worst)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [one for optimizers in self.optimizers.values() for one in optimizers if one is not None]
+
+    def _compare(
+        self,
+        ranks: tuple[int, ...],
+        device: int,
+        rank: int,
+        expected: Values,
+        have: Values,
+        worst: dict[Key, Difference],
+    ) -> None:
+        held = self.tensors[ranks][device]
+        wanted = {key: x for key, x in expected.items() if key in have or (key[0] == "gradient" and key[1] in held)}
+
+        def local(key: Key, whole: Tensor, _: int) -> Tensor:
+            return whole if key[0] == "loss" else self._local(ranks, key[1], whole, device)
+
+        own: dict[Key, Difference] = {}
+        compare(wanted, [have], local, own)
+        for key, difference in own.items():
+            if key not in worst or not difference.error <= worst[key].error:
+                worst[key] = replace(difference, rank=rank)
+
+    def _local(self, ranks: tuple[int, ...], name: str, whole: Tensor, device: int) -> Tensor:
+        """What a device of a place holds of a parameter or buffer."""
+        layout = self.layouts[ranks][name]
+        return shard(whole, layout, layout.mesh.coordinates(device))
+
+    def _add_shared(self) -> None:
+        """The gradients of parameters that several places have, added up."""
+        places: dict[str, list[tuple[int, ...]]] = {}
+        for ranks, held in self.tensors.items():
+            for name in held[0]:
+                places.setdefault(name, []).append(ranks)
+        for name, where in places.items():
+            for device in range(len(where[0])) if len(where) > 1 else ():
+                tensors = [self.tensors[ranks][device][name] for ranks in where]
+                found = [tensor.grad for tensor in tensors if tensor.grad is not None]
+                for tensor in tensors if found else ():
+                    tensor.grad = torch.stack(found).sum(0)
+
+
+class _Run:
+    """One step. ``losses``: per device of the last stage."""
+
+    def __init__(self, ranks: Pipelined, step: int) -> None:
+        self.ranks, self.seed = ranks, torch.tensor(step)
+        self.sizes = ranks.passes.sizes
+        self.whole = ranks.whole()
+        self.last = len(ranks.plan.stages) - 1
+        self.values: dict[tuple[int, int], list[VirtualValues]] = {}  # of a stage and a micro-batch, per device
+        self.sent: dict[tuple[int, int], Held] = {}
+        self.returned: dict[tuple[int, int], Held] = {}
+        self.losses = [torch.zeros((), dtype=torch.float64) for _ in ranks.plan.stages[-1].placement.ranks]
+
+    def execute(self) -> None:
+        """All actions of all places, every one as soon as what it needs is there."""
+        left = [list(actions) for actions in self.ranks.order]
+        while any(left):
+            before = sum(map(len, left))
+            for actions in left:
+                while actions and self._is_ready(actions[0]):
+                    self._act(actions.pop(0))
+            if sum(map(len, left)) == before:
+                raise ShardwiseError("the stages of the schedule wait for each other")
+
+    def _is_ready(self, action: Action) -> bool:
+        stage, micro_batch = action.stage, action.micro_batch
+        if action.kind == "forward":
+            return stage == 0 or (stage - 1, micro_batch) in self.sent
+        if (stage, micro_batch) not in self.values:
+            return False
+        return action.kind == "weight" or stage == self.last or (stage + 1, micro_batch) in self.returned
+
+    def _act(self, action: Action) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        size = self.sizes[micro_batch]
+        if action.kind == "forward":
+            self._forward(stage, micro_batch, size)
+        elif action.kind == "backward":
+            programs = self.ranks.programs[size][stage]
+            self._backward(stage, micro_batch, size, programs)
+        else:
+            position = 0 if action.kind == "input" else 1
+            programs = [halves[position] for halves in self.ranks.halves(size, stage)]
+            self._backward(stage, micro_batch, size, programs, is_weight=bool(position))
+
+    def _forward(self, stage: int, micro_batch: int, size: int) -> None:
+        ranks = self.ranks
+        one, cluster = ranks.bounds[size], ranks.clusters[stage]
+        part, spmd, programs = one.cut.parts[stage], one.spmds[stage], ranks.programs[size][stage]
+        held = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
+        bindings = []
+        for device, own in enumerate(held):
+            binding = self._bound(part, spmd, own, device, micro_batch, size)
+            received = self.sent[stage - 1, micro_batch][device] if stage else {}
+            bindings.append({**binding, **{s.value: received[s.value] for s in part.sources if s.kind == "activation"}})
+        cluster.record.clear()
+        values = run_forward(cluster, programs, bindings)
+        if micro_batch == 0:
+            ranks.forward_records[stage] = tuple(cluster.record)
+        self.values[stage, micro_batch] = values
+        outputs = {
+            out.name: own.name
+            for out, own in zip(part.outputs, spmd.outputs, strict=True)
+            if isinstance(out, Ref) and isinstance(own, Ref)
+        }
+        self.sent[stage, micro_batch] = [
+            {name: own[program.resolve(outputs[name])].clone() for name in one.cut.sends(stage)}
+            for program, own in zip(programs, values, strict=True)
+        ]
+        is_last = micro_batch == len(self.sizes) - 1
+        for device, (program, own) in enumerate(zip(programs, values, strict=True)):
+            if stage == self.last:
+                self.losses[device] = self.losses[device] + own[program.delivered[0]].detach()
+            for buffer, value in program.mutations:
+                name = part.source_of[buffer].names[0]
+                if is_last or name in ranks.passes.statistics:
+                    with torch.no_grad():
+                        held[device][name].copy_(own[value])
+
+    def _bound(
+        self, part: Graph, spmd: Spmd, own: Mapping[str, Tensor], device: int, micro_batch: int, size: int
+    ) -> VirtualValues:
+        """What a device's program starts from, but for what it receives."""
+        ranks, coordinates = self.ranks, spmd.mesh.coordinates(device)
+        start, batch = sum(self.sizes[:micro_batch]), sum(self.sizes)
+        binding: VirtualValues = dict(values_of_step(part, self.whole, start, CPU))
+        for source in part.sources:
+            name = source.names[0]
+            if name == SEED:
+                binding[source.value] = self.seed
+            elif source.kind == "input":
+                rows = ranks.inputs[name]
+                if name in ranks.split and len(self.sizes) > 1:
+                    rows = rows_of_pass(rows, start, size, batch)
+                binding[source.value] = shard(rows, spmd.layouts[source.value], coordinates).clone()
+            elif source.kind == "constant" and source.value not in binding:
+                binding[source.value] = ranks.start.constant(source.value).clone()
+            elif source.kind in ("parameter", "buffer"):
+                # A copy: a later micro-batch may write the buffer before this one's backward reads it.
+                binding[source.value] = own[name].detach() if source.kind == "parameter" else own[name].clone()
+        return binding
+
+    def _backward(
+        self, stage: int, micro_batch: int, size: int, programs: Sequence[Program], *, is_weight: bool = False
+    ) -> None:
+        ranks = self.ranks
+        one, cluster = ranks.bounds[size], ranks.clusters[stage]
+        part, spmd = one.cut.parts[stage], one.spmds[stage]
+        values = self.values[stage, micro_batch]
+        if not is_weight:
+            of_output = dict(zip(spmd.cotangents, part.cotangents or (), strict=True))
+            delivered = delivered_values(spmd, loss_only=True)
+            for device, (program, own) in enumerate(zip(programs, values, strict=True)):
+                for name, seed in zip(delivered, program.cotangents, strict=True):
+                    if seed is not None:
+                        back = self.returned[stage + 1, micro_batch][device] if name in of_output else {}
+                        own[seed] = back[of_output[name]] if back else torch.ones_like(own[program.resolve(name)])
+        cotangents = [
+            {name: own[name] for name in p.cotangents if name} for p, own in zip(programs, values, strict=True)
+        ]
+        cluster.record.clear()
+        found = run_backward(cluster, programs, values, cotangents)
+        if micro_batch == 0:
+            ranks.backward_records[stage] += tuple(cluster.record)
+        returned: Held = []
+        for own, values_of_device, gradients in zip(
+            ranks.tensors[ranks.plan.stages[stage].placement.ranks], values, found, strict=True
+        ):
+            returned.append({})
+            for name, gradient in gradients.items():
+                source = part.source_of.get(name)
+                if source is None:
+                    values_of_device[name] = gradient  # handed to the second part
+                elif source.kind == "activation":
+                    returned[-1][name] = gradient.clone()
+                else:
+                    tensor = own[source.names[0]]
+                    tensor.grad = gradient.clone() if tensor.grad is None else tensor.grad + gradient
+        if not is_weight:
+            layouts = spmd.layouts
+            for device, own in enumerate(returned):
+                for name in self._wanted_back(one, stage):
+                    if name not in own:
+                        shape = layouts[name].local_shape(spmd.mesh.coordinates(device))
+                        own[name] = torch.zeros(shape, dtype=part.by_name[name].dtype)
+            self.returned[stage, micro_batch] = returned
+
+    @staticmethod
+    def _wanted_back(one: Bound, stage: int) -> tuple[str, ...]:
+        """The received values whose cotangents the stage before waits for."""
+        if not stage:
+            return ()
+        asked = set(one.cut.parts[stage - 1].cotangents or ())
+        return tuple(s.value for s in one.cut.parts[stage].sources if s.kind == "activation" and s.value in asked)
+
+
+__all__ = ["Pipelined"]

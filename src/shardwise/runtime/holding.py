@@ -1,0 +1,118 @@
+"""The shards that a rank holds of a module, under their original names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.text import format_dtype
+from shardwise.plans.plan import Plan
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.hooks import Shards, carry_hooks
+from shardwise.runtime.hosted import HOST
+from shardwise.runtime.initial.materialize import Init, full_tensors
+from shardwise.runtime.replicas import Fingerprint
+from shardwise.runtime.shards import shard
+from shardwise.runtime.state import check_initial_values
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this rank holds. ``layouts``: by name, over the mesh of ``ranks``; ``everyone``: all ranks of the job.
+    ``host``: names of the tables that stay on the CPU, whose collectives ``host_ranks`` performs. ``only``: the names
+    of the parameters and buffers of this rank's stages; None: it has a part of all."""
+
+    layouts: Mapping[str, Layout]
+    ranks: Communicator
+    everyone: Communicator
+    host: frozenset[str]
+    host_ranks: Communicator
+    only: frozenset[str] | None = None
+
+    def layout(self, name: str, tensor: torch.Tensor) -> Layout:
+        """The layout of a parameter or buffer; whole where the plan does not name it."""
+        return self.layouts.get(name) or Layout.whole(self.ranks.mesh, tuple(tensor.shape))
+
+
+def hold(
+    root: torch.nn.Module,
+    module: torch.nn.Module,
+    plan: Plan,
+    own: Own,
+    device: torch.device,
+    seed: int | None,
+    init: Init | None,
+) -> None:
+    """Register this rank's shard of every parameter and buffer of ``module`` with ``root``, one full tensor at a
+    time."""
+    held: dict[str, torch.Tensor] = {}
+    prints: dict[str, int] = {}
+    fingerprints: dict[torch.device, Fingerprint] = {}
+    fault: ShardwiseError | None = None
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    try:
+        _check_module(module, plan)
+        for name, full in full_tensors(module, seed, init):
+            if full.device not in fingerprints:
+                fingerprints[full.device] = Fingerprint(full.device)
+            prints[name] = int(fingerprints[full.device](full))
+            if own.only is not None and name not in own.only:
+                continue
+            dtype = plan.precision.stored(full.dtype) if name in parameters else full.dtype
+            part = shard(full, own.layout(name, full), own.ranks.coordinates).detach()
+            held[name] = part.to(HOST if name in own.host else device, dtype).clone()
+    except ShardwiseError as error:
+        fault = error
+    check_initial_values(prints, fault, own.everyone, device)
+    shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in shards and name in held:
+            made = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
+            shards[id(parameter)] = made
+            ranks = own.host_ranks if name in own.host else own.ranks
+            carry_hooks(parameter, made, own.layout(name, parameter), name, ranks)
+        mine = shards.get(id(parameter))
+        if isinstance(mine, torch.nn.Parameter):
+            path, _, leaf = name.rpartition(".")
+            _container(root, path).register_parameter(leaf, mine)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        if name in held:
+            shards.setdefault(id(buffer), held[name])
+        if id(buffer) in shards:
+            persistent = leaf not in module.get_submodule(path)._non_persistent_buffers_set
+            _container(root, path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
+
+
+def _container(root: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The submodule at ``path``, created empty where it is missing."""
+    for name in filter(None, path.split(".")):
+        if name not in root._modules:
+            root.add_module(name, Shards())
+        child = root._modules[name]
+        assert child is not None
+        root = child
+    return root
+
+
+def _check_module(module: torch.nn.Module, plan: Plan) -> None:
+    """Raise PlanError listing the parameters that are not those of the plan."""
+    have = dict(module.named_parameters())
+    want = {entry.name: entry for entry in plan.parameters}
+    faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]
+    faults += [f"{name} is in the module and not in the plan" for name in sorted(have.keys() - want.keys())]
+    for name in sorted(have.keys() & want.keys()):
+        own = f"{format_dtype(plan.precision.stored(have[name].dtype))}{list(have[name].shape)}"
+        planned = f"{want[name].dtype}{list(want[name].shape)}"
+        if own != planned:
+            faults.append(f"{name} is {own} in the module and {planned} in the plan")
+    if faults:
+        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
+        raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))
+
+
+__all__ = ["Own", "hold"]

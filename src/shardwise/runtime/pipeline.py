@@ -1,0 +1,437 @@
+"""The module that a rank trains under a plan of stages: the shards of its own stages, and their programs on a schedule
+of torch.
+
+All ranks call it alike, with the whole batch. A rank works on the stages of its place; gradients of parameters that
+several stages have are added up at the end of a step, and all of them update their copies alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, problem
+from shardwise.graph.batch import with_samples
+from shardwise.graph.capture import Capture
+from shardwise.graph.interpret import interpret
+from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.trees import (
+    check_constants,
+    constant_key,
+    flatten,
+    flatten_with_path,
+    is_constant,
+    leaf_name,
+    unflatten,
+)
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.plans.example import announce_statistics
+from shardwise.plans.plan import Plan
+from shardwise.plans.schedule import SCHEDULES
+from shardwise.plans.stages import Bound, bound, only_read, step_graph
+from shardwise.programs.micro_batches import Passes, whole_sources
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.guards.protect import protect
+from shardwise.runtime.guards.registry import placed
+from shardwise.runtime.holding import Own, hold
+from shardwise.runtime.hooks import gathered
+from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.passes import samples_of, with_samples_in
+from shardwise.runtime.seeds import Seeded
+from shardwise.runtime.signatures import Signature, check_equal
+from shardwise.runtime.stage import StageProgram, StageWorker, Step
+from shardwise.runtime.state import State
+from shardwise.runtime.torch_schedules import Scheduled, position_groups
+
+LossOn = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What one kind of call runs: the captured call, its passes, the cut, and this rank's stages on a schedule."""
+
+    captured: Capture
+    passes: Passes
+    bound: Bound
+    workers: tuple[StageWorker, ...]
+    scheduled: Scheduled
+
+    @property
+    def draws(self) -> bool:
+        """Whether this rank draws random numbers."""
+        programs = (own for worker in self.workers for own in worker.programs.values())
+        return any(own.compiled.seed is not None for own in programs)
+
+    def with_state(self, state: Mapping[str, Tensor]) -> _Ready:
+        """The same with the parameters and buffers of ``state``, by name."""
+        for worker in self.workers:
+            worker.programs = {
+                size: replace(own, compiled=own.compiled.with_state(state)) for size, own in worker.programs.items()
+            }
+        return self
+
+
+class Pipeline(Seeded):
+    """This rank's shards of the parameters of its stages, under their original names."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        plan: Plan,
+        settings: Settings,
+        *,
+        seed: int | None = None,
+        init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        self.plan, self.device, self.schedule = plan, settings.device, SCHEDULES[plan.schedule]
+        name, rank = type(module).__name__, dist.get_rank()
+        self._everyone = Communicator(Placement.whole(Mesh(rank=dist.get_world_size())), name)
+        self._places = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
+        own_place = next(ranks for ranks in self._places if rank in ranks)
+        self._position = own_place.index(rank)
+        self._stages = [number for number, stage in enumerate(plan.stages) if stage.placement.ranks == own_place]
+        self._group = position_groups(self._places)[self._position]
+        self._ranks = [Communicator(stage.placement, name) for stage in plan.stages]
+        self._shared = self._shared_parameters()
+        calls = Calls(module, plan, settings, self._everyone, self._everyone)
+        self._calls = calls
+        self._calls_of = [calls.of_stage(plan.alone(i), ranks) for i, ranks in enumerate(self._ranks)]
+        self._ready: dict[Any, _Ready] = {}
+        self._signatures: dict[Any, Signature] = {}
+        self._has_said_instead = False
+        self._start_from(seed, self.device)
+        for ranks in self._ranks:  # of all devices of a stage: parameters are gathered for hooks over it
+            ranks.create_groups([ranks.mesh.sub_axes])
+        own = Own(self._layouts, self._ranks[self._stages[0]], self._everyone, frozenset(), self._everyone, self._names)
+        hold(self, module, plan, own, self.device, seed, init)
+        self._protect()
+        self._state = State(self)
+        self.train(module.training)
+
+    # -- what it holds -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _layouts(self) -> dict[str, Any]:
+        """Parameter, buffer or input of this rank's stages -> its layout, over the devices of its first stage. What
+        several of them have lies alike in all."""
+        found: dict[str, Any] = {}
+        for number in self._stages:
+            found = {**self.plan.stages[number].layouts, **found}
+        return found
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        stages = [self.plan.stages[number] for number in self._stages]
+        return frozenset(entry.name for stage in stages for entry in (*stage.parameters, *stage.buffers))
+
+    def _shared_parameters(self) -> dict[str, Any]:
+        """Parameter that stages of several places have, this one among them -> the process group of the ranks with its
+        shard. All ranks make all groups."""
+        places: dict[str, dict[tuple[int, ...], None]] = {}
+        for stage in self.plan.stages:
+            for entry in stage.parameters:
+                places.setdefault(entry.name, {})[stage.placement.ranks] = None
+        groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        found: dict[str, Any] = {}
+        own = self.plan.stages[self._stages[0]].placement.ranks
+        for name, ranks in places.items():
+            key = tuple(ranks)
+            if len(key) > 1:
+                if key not in groups:
+                    groups[key] = position_groups(key)[self._position]
+                if own in key:
+                    found[name] = groups[key]
+        return found
+
+    def _protect(self) -> None:
+        first = {
+            entry.name: stage.placement.ranks for stage in reversed(self.plan.stages) for entry in stage.parameters
+        }
+        own = self.plan.stages[self._stages[0]].placement.ranks
+        elsewhere = frozenset(name for name in self._shared if first[name] != own)
+        protect(self, placed(self, self._layouts, self._ranks[self._stages[0]].coordinates, elsewhere))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}, "_signatures": {}}  # a copy makes its own programs
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._protect()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    @as_planned
+    def step(self, *args: Any, loss: LossOn = "all", **kwargs: Any) -> Tensor | None:
+        """Forward and backward of the whole batch, of any number of samples, in micro-batches: adds to ``.grad`` and
+        returns the loss (detached). ``loss``: ``"all"`` ranks get it, or those of the ``"last"`` stage (the others
+        None), which sends it nowhere."""
+        if loss not in ("all", "last"):
+            raise ShardwiseError(
+                f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
+            )
+        flat, spec = self._begin(args, kwargs)
+        ready = self._for_step(flat, spec)
+        tensors = _named(args, kwargs)
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise ShardwiseError(
+                    problem(
+                        f"gradients of inputs are not computed under a plan, and {name} requires one",
+                        fix="pass input.detach(), or make what computes the input a part of the module that is split",
+                    )
+                )
+        losses = self._run(ready, tensors, keeps=True)
+        self._add_gradients(ready)
+        last = self.plan.stages[-1].placement.ranks
+        total = sum(losses[1:], losses[0]).detach() if losses else None
+        if loss == "last":
+            return total
+        graph = ready.bound.cut.parts[-1]
+        value = (
+            torch.zeros((), dtype=graph.by_name[str(graph.loss)].dtype, device=self.device) if total is None else total
+        )
+        dist.broadcast(value, last[0])
+        return value
+
+    @as_planned
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for evaluation: every tensor whole on every rank, without gradients, in one micro-batch.
+        Raises ShardwiseError in training: a backward of the user's own does not know of stages."""
+        if self.training and torch.is_grad_enabled():
+            raise ShardwiseError(
+                problem(
+                    "under a plan of stages a call is forward only, and this one would be differentiated",
+                    fix="train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()",
+                )
+            )
+        return self._evaluate(args, kwargs, predicts=False)
+
+    @as_planned
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
+        Every tensor is whole on every rank, without gradients."""
+        return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        self._everyone.calls += 1
+        for ranks in self._ranks:
+            ranks.calls += 1
+        flat, spec = flatten((args, kwargs))
+        if not all(isinstance(x, Tensor) or is_constant(x) for x in flat):
+            check_constants((leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0])
+        if self._state.refresh():
+            state = self._state.tensors
+            self._ready = {key: ready.with_state(state) for key, ready in self._ready.items()}
+        return flat, spec
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, predicts: bool) -> Any:
+        flat, spec = self._begin(args, kwargs)
+        key, call = self._call(flat, spec, loss_only=False, predicts=predicts)
+        if key not in self._ready:
+            captured = self._calls.captured(call)
+            self._ready[key] = self._made(captured, Passes.single(captured.graph), call)
+        ready = self._ready[key]
+        self._run(ready, _named(args, kwargs), keeps=False)
+        return unflatten(self._collected(ready), ready.captured.out_spec)
+
+    def _collected(self, ready: _Ready) -> list[Any]:
+        """The flattened outputs, brought from the stages that make them to all ranks."""
+        graph, home = ready.captured.graph, dict(ready.bound.cut.output_parts)
+        own = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
+        whole: dict[str, Tensor] = {}
+        for out in graph.outputs:
+            if not isinstance(out, Ref) or out.name in whole:
+                continue
+            value = graph.by_name[out.name]
+            made = self.plan.stages[home[out.name]].placement.ranks
+            empty = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+            tensor = own[out.name].detach().clone() if dist.get_rank() in made else empty
+            wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor.contiguous()
+            wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
+            dist.broadcast(wire, made[0])
+            received = torch.view_as_complex(wire) if tensor.is_complex() else wire.view(value.dtype)
+            whole[out.name] = received.view(value.shape)
+        return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def _call(self, flat: Sequence[Any], spec: Any, *, loss_only: bool, predicts: bool = False) -> tuple[Any, Call]:
+        """What tells a call apart, and the call, with tensors on meta; compared among the ranks when it is new."""
+        mode = (self.training, loss_only, predicts)
+        key = (*mode, spec, *((x.shape, x.dtype) if isinstance(x, Tensor) else constant_key(x) for x in flat))
+        if key not in self._ready:
+            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
+            what = "step()" if loss_only else "predict()" if predicts else "a call"
+            signature = Signature.of(named, f"{'train()' if self.training else 'eval()'}, {what}")
+            check_equal(signature, self._everyone, self.device)
+        empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in flat]
+        return key, Call(unflatten(empty, spec), *mode)
+
+    def _for_step(self, flat: Sequence[Any], spec: Any) -> _Ready:
+        key, call = self._call(flat, spec, loss_only=True)
+        if key not in self._ready:
+            captured = self._calls.captured(call)
+            graph = step_graph(captured.graph)
+            samples, micro_batch = self._samples(call), self.plan.micro_batch
+            passes = Passes.single(graph)
+            if (
+                micro_batch is not None
+                and samples is not None
+                and samples > micro_batch
+                and self.plan.micro_batches > 1
+            ):
+
+                def alone(count: int) -> Graph:
+                    return self._calls.captured(replace(call, arguments=with_samples(call.arguments, count))).graph
+
+                passes = Passes.of(graph, micro_batch, alone)
+                if dist.get_rank() == 0:
+                    announce_statistics(sorted(passes.statistics), stacklevel=5)
+            self._ready[key] = self._made(captured, passes, call)
+        return self._ready[key]
+
+    def _samples(self, call: Call) -> int | None:
+        named = {leaf_name(path): x for path, x in flatten_with_path(call.arguments)[0] if isinstance(x, Tensor)}
+        if not with_samples_in(self.plan):
+            return None
+        return samples_of(self.plan, {name: tuple(x.shape) for name, x in named.items()})
+
+    def _made(self, captured: Capture, passes: Passes, call: Call) -> _Ready:
+        """The programs of this rank's stages on a schedule; all ranks make the process groups of all stages."""
+        # A step of one pass, under a plan of several, has other operators than a pass; a call has outputs.
+        is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
+        training = call.training if is_planned else None
+        bounds = {
+            size: bound(self.plan, graph, prelude=passes.prelude, training=training)
+            for size, graph in passes.graphs.items()
+        }
+        state = {**self._state.tensors, SEED: self._seed}
+        programs: dict[int, dict[int, StageProgram]] = {number: {} for number in self._stages}
+        for size, one in bounds.items():
+            for number, (calls, spmd) in enumerate(zip(self._calls_of, one.spmds, strict=True)):
+                calls.create_groups(spmd)
+                if number in programs:
+                    part = one.cut.parts[number]
+                    compiled = calls.compiled_of(spmd, captured, part, call, state)
+                    returned = {
+                        *(part.cotangents or ()),
+                        *(one.cut.parts[number - 1].cotangents or () if number else ()),
+                    }
+                    sends = one.cut.sends(number)
+                    programs[number][size] = StageProgram(compiled, self._ranks[number], sends, frozenset(returned))
+        last = len(self.plan.stages) - 1
+        workers = tuple(
+            StageWorker(number, number == last, programs[number], passes.sizes, passes.statistics)
+            for number in self._stages
+        )
+        schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else SCHEDULES[self.schedule.instead]
+        by_number = {worker.number: worker for worker in workers}
+        scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._group)
+        return _Ready(captured, passes, bounds[max(bounds)], workers, scheduled)
+
+    def _schedule_for(self, num_micro_batches: int) -> Any:
+        """The plan's schedule; where so few micro-batches can not have it, the one that takes any number."""
+        fault = self.schedule.fault(len(self._places), num_micro_batches)
+        if not fault:
+            return self.schedule
+        if not self._has_said_instead and dist.get_rank() == 0:
+            warnings.warn(f"{fault}: such a step runs as {self.schedule.instead}", PlanWarning, stacklevel=6)
+        self._has_said_instead = True
+        return SCHEDULES[self.schedule.instead]
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _run(self, ready: _Ready, tensors: Mapping[str, Tensor], *, keeps: bool) -> list[Tensor]:
+        """Run the schedule: the losses of micro-batches, where the last stage is."""
+        seed = self._seed_of_call(draws=ready.draws)
+        whole = self._whole(ready, tensors)
+        step = Step(tensors, with_samples_in(self.plan), whole, seed, self.device)
+        for worker in ready.workers:
+            worker.begin(step, keeps=keeps)
+        try:
+            return ready.scheduled.step() if keeps else ready.scheduled.forward()
+        except RuntimeError as error:
+            raise self._explained(error, ready) from error
+
+    def _explained(self, error: RuntimeError, ready: _Ready) -> Exception:
+        """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ShardwiseError):
+                return cause
+            cause = cause.__cause__
+        doing = "; ".join(
+            f"stage {worker.number} was done with {worker.busy_with[0]} of micro-batch {worker.busy_with[1]}"
+            for worker in ready.workers
+        )
+        return CollectiveError(
+            problem(
+                f"a step of the pipeline failed on rank {dist.get_rank()}: {doing}; a neighbouring stage sends nothing "
+                f"any more: {str(error).strip().splitlines()[-1][:200]}",
+                fix="see the first error among the ranks of the stages before and behind",
+            )
+        )
+
+    def _whole(self, ready: _Ready, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values of the prelude, which depends on the inputs of all micro-batches; every rank that needs them
+        computes them."""
+        prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
+        wanted = any(whole_sources(own.part) for worker in ready.workers for own in worker.programs.values())
+        if prelude is None or not wanted:
+            return {}
+        state = self._state.tensors
+        given: dict[str, Tensor] = {}
+        for source in prelude.sources:
+            if source.kind == "input":
+                given[source.value] = tensors[source.names[0]].to(self.device, prelude.by_name[source.value].dtype)
+            elif source.kind == "constant":
+                given[source.value] = ready.captured.constants[source.value].to(self.device)
+            else:
+                name, ranks = source.names[0], self._ranks[self._stages[0]]
+                layout = self._layouts[name]
+                is_whole = not layout.positions
+                given[source.value] = state[name] if is_whole else gathered(state[name], layout, name, ranks)
+        with torch.no_grad(), self.device:
+            found = interpret(prelude, given)
+        return {name: found[name] for name in ready.passes.whole}
+
+    def _add_gradients(self, ready: _Ready) -> None:
+        """Add what the step has found to ``.grad``, of parameters of several stages the sum over them."""
+        state = self._state.tensors
+        totals: dict[str, Tensor] = {}
+        updated: set[str] = set()
+        for part in ready.bound.cut.parts:
+            updated.update(name for s in part.sources if s.value in part.updated for name in s.names[:1])
+        for worker in ready.workers:
+            sources = ready.bound.cut.parts[worker.number].source_of
+            for value, gradient in worker.gradients.items():
+                name = sources[value].names[0]
+                totals[name] = totals[name] + gradient if name in totals else gradient
+            worker.gradients = {}
+        for name, group in self._shared.items():
+            if name in updated and state[name].requires_grad:
+                parameter = state[name]
+                total = totals[name].contiguous() if name in totals else torch.zeros_like(parameter)
+                dist.all_reduce(total, group=group)
+                totals[name] = total
+        reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]
+        torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a call by the paths of their leaves."""
+    return {leaf_name(path): x for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, Tensor)}
+
+
+__all__ = ["Pipeline"]

@@ -1,0 +1,58 @@
+"""The random numbers of a module on ranks: one seed for all of them, another one for every call in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.operators import splitmix64
+
+MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
+
+
+class Seeded(torch.nn.Module):
+    """A module whose programs draw from a seed, which is in its state once they have."""
+
+    def _start_from(self, seed: int | None, device: torch.device) -> None:
+        """Begin. Calls count on from here: jobs with neighbouring seeds must not draw the same numbers one call
+        later."""
+        self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=device))
+        self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
+        self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._draws:
+            destination[prefix + SEED] = self._seed.clone()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        seed = state_dict.get(prefix + SEED)
+        if seed is not None:
+            self._draws = True
+            with torch.no_grad():
+                self._seed.copy_(seed)
+        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != prefix + SEED}, prefix, *others)
+
+    def _seed_of_call(self, draws: bool) -> torch.Tensor:
+        """The seed of the random numbers of this call: another one for every call in training.
+
+        A call during backward is a recomputation (``torch.utils.checkpoint``) and must draw what the first call drew.
+        It is known by a number from torch's generator, whose state the checkpoint restores; the seed is not made of
+        that number, since the generators of the ranks need not agree.
+        """
+        self._draws |= draws
+        key = int(torch.randint(2**62, ())) if draws and self.training else None
+        if key in self._seeds and torch._C._current_graph_task_id() != -1:
+            return self._seeds[key]
+        seed = self._seed.clone()  # backward draws the masks again, when self._seed is that of the next call
+        if key is not None:
+            self._seeds[key] = seed
+            if len(self._seeds) > MAX_RECOMPUTED:
+                del self._seeds[next(iter(self._seeds))]
+        if self.training:
+            with torch.no_grad():
+                self._seed += 1
+        return seed

@@ -1,0 +1,304 @@
+"""One stage of a pipeline on this rank: its programs, and what it keeps of the micro-batches between forward and
+backward.
+
+What crosses between stages has the shape that it has in the largest micro-batch; a smaller one fills the first part of
+it. Booleans and complex numbers travel as bytes and as pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.costs.pipeline import Kind
+from shardwise.graph.ir import Graph, Ref
+from shardwise.plans.stages import delivered_layouts
+from shardwise.programs.halves import split_backward
+from shardwise.programs.micro_batches import values_of_step
+from shardwise.programs.rank_program import Program
+from shardwise.runtime.calls import Compiled
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.emit import emit_backward
+from shardwise.runtime.memory_of_outputs import written_back
+from shardwise.runtime.passes import rows_of_pass
+from shardwise.runtime.shards import shard
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value between two stages, as a rank has it. ``shape``: its part; ``returns``: whether a cotangent comes
+    back."""
+
+    value: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    returns: bool
+
+    def example(self) -> Tensor:
+        """It as it travels, on meta."""
+        wire = _on_wire(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        shape = wire.shape if wire.numel() else (1,)
+        return torch.empty(shape, dtype=wire.dtype, device="meta", requires_grad=self.returns)
+
+    def packed(self, tensor: Tensor, example: Tensor) -> Tensor:
+        """A rank's part in the form in which it travels."""
+        wire = _on_wire(tensor)
+        if wire.shape == example.shape:
+            return wire.contiguous()
+        flat = wire.new_zeros(example.numel())
+        flat[: wire.numel()] = wire.reshape(-1)
+        return flat.view(example.shape)
+
+    def unpacked(self, wire: Tensor) -> Tensor:
+        """The inverse."""
+        wire, is_complex = wire.detach(), self.dtype.is_complex
+        shape = (*self.shape, 2) if is_complex else self.shape
+        if wire.shape != shape:
+            wire = wire.reshape(-1)[: prod(shape)].view(shape)
+        if is_complex:
+            return torch.view_as_complex(wire)
+        return wire.view(self.dtype) if self.dtype == torch.bool else wire
+
+
+def _on_wire(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.contiguous())
+    return tensor.contiguous().view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A stage's program for micro-batches of one size. ``sends``: the values for the next stage, in order;
+    ``returned``: the values, of either end, whose cotangents come back."""
+
+    compiled: Compiled
+    ranks: Communicator
+    sends: tuple[str, ...]
+    returned: frozenset[str]
+
+    @property
+    def part(self) -> Graph:
+        return self.compiled.captured.graph
+
+    @cached_property
+    def program(self) -> Program:
+        """This rank's."""
+        return self.compiled.step.emitted.program
+
+    @cached_property
+    def received(self) -> tuple[Crossing, ...]:
+        """What comes from the stage before, in order."""
+        layouts = self.compiled.spmd.layouts
+        names = [source.value for source in self.part.sources if source.kind == "activation"]
+        return tuple(self._crossing(name, layouts[name].local_shape(self.ranks.coordinates)) for name in names)
+
+    @cached_property
+    def sent(self) -> tuple[Crossing, ...]:
+        """What goes to the next stage, in order."""
+        layouts = delivered_layouts(self.part, self.compiled.spmd)
+        return tuple(self._crossing(name, layouts[name].local_shape(self.ranks.coordinates)) for name in self.sends)
+
+    def _crossing(self, name: str, shape: tuple[int, ...]) -> Crossing:
+        return Crossing(name, shape, self.part.by_name[name].dtype, name in self.returned)
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Output of the part, or its loss -> its position in what the program delivers."""
+        spmd = self.compiled.spmd
+        at = {name: i for i, name in enumerate(self.compiled.delivered)}
+        pairs = [
+            (out.name, own.name)
+            for out, own in zip(self.part.outputs, spmd.outputs, strict=True)
+            if isinstance(out, Ref)
+        ]
+        if self.part.loss is not None and spmd.loss is not None:
+            pairs.append((self.part.loss, spmd.loss))
+        return {name: at[own] for name, own in pairs if own in at}
+
+    @cached_property
+    def halves(self) -> tuple[tuple[Program, fx.GraphModule], tuple[Program, fx.GraphModule]]:
+        """Backward for cotangents, and for weights."""
+        device = next((tensor.device for tensor in self.compiled.tensors if tensor is not None), torch.device("cpu"))
+        first, second = split_backward(self.program)
+        return (first, emit_backward(first, self.ranks, device)), (second, emit_backward(second, self.ranks, device))
+
+
+@dataclass
+class Step:
+    """What the stages of this rank get for one step. ``inputs``: whole, by name; ``with_samples``: those that
+    micro-batches divide; ``whole``: the values of the prelude."""
+
+    inputs: Mapping[str, Tensor]
+    with_samples: frozenset[str]
+    whole: Mapping[str, Tensor]
+    seed: Tensor
+    device: torch.device
+
+
+@dataclass
+class StageWorker:
+    """A stage as a schedule asks for it (``torch_schedules.Worker``). ``sizes``: the samples of every micro-batch;
+    ``programs``: by size; ``statistics``: names of the buffers that every micro-batch writes.
+
+    ``gradients``: source -> what a step has added up; ``outputs``: of calls without backward, what the stage delivers.
+    """
+
+    number: int
+    is_last: bool
+    programs: Mapping[int, StageProgram]
+    sizes: tuple[int, ...]
+    statistics: frozenset[str]
+    step: Step | None = None
+    keeps: bool = True
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    busy_with: tuple[str, int] = ("nothing yet", 0)  # for errors
+    most_kept: int = 0  # micro-batches between forward and backward at once, at most
+    _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        largest = self.programs[max(self.sizes)]
+        self.receives = tuple(crossing.example() for crossing in largest.received) or _TOKEN
+        self.sends = tuple(crossing.example() for crossing in largest.sent) or _TOKEN
+
+    def begin(self, step: Step, *, keeps: bool) -> None:
+        """A step begins. ``keeps``: backward follows."""
+        self.step, self.keeps = step, keeps
+        self.gradients, self.outputs, self._saved, self.most_kept = {}, {}, {}, 0
+
+    def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
+        """Forward of a micro-batch: what is sent, or the loss."""
+        self.busy_with = ("forward", micro_batch)
+        own = self.programs[self.sizes[micro_batch]]
+        compiled = own.compiled
+        tensors = self._tensors(own, micro_batch, received)
+        with torch.no_grad():
+            if self.keeps:
+                delivered, written, saved = compiled.step.emitted.forward.forward(*tensors)
+                self._saved[micro_batch] = dict(zip(own.program.saved, saved, strict=True))
+                self.most_kept = max(self.most_kept, len(self._saved))
+            else:
+                delivered, written = compiled.step(tensors)
+        self._write(compiled, tensors, written, micro_batch)
+        results = {name: delivered[i] for name, i in own.position.items()}
+        if not self.keeps:
+            self.outputs = results
+        if self.is_last:
+            loss = results.get(own.part.loss or "")
+            return tensors[0].new_zeros(()) if loss is None else loss.clone()
+        sent = zip(own.sent, self.sends, strict=False)
+        return tuple(crossing.packed(results[crossing.value], example) for crossing, example in sent) or _token(
+            delivered
+        )
+
+    def _tensors(self, own: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of all sources."""
+        step, compiled = self.step, own.compiled
+        assert step is not None, "a step has begun"
+        start, size = sum(self.sizes[:micro_batch]), self.sizes[micro_batch]
+        arrived = {c.value: c.unpacked(wire) for c, wire in zip(own.received, received, strict=False)}
+        given = values_of_step(own.part, step.whole, start, step.device)
+        tensors: list[Tensor] = []
+        for position, (source, tensor) in enumerate(zip(own.part.sources, compiled.tensors, strict=True)):
+            if source.kind == "activation":
+                tensors.append(arrived[source.value])
+            elif source.value in given:
+                tensors.append(given[source.value])
+            elif source.kind == "input":
+                whole, layout = step.inputs[source.names[0]], compiled.spmd.layouts[source.value]
+                if source.names[0] in step.with_samples and len(self.sizes) > 1:
+                    whole = rows_of_pass(whole, start, size, sum(self.sizes))
+                rows = shard(whole, layout, own.ranks.coordinates) if layout.positions else whole
+                tensors.append(rows.to(step.device))
+            else:
+                tensors.append(step.seed if position == compiled.seed else _there(tensor, source.names[0]))
+        return tensors
+
+    def _write(
+        self, compiled: Compiled, tensors: Sequence[Tensor], written: Sequence[Tensor], micro_batch: int
+    ) -> None:
+        """Write what a micro-batch makes of buffers: running statistics always, all others after the last one."""
+        is_last = micro_batch == len(self.sizes) - 1
+        sources = compiled.captured.graph.sources
+        for position, value in zip(compiled.written, written, strict=True):
+            if is_last or sources[position].names[0] in self.statistics:
+                written_back([tensors[position]], [value])
+
+    def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Backward of a micro-batch, or a part of it: the cotangents of what was received."""
+        self.busy_with = (f"backward ({kind})" if kind != "backward" else kind, micro_batch)
+        own = self.programs[self.sizes[micro_batch]]
+        if kind != "weight":
+            self._saved[micro_batch].update(self._cotangents(own, cotangents))
+        program, run = own.program, own.compiled.step.emitted.backward
+        if kind != "backward":
+            program, run = own.halves[0 if kind == "input" else 1]
+        values = self._saved[micro_batch] if kind == "input" else self._saved.pop(micro_batch)
+        saved = [values[name] for name in program.saved]
+        given = [values[name] for name in program.cotangents if name is not None]
+        if kind == "backward":
+            values.clear()
+        with torch.no_grad():
+            found = dict(zip(program.gradients, run.forward(saved, *given), strict=True))
+        sources = own.part.source_of
+        if kind == "input":
+            read = own.halves[1][0].saved
+            handed = {name: found[name] for name in found if name not in sources}
+            self._saved[micro_batch] = {name: handed[name] if name in handed else values[name] for name in read}
+        received = [found.get(crossing.value) for crossing in own.received]
+        for name, gradient in found.items():
+            if name in sources and sources[name].kind != "activation":
+                self._add(name, gradient)
+        if kind == "weight":
+            return ()
+        packed = zip(own.received, received, self.receives, strict=False)
+        back = [None if g is None or not c.returns else c.packed(g, example) for c, g, example in packed]
+        return tuple(back) or (None,) * len(self.receives)
+
+    def _cotangents(self, own: StageProgram, cotangents: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """The cotangents of what the program delivers, by their names in it."""
+        arrived = {
+            crossing.value: crossing.unpacked(wire)
+            for crossing, wire in zip(own.sent, cotangents, strict=False)
+            if wire is not None
+        }
+        found: dict[str, Tensor] = {}
+        for value, position in own.position.items():
+            name = own.program.cotangents[position]
+            if name is None:
+                continue
+            if value in arrived:
+                found[name] = arrived[value]
+            else:
+                form = own.program.forms[name]
+                assert value == own.part.loss, f"no cotangent of {value} has come"
+                assert self.step is not None, "a step has begun"
+                found[name] = torch.ones(form.shape, dtype=form.dtype, device=self.step.device)
+        return found
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        if name in self.gradients:
+            self.gradients[name].add_(gradient)
+        else:
+            self.gradients[name] = gradient
+
+
+_TOKEN = (torch.empty(1, device="meta"),)  # where nothing crosses, a schedule still wants something to wait for
+
+
+def _token(delivered: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (torch.zeros(1, device=delivered[0].device if delivered else None),)
+
+
+def _there(tensor: Tensor | None, name: str) -> Tensor:
+    assert tensor is not None, f"this rank does not hold {name}"
+    return tensor
+
+
+__all__ = ["StageProgram", "StageWorker", "Step"]

@@ -1,0 +1,192 @@
+"""The schedules of ``torch.distributed.pipelining``, run on stages of this package: the one adapter.
+
+torch decides in which order a place works on micro-batches, and sends and receives what crosses between stages. A stage
+is asked for a forward, a backward, or a part of one, of a micro-batch, and does it by its own program, without
+autograd.
+
+What is used of torch without being public: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
+``PipelineStage``, which run a stage, and ``pipeline_order`` of schedules. Nothing outside this file knows of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from shardwise.costs.pipeline import Action, Kind, Order
+from shardwise.plans.schedule import Schedule
+
+_KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+_PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
+
+
+class Worker(Protocol):
+    """A stage as a schedule asks for it. ``receives``, ``sends``: what crosses, on meta; what has cotangents requires
+    gradients. The last stage sends nothing, and returns the loss."""
+
+    receives: tuple[Tensor, ...]
+    sends: tuple[Tensor, ...]
+
+    def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
+        """What is sent, or the loss."""
+
+    def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The cotangents of what was received; none for weights."""
+
+
+class _Stage(PipelineStage):
+    """One stage on this rank. What it is asked for comes without the number of the micro-batch, which torch's calls
+    around it have."""
+
+    def __init__(self, worker: Worker, number: int, num_stages: int, device: torch.device, group: Any) -> None:
+        numbers = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        super().__init__(
+            torch.nn.Module(),  # the program stays out of torch's sight
+            number,
+            num_stages,
+            device,
+            input_args=worker.receives if number else (numbers,),
+            output_args=worker.sends if number < num_stages - 1 else (loss,),
+            group=group,
+        )
+        self._worker, self._micro_batch = worker, -1
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._micro_batch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._micro_batch = bwd_chunk_id
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._micro_batch = bwd_chunk_id
+        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # torch runs a schedule forward alone by leaving out what its backward does, but for what folded schedules hand over
+    # on one place.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        taken: Any = super().get_local_bwd_output  # untyped in torch
+        return taken(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
+        return self._worker.forward(self._micro_batch, () if self.is_first else args)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        cotangents = bwd_kwargs.get("output_grads") or ()
+        found = self._worker.backward(self._micro_batch, _PARTS[backward_type], cotangents)
+        return (None,) if self.is_first else found, []
+
+
+class Scheduled:
+    """A schedule over the stages of this rank, for a number of micro-batches."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workers: Mapping[int, Worker],
+        num_stages: int,
+        num_micro_batches: int,
+        device: torch.device,
+        group: Any,
+    ) -> None:
+        stages = [_Stage(worker, number, num_stages, device, group) for number, worker in sorted(workers.items())]
+        self._has_first, self._has_last = 0 in workers, num_stages - 1 in workers
+        self._numbers = torch.arange(num_micro_batches)
+        settings: dict[str, Any] = {"loss_fn": _is_loss, "scale_grads": False}
+        if schedule.stages_per_place > 1:
+            settings["backward_requires_autograd"] = False
+        given: Any = stages if schedule.stages_per_place > 1 else stages[0]
+        self._schedule: Any = get_schedule_class(schedule.name)(given, num_micro_batches, **settings)
+
+    def step(self) -> list[Tensor]:
+        """Forward and backward of all micro-batches: their losses, in order, where the last stage is."""
+        losses: list[Tensor] = []
+        numbers = (self._numbers,) if self._has_first else ()
+        target = self._numbers if self._has_last else None
+        with torch.enable_grad():  # torch asks for it; programs record nothing
+            self._schedule.step(*numbers, target=target, losses=losses, return_outputs=False)
+        return losses
+
+    def forward(self) -> list[Tensor]:
+        """Forward of all micro-batches alone."""
+        numbers = (self._numbers,) if self._has_first else ()
+        target = self._numbers if self._has_last else None
+        with torch.no_grad():
+            self._schedule.eval(*numbers, target=target, return_outputs=False)
+        return []
+
+
+def _is_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output
+
+
+def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Order:
+    """What every place does, in torch's order. No process group is needed."""
+    found: list[tuple[Action, ...]] = []
+    num_stages = num_places * schedule.stages_per_place
+    stages = [
+        SimpleNamespace(
+            num_stages=num_stages,
+            group_size=num_places,
+            group_rank=0,
+            stage_index=number,
+            is_last=number == num_stages - 1,
+            submod=torch.nn.Module(),
+        )
+        for number in range(schedule.stages_per_place)
+    ]
+    given: Any = stages if schedule.stages_per_place > 1 else stages[0]
+    made: Any = get_schedule_class(schedule.name)(given, num_micro_batches)
+    for place in range(num_places):
+        actions: list[Action] = []
+        for action in made.pipeline_order[place]:
+            actions += _actions(action)
+        found.append(tuple(actions if schedule.stages_per_place > 1 else _numbered(actions)))
+    return tuple(found)
+
+
+def _actions(action: Any) -> list[Action]:
+    """torch's action, which may be several at once."""
+    if action is None:
+        return []
+    if action.sub_actions:
+        return [own for part in action.sub_actions for own in _actions(part)]
+    kind = _KINDS.get(action.computation_type.value)
+    return [] if kind is None else [Action(action.stage_index, kind, action.microbatch_index)]
+
+
+def _numbered(actions: Sequence[Action]) -> list[Action]:
+    """The actions of the only stage of a place, which takes micro-batches in order. (torch's table of 1F1B, which is
+    for pictures, numbers the last place's forwards from 1.)"""
+    seen: Counter[Kind] = Counter()
+    numbered = []
+    for action in actions:
+        numbered.append(replace(action, micro_batch=seen[action.kind]))
+        seen[action.kind] += 1
+    return numbered
+
+
+def position_groups(places: Sequence[Sequence[int]]) -> list[Any]:
+    """Per position the group of the ranks that have it in every place; all ranks make all of them."""
+    return [dist.new_group(sorted(ranks)) for ranks in zip(*places, strict=True)]
+
+
+__all__ = ["Scheduled", "Worker", "order_of", "position_groups"]

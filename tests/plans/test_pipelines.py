@@ -1,0 +1,208 @@
+"""Plans of stages: where a model is cut, what is refused, what is printed and kept in the file; and that the proof sees
+what a pipeline can do wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from runtime.staged_model import Staged, staged_batch
+from shardwise.costs.pipeline import Action, StageSeconds, simulate_pipeline
+from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.proof import stages as proof
+from shardwise.runtime.torch_schedules import order_of
+
+BATCH = staged_batch(8)
+
+
+def plan(module: nn.Module | None = None, devices: int = 4, **options: Any) -> sw.Plan:
+    options = {"stages": 2, "micro_batch": 2, "search": "sharding_propagation", **options}
+    return sw.plan(module or Staged(), BATCH, devices, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cuts
+
+
+def test_balanced_stages_have_about_the_same_to_do() -> None:
+    found = plan(Staged(layers=8, width=64), search="dynamic_programming")
+    assert [stage.placement.ranks for stage in found.stages] == [(0, 1), (2, 3)]
+    assert found.pipeline is not None
+    times = [stage.forward + stage.backward for stage in found.pipeline.stages]
+    assert max(times) < 1.5 * min(times), times
+    names = [{entry.name for entry in stage.parameters} for stage in found.stages]
+    assert names[0] & names[1] == {"tokens.weight"}, "tied, in both"
+    layouts = [stage.layouts["tokens.weight"] for stage in found.stages]
+    assert layouts[0].dims == layouts[1].dims
+    assert {entry.dtype for entry in found.stages[0].sends} == {"bool", "f32"}
+    assert [e.name for e in found.stages[0].sends] == [e.name for e in found.stages[1].receives]
+
+
+def test_marked_stages_begin_where_they_are_marked() -> None:
+    model = Staged()
+    sw.stage(model.tokens, 0)
+    sw.stage(model.norms[3], 1)
+    found = plan(model, stages="marked")
+    assert "blocks.3.weight" in {entry.name for entry in found.stages[1].parameters}
+    assert "blocks.2.weight" in {entry.name for entry in found.stages[0].parameters}
+    assert plan(model, stages=2) == found
+
+
+def marked(**marks: int) -> Staged:
+    model = Staged()
+    for name, number in marks.items():
+        sw.stage(model.get_submodule(name.replace("_", ".")), number)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "decreasing": (lambda: plan(marked(norms_1=2, blocks_1=1), stages="marked", devices=3), "blocks.1 is marked with"),
+    "missing": (lambda: plan(marked(norms_1=2), stages="marked"), "no module is marked with stage 1"),
+    "beyond": (lambda: plan(marked(norms_1=2), stages=2), "out of range: norms.1 in stage 2"),
+    "unmarked": (lambda: plan(stages="marked"), "no module is marked"),
+    "one stage": (lambda: plan(stages=1), "stages is 1"),
+    "only the first": (lambda: plan(marked(tokens=0), stages="marked"), "that is no pipeline"),
+    "not a stage": (lambda: sw.stage(Staged(), -1), "stage -1 of a module"),
+    "no module": (lambda: sw.stage(torch.tanh, 1), "stage takes a module"),  # type: ignore[type-var]
+    "too many": (lambda: plan(stages=50, devices=50), "50 stages need"),
+    "devices that do not divide": (lambda: plan(stages=3), "4 / 3 = 1.333"),
+    "too few micro-batches": (lambda: plan(stages=4, micro_batch=4), "4 stages needs 4 micro-batches, and there are 2"),
+    "an unknown schedule": (lambda: plan(schedule="2F2B"), "one of GPipe, 1F1B, LoopedBFS"),
+    "a schedule without stages": (lambda: plan(stages=None, schedule="GPipe"), "there are none"),
+    "an odd number for a loop": (lambda: plan(stages=3, schedule="LoopedBFS"), "3 stages are 1.5 places"),
+    "a mesh of all devices": (lambda: plan(mesh=sw.Mesh(dp=4)), "a stage has 2"),
+    "no loss": (lambda: sw.plan(Staged(), BATCH[:1], 4, stages=2), "stages need a loss"),
+    "a stage without parameters": (
+        lambda: sw.plan(
+            nn.Sequential(nn.Linear(4, 4), sw.stage(nn.Tanh(), 1)),
+            (torch.zeros(8, 4), torch.zeros(8, 4)),
+            4,
+            loss=nn.functional.mse_loss,
+            stages="marked",
+            micro_batch=2,
+        ),
+        "stage 1 has no parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_is_refused(case: str) -> None:
+    make, text = REFUSED[case]
+    with pytest.raises(sw.ShardwiseError) as error:
+        make()
+    assert text in str(error.value), str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------------ file and print
+
+
+def test_the_file_holds_stages_and_the_printed_plan_shows_them() -> None:
+    found = plan(search="dynamic_programming")
+    assert sw.Plan.from_json(found.to_json()) == found
+    text = str(found)
+    assert "pipeline of 2 stages on 2 places, 1F1B" in text
+    assert "bubble" in text
+    assert "stage 1: Mesh" in text
+    with pytest.raises(sw.PlanError, match="2 stages"):
+        _ = found.mesh
+
+
+def test_micro_batches_are_chosen_by_price() -> None:
+    found = sw.plan(Staged(), BATCH, 4, stages=2)
+    assert found.micro_batches >= 2
+
+
+# -------------------------------------------------------------------------------------------------------------- orders
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torchs_orders_do_everything_once(name: str) -> None:
+    schedule = schedule_of(name.upper())
+    order = order_of(schedule, 3, 9)
+    stages = 3 * schedule.stages_per_place
+    done = [action for actions in order for action in actions]
+    assert len(done) == len(set(done))
+    kinds = {"forward", "input", "weight", "backward"}
+    for stage in range(stages):
+        for micro_batch in range(9):
+            own = {k for k in kinds if Action(stage, k, micro_batch) in done}  # type: ignore[arg-type]
+            assert own in ({"forward", "backward"}, {"forward", "input", "weight"})
+    for place, actions in enumerate(order):
+        assert {schedule.place_of(action.stage, 3) for action in actions} == {place}
+    simulated = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * stages)
+    assert simulated.seconds >= 27 * schedule.stages_per_place
+    assert 0 < simulated.bubbles < 0.3
+
+
+def test_bubbles_are_those_of_the_literature() -> None:
+    """1F1B and GPipe: (p - 1) / (m + p - 1); 1F1B keeps as many micro-batches as there are stages behind."""
+    for name in ("GPipe", "1F1B"):
+        step = simulate_pipeline(order_of(SCHEDULES[name], 4, 16), [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * 4)
+        assert step.bubbles == pytest.approx(3 / 19)
+        assert step.in_flight == ((16,) * 4 if name == "GPipe" else (4, 3, 2, 1))
+
+
+# --------------------------------------------------------------------------------------------------------------- proof
+
+
+@pytest.fixture(scope="module")
+def dropped() -> tuple[Staged, sw.Plan]:
+    torch.manual_seed(0)
+    model = Staged(dropout=0.2)
+    return model, plan(model, schedule="ZBVZeroBubble", stages=4, zero=1)
+
+
+def test_a_pipeline_is_proven(dropped: tuple[Staged, sw.Plan]) -> None:
+    """Dropout, a mean over labels that count, tied parameters and a mask; backward in halves, on a folded schedule."""
+    report = sw.verify(dropped[0], BATCH, dropped[1])
+    assert report.ok, str(report)
+    kinds = {difference.kind for difference in report.differences}
+    assert kinds == {"loss", "gradient", "parameter"}
+    assert {d.name for d in report.differences if d.kind == "parameter"} == set(dict(dropped[0].named_parameters()))
+
+
+def lost(self: Any, stage: int, micro_batch: int, *args: Any, **kwargs: Any) -> None:
+    """The weights of one micro-batch are forgotten."""
+    if not (micro_batch == 2 and stage == 1 and kwargs.get("is_weight")):
+        BACKWARD(self, stage, micro_batch, *args, **kwargs)
+
+
+def scaled(self: Any) -> None:
+    for held in self.tensors.values():
+        for own in held:
+            for tensor in own.values():
+                if tensor.grad is not None:
+                    tensor.grad = tensor.grad / len(self.passes.sizes)
+    ADD_SHARED(self)
+
+
+def swapped(self: Any, stage: int, micro_batch: int, size: int) -> None:
+    """What crosses goes to the other device."""
+    FORWARD(self, stage, micro_batch, size)
+    self.sent[stage, micro_batch].reverse()
+
+
+BACKWARD, FORWARD, ADD_SHARED = proof._Run._backward, proof._Run._forward, proof.Pipelined._add_shared
+MUTATIONS: dict[str, Any] = {
+    "a micro-batch whose weights are lost": (proof._Run, "_backward", lost),
+    "gradients divided by the micro-batches": (proof.Pipelined, "_add_shared", scaled),
+    "tied gradients that are not added": (proof.Pipelined, "_add_shared", lambda self: None),
+    "devices that are exchanged at a boundary": (proof._Run, "_forward", swapped),
+}
+
+
+@pytest.mark.parametrize("case", MUTATIONS)
+def test_the_proof_sees_it(case: str, dropped: tuple[Staged, sw.Plan]) -> None:
+    owner, name, broken = MUTATIONS[case]
+    model, found = dropped
+    if "tied" in case:  # a folded schedule has the first and the last stage on one place
+        found = plan(model)
+        assert sw.verify(model, BATCH, found, steps=1).ok
+    with mock.patch.object(owner, name, broken):
+        assert not sw.verify(model, BATCH, found, steps=1).ok
