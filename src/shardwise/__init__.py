@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.errors import (
         CaptureError,
         CaptureWarning,
+        CheckpointError,
         CollectiveError,
         LaunchError,
         LayoutError,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from shardwise.runtime.parallelize import parallelize
     from shardwise.search.rules import UnsplitWarning
     from shardwise.search.zero import Zero
+    from shardwise.train.checkpoints import save_checkpoint
+    from shardwise.train.resuming import Checkpoint, load_checkpoint
+    from shardwise.train.retention import Keep
 
 __version__ = "0.1.0"
 
@@ -49,6 +53,7 @@ _HOMES = {
     "shardwise.errors": (
         "CaptureError",
         "CaptureWarning",
+        "CheckpointError",
         "CollectiveError",
         "LaunchError",
         "LayoutError",
@@ -73,6 +78,9 @@ _HOMES = {
     "shardwise.runtime.guards.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel",),
     "shardwise.runtime.parallelize": ("parallelize",),
+    "shardwise.train.checkpoints": ("save_checkpoint",),
+    "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
+    "shardwise.train.retention": ("Keep",),
     "shardwise.launch.ranks": ("finish", "init_ranks", "rank", "world_size"),
     "shardwise.proof.rule_check": ("RuleReport", "check_rule"),
     "shardwise.proof.verify": ("Report", "verify"),
@@ -95,9 +103,12 @@ def __dir__() -> list[str]:
 __all__ = [
     "CaptureError",
     "CaptureWarning",
+    "Checkpoint",
+    "CheckpointError",
     "Cluster",
     "CollectiveError",
     "LaunchError",
+    "Keep",
     "Layout",
     "LayoutError",
     "Mesh",
@@ -122,11 +133,13 @@ __all__ = [
     "elementwise_optimizer",
     "finish",
     "init_ranks",
+    "load_checkpoint",
     "parallelize",
     "plan",
     "rank",
     "recompute",
     "rule",
+    "save_checkpoint",
     "shard",
     "verify",
     "world_size",

@@ -386,6 +386,11 @@ class Parallel(torch.nn.Module):
         return seed
 
     @property
+    def coordinates(self) -> Mapping[str, int]:
+        """Where this rank is on the mesh."""
+        return self._ranks.coordinates
+
+    @property
     def compiled(self) -> tuple[Compiled, ...]:
         """What was compiled so far, one for each signature of inputs, oldest first."""
         in_passes = (compiled for step in self._in_passes.values() for compiled in step.programs.values())
