@@ -103,6 +103,7 @@ def go_on(folder: str, kind: str, steps: int, save_as: str = "", num_steps: int 
     if steps:
         loaded = sw.load_checkpoint(folder, par, optimizer, schedulers=scheduler)
         assert loaded.step == steps
+        sw.save_checkpoint(Path(folder) / "again", par, optimizer, step=0, schedulers=scheduler)
     losses = train(par, optimizer, scheduler, steps, steps + num_steps)
     if save_as:
         sw.save_checkpoint(

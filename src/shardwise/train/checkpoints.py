@@ -115,20 +115,21 @@ def save_checkpoint(
     path = Path(path)
     state: _State | None = None
     fault: ShardwiseError | None = None
+    made = False
     try:
-        optimizers = several(optimizer)
-        state = _state_of(par, optimizers, rank)
+        state = _state_of(par, several(optimizer), rank)
         state.values.update(_values(step, several(schedulers), scaler, data, extra, metrics))
         if rank == 0:
             make_room(path)
+            made = True
     except ShardwiseError as error:
         fault = error
-    raise_first(CheckpointError, fault)
-    assert state is not None, "without a fault there is a state"
     try:
+        raise_first(CheckpointError, fault)
+        assert state is not None, "without a fault there is a state"
         plain = _agree(saver, path, state)
     except ShardwiseError:
-        if rank == 0:
+        if made:
             shutil.rmtree(incomplete(path))
         raise
     for file in saver.files[rank]:
