@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardwise.search.rules import UnsplitWarning
     from shardwise.search.zero import Zero
     from shardwise.train.checkpoints import save_checkpoint
+    from shardwise.train.pretrained import save_pretrained
     from shardwise.train.resuming import Checkpoint, load_checkpoint
     from shardwise.train.retention import Keep
 
@@ -79,6 +80,7 @@ _HOMES = {
     "shardwise.runtime.parallel": ("Parallel",),
     "shardwise.runtime.parallelize": ("parallelize",),
     "shardwise.train.checkpoints": ("save_checkpoint",),
+    "shardwise.train.pretrained": ("save_pretrained",),
     "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
     "shardwise.train.retention": ("Keep",),
     "shardwise.launch.ranks": ("finish", "init_ranks", "rank", "world_size"),
@@ -140,6 +142,7 @@ __all__ = [
     "recompute",
     "rule",
     "save_checkpoint",
+    "save_pretrained",
     "shard",
     "verify",
     "world_size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +33,11 @@ from shardwise.runtime.calls import Call, Calls, Compiled, Settings
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.hooks import Shards, carry_hooks
-from shardwise.runtime.hosted import HOST
-from shardwise.runtime.initial.materialize import Init, full_tensors
+from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.initial.shards import InitialShards
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
-from shardwise.runtime.replicas import Fingerprint, ReplicaCheck
+from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
 from shardwise.runtime.state import State, check_initial_values
@@ -57,6 +58,7 @@ class Parallel(torch.nn.Module):
         *,
         seed: int | None = None,
         init: Init | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         super().__init__()
         self.plan, self.device, self.inputs, self._settings = plan, settings.device, settings.inputs, settings
@@ -77,36 +79,27 @@ class Parallel(torch.nn.Module):
         self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=self.device))
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
-        self._hold(module, seed, init)
+        self._hold(module, seed, init, weights)
         self._state = State(self)
         self.train(module.training)
 
-    def _hold(self, module: torch.nn.Module, seed: int | None, init: Init | None) -> None:
+    def _hold(self, module: torch.nn.Module, seed: int | None, init: Init | None, weights: str | Path | None) -> None:
         """Register this rank's shard of every parameter and buffer, one full tensor at a time."""
-        held: dict[str, torch.Tensor] = {}
-        prints: dict[str, int] = {}
-        fingerprints: dict[torch.device, Fingerprint] = {}
+        found = InitialShards(self.plan, self._ranks, self.device, self._settings.host)
         fault: ShardwiseError | None = None
-        parameters = dict(module.named_parameters(remove_duplicate=False))
         try:
             _check_module(module, self.plan)
-            for name, full in full_tensors(module, seed, init):
-                if full.device not in fingerprints:
-                    fingerprints[full.device] = Fingerprint(full.device)
-                prints[name] = int(fingerprints[full.device](full))
-                layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(full.shape))
-                device = HOST if name in self._settings.host else self.device
-                dtype = self.plan.precision.stored(full.dtype) if name in parameters else full.dtype
-                held[name] = shard(full, layout, self._ranks.coordinates).detach().to(device, dtype).clone()
+            found.fill(module, seed, init, weights)
         except ShardwiseError as error:
             fault = error
-        check_initial_values(prints, fault, self._ranks, self.device)
+        check_initial_values(found.prints, fault, self._ranks, self.device)
+        held = found.held
         shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
         for name, parameter in module.named_parameters(remove_duplicate=False):
             owner, _, leaf = name.rpartition(".")
             if id(parameter) not in shards:
                 shards[id(parameter)] = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
-                layout = self.plan.layouts.get(name) or Layout.whole(self.plan.mesh, tuple(parameter.shape))
+                layout = found.layout(name, parameter)
                 ranks = self._host_ranks if name in self._settings.host else self._ranks
                 carry_hooks(parameter, shards[id(parameter)], layout, name, ranks)
             own = shards[id(parameter)]
@@ -118,6 +111,11 @@ class Parallel(torch.nn.Module):
             persistent = leaf not in module.get_submodule(owner)._non_persistent_buffers_set
             _container(self, owner).register_buffer(leaf, own, persistent=persistent)
         protect(self)
+
+    @property
+    def original(self) -> torch.nn.Module:
+        """The module that was split, on meta."""
+        return self._calls.model
 
     def __getstate__(self) -> dict[str, Any]:
         return {
