@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise.layouts.layout import Layout
+from shardwise.runtime.communicator import Communicator
 
 if TYPE_CHECKING:
     from shardwise.runtime.parallel import Parallel
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Held:
     """What this rank holds of a parameter or buffer. Of the ranks that hold the same elements, one (at coordinate 0 on
-    every axis that does not shard it) ``counts`` them."""
+    every axis that does not shard it) ``counts`` them. ``ranks``: those that hold parts of it."""
 
     name: str
     layout: Layout
     counts: bool
+    ranks: Communicator
 
     @property
     def is_shard(self) -> bool:
@@ -51,7 +53,7 @@ def remember(parallel: Parallel) -> bool:
             continue
         assert not layout.states, f"what is stored is sharded or invariant, and {name} is {layout}"
         counts = not any(coordinates[axis] for axis in mesh.sub_axes if axis not in layout.positions)
-        held[name] = Held(name, layout, counts)
+        held[name] = Held(name, layout, counts, parallel._ranks)
     if not any(own.is_shard for own in held.values()):
         return False
     _holders[parallel] = held
