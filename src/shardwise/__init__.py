@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardwise.search.rules import UnsplitWarning
     from shardwise.search.zero import Zero
     from shardwise.train.checkpoints import save_checkpoint
+    from shardwise.train.data import DataLoader
     from shardwise.train.pretrained import save_pretrained
     from shardwise.train.resuming import Checkpoint, load_checkpoint
     from shardwise.train.retention import Keep
@@ -80,6 +81,7 @@ _HOMES = {
     "shardwise.runtime.parallel": ("Parallel",),
     "shardwise.runtime.parallelize": ("parallelize",),
     "shardwise.train.checkpoints": ("save_checkpoint",),
+    "shardwise.train.data": ("DataLoader",),
     "shardwise.train.pretrained": ("save_pretrained",),
     "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
     "shardwise.train.retention": ("Keep",),
@@ -109,6 +111,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "CollectiveError",
+    "DataLoader",
     "Keep",
     "LaunchError",
     "Layout",

@@ -64,7 +64,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[0], ids[1]
 
 
-def split(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, **more: Any) -> sw.Parallel:
+def split(
+    kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, inputs: Any = "global", **more: Any
+) -> sw.Parallel:
     sizes, strategies, settings = SPLITS[kind]
     model = make(seed, dtype)
     mesh = sw.Mesh(sizes)
@@ -74,7 +76,7 @@ def split(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, **more: 
         plan = sw.plan(
             model, batch(0), mesh.num_devices, mesh=mesh, strategies=strategies, search="sharding_propagation", **how
         )
-        return sw.parallelize(model, plan, seed=7)
+        return sw.parallelize(model, plan, seed=7, inputs=inputs)
 
 
 def tools(module: nn.Module, lr: float = 1e-2) -> tuple[torch.optim.Optimizer, Any]:
