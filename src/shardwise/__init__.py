@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardwise.train.pretrained import save_pretrained
     from shardwise.train.resuming import Checkpoint, load_checkpoint
     from shardwise.train.retention import Keep
+    from shardwise.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -85,6 +86,7 @@ _HOMES = {
     "shardwise.train.pretrained": ("save_pretrained",),
     "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
     "shardwise.train.retention": ("Keep",),
+    "shardwise.train.trainer": ("Trainer",),
     "shardwise.launch.ranks": ("finish", "init_ranks", "rank", "world_size"),
     "shardwise.proof.rule_check": ("RuleReport", "check_rule"),
     "shardwise.proof.verify": ("Report", "verify"),
@@ -128,6 +130,7 @@ __all__ = [
     "Report",
     "RuleReport",
     "ShardwiseError",
+    "Trainer",
     "UnsplitWarning",
     "Zero",
     "check_rule",
