@@ -54,8 +54,8 @@ class Keep:
 
 
 def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path, str]]]:
-    """(complete checkpoints by ascending step, what is left of others with the reason). A checkpoint that was being
-    deleted is neither."""
+    """(complete checkpoints, by ascending step and then by when they were written; what is left of others with the
+    reason). A checkpoint that was being deleted is neither."""
     found: dict[Path, Manifest] = {}
     torn: list[tuple[Path, str]] = []
     for path in sorted(folder.iterdir()):
@@ -66,7 +66,8 @@ def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path,
                 found[path] = read_manifest(path)
             except ShardwiseError as error:
                 torn.append((path, str(error).split("\n", 1)[0]))
-    return dict(sorted(found.items(), key=lambda item: item[1].step)), torn
+    written = {path: (path / FILE).stat().st_mtime_ns for path in found}
+    return dict(sorted(found.items(), key=lambda item: (item[1].step, written[item[0]]))), torn
 
 
 def prune(new: Path, keep: Keep) -> Sequence[Path]:
