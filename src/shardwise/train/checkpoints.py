@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from shardwise.runtime.parallel import Parallel
 from shardwise.texts import check_texts
 from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
 from shardwise.train.files import stage
-from shardwise.train.manifest import BLOCK_BYTES, Manifest, Stored
+from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, Stored
 from shardwise.train.parts import (
     MODEL,
     RANDOM,
@@ -36,7 +37,7 @@ from shardwise.train.parts import (
 )
 from shardwise.train.retention import Keep
 from shardwise.train.saving import Job, Saving, incomplete, make_room
-from shardwise.train.sharing import PlannedFile, offers_of, shared_out
+from shardwise.train.sharing import Piece, PlannedFile, offers_of, shared_out
 from shardwise.train.values import encode
 
 
@@ -254,13 +255,13 @@ def _merged(names: Sequence[Names]) -> list[list[list[str]]]:
 
 
 def _stored(files: Sequence[Sequence[PlannedFile]]) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+    pieces: dict[str, Piece] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for file in (file for own in files for file in own):
         for piece, chunk in file.chunks():
-            before = found.get(piece.name)
-            chunks = (*(before.chunks if before else ()), chunk)
-            found[piece.name] = Stored(piece.dtype, piece.shape, chunks)
-    return found
+            pieces[piece.name] = piece
+            chunks[piece.name].append(chunk)
+    return {name: Stored(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
 
 
 def _digest(value: Any) -> str:

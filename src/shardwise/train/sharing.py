@@ -1,8 +1,9 @@
 """Who writes which part of a checkpoint: every element once, by one of the ranks that hold it, as much by each as
 possible.
 
-All ranks compute the same answer from what all of them hold, so nothing is sent for it. A large box that several ranks
-hold is cut in pieces of rows; then the largest piece goes to the rank that has least to write so far.
+All ranks compute the same answer from what all of them hold, so nothing is sent for it. A box that several ranks hold
+and that is large beside a rank's fair share is cut in pieces of rows; then the largest piece goes to the rank that has
+least to write so far.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwise.train.parts import Part
 from shardwise.train.values import DTYPES
 
 CUT_FROM_BYTES = 2**20
+PIECES_OF_A_SHARE = 4  # what is at most as large as such a piece of a fair share is not cut
 _ALIGNED = 16  # bytes: where the data of a file begins
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -92,11 +94,13 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
         raise ShardwiseError(
             f"the ranks hold {held[wrong[0]]:,} of the {prod(kinds[wrong[0]][1]):,} elements of {wrong[0]}"
         )
+    total = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
+    largest = max(CUT_FROM_BYTES, total // (PIECES_OF_A_SHARE * len(offers)))
     to_write: list[tuple[Piece, list[int]]] = []
     for (name, offsets, sizes), ranks in holders.items():
         dtype, shape = kinds[name]
         piece = Piece(name, DTYPES[dtype], shape, offsets, sizes)
-        to_write += [(part, ranks) for part in _cut(piece, len(ranks))]
+        to_write += [(part, ranks) for part in _cut(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
     load = [0] * len(offers)
     written: list[list[Piece]] = [[] for _ in offers]
     for piece, ranks in sorted(to_write, key=lambda one: (-one[0].num_bytes, one[0].name, one[0].offsets)):
@@ -107,12 +111,11 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
 
 
 def _cut(piece: Piece, count: int) -> list[Piece]:
-    """A large piece in pieces of rows, at most ``count``."""
-    size = piece.sizes[0] if piece.sizes else 1
-    count = min(count, size) if piece.num_bytes >= CUT_FROM_BYTES else 1
+    """A piece in pieces of rows, at most ``count``."""
+    count = min(count, piece.sizes[0] if piece.sizes else 1)
     if count <= 1:
         return [piece]
-    cuts = [index * size // count for index in range(count + 1)]
+    cuts = [index * piece.sizes[0] // count for index in range(count + 1)]
     return [
         Piece(
             piece.name,
