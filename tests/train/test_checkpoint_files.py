@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -261,9 +262,9 @@ def test_damaged_manifests_raise_errors_that_users_understand(tmp_path: Path, co
             return draw.choice(words)
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         key = draw.choice(keys)
-        copy = dict(value) if isinstance(value, dict) else list(value)
+        copy: Any = dict(value) if isinstance(value, dict) else list(value)
         if draw.random() < 0.1:
-            del copy[key]  # type: ignore[arg-type]
+            del copy[key]
         else:
             copy[key] = mutated(value[key], depth - 1)
         return copy
@@ -287,6 +288,12 @@ def test_damaged_manifests_raise_errors_that_users_understand(tmp_path: Path, co
                 decode(value)
         except sw.ShardwiseError:
             refused += 1
+            continue
+        (tmp_path / "step-1" / FILE).write_text(candidate)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with contextlib.suppress(sw.ShardwiseError):  # and nothing else
+            sw.load_checkpoint(tmp_path / "step-1", model, optimizer)
     assert refused > count // 2
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def killed_while_saving(folder: str) -> None:
     sw.save_checkpoint(f"{folder}/good", par, optimizer, step=1, schedulers=scheduler)
     dist.barrier()
     if dist.get_rank() == 1:
-        os.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        with mock.patch("os.write", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            sw.save_checkpoint(f"{folder}/torn", par, optimizer, step=2, schedulers=scheduler)
     sw.save_checkpoint(f"{folder}/torn", par, optimizer, step=2, schedulers=scheduler)
 
 

@@ -36,7 +36,7 @@ from shardwise.train.parts import (
     random_part,
 )
 from shardwise.train.retention import Keep
-from shardwise.train.saving import Job, Saving, incomplete, make_room
+from shardwise.train.saving import Job, Saving, give_up, incomplete, make_room
 from shardwise.train.sharing import Piece, PlannedFile, offers_of, shared_out
 from shardwise.train.values import encode
 
@@ -133,13 +133,10 @@ def save_checkpoint(
         if made:
             shutil.rmtree(incomplete(path))
         raise
-    for file in saver.files[rank]:
-        if file.name not in saver.buffers:
-            pinned = torch.cuda.is_available() and any(part.tensor.is_cuda for part in state.parts.values())
-            saver.buffers[file.name] = torch.empty(file.num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        stage(file, state.parts, saver.buffers[file.name])
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    try:
+        _stage(saver, state.parts, saver.files[rank])
+    except (RuntimeError, MemoryError) as error:  # no memory, above all
+        raise give_up(path, rank, str(error)) from error
     manifest = Manifest(
         step=step,
         num_ranks=num_ranks,
@@ -161,6 +158,17 @@ def save_checkpoint(
     else:
         saver.under_way = saving
     return saving
+
+
+def _stage(saver: _Saver, parts: Mapping[str, Part], files: Sequence[PlannedFile]) -> None:
+    """Copy this rank's pieces to memory of their own, which later saves use again."""
+    pinned = torch.cuda.is_available() and any(part.tensor.is_cuda for part in parts.values())
+    for file in files:
+        if file.name not in saver.buffers:
+            saver.buffers[file.name] = torch.empty(file.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        stage(file, parts, saver.buffers[file.name])
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def finish_saving(par: torch.nn.Module) -> None:

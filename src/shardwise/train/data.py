@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,8 @@ class DataLoader:
     @property
     def _length(self) -> int:
         """Of the data set, in samples."""
-        return len(self.dataset)  # type: ignore[arg-type]
+        dataset: Any = self.dataset
+        return len(dataset)
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -107,7 +108,7 @@ class DataLoader:
             yield count, self._parts.cut(batch, count)
 
     def _streamed(self) -> Iterator[tuple[int, Any]]:
-        dataset: Iterable[Any] = self.dataset  # type: ignore[assignment]
+        dataset: Any = self.dataset
         stream = itertools.islice(iter(dataset), self.cursor, None)
         while True:
             samples = list(itertools.islice(stream, self.batch_size))

@@ -18,6 +18,7 @@ from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, liste
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.parallel import Parallel
+from shardwise.texts import shown
 from shardwise.train.agreement import from_all, here, raise_first
 from shardwise.train.checkpoints import Optimizers, Resumable, Schedulers, finish_saving, several
 from shardwise.train.files import Reader
@@ -79,13 +80,16 @@ def load_checkpoint(
         damage = fault = None
         try:
             manifest = read_manifest(path)
-            load = _Load(path, manifest, par, several(optimizer), [rank if manifest.num_ranks == num_ranks else 0])
+            load = _Load(path, manifest, par, several(optimizer), rank if manifest.num_ranks == num_ranks else 0)
             load.check_values(several(schedulers), scaler, data)
             load.verify(random)
         except CheckpointError as error:
             damage = error
         except ShardwiseError as error:
             fault = error
+        except (TypeError, LookupError, AttributeError) as error:
+            what = f"{path} has values that save_checkpoint does not write: {shown(str(error))}"
+            damage = CheckpointError(problem(what, fix="load another checkpoint"))
         damaged = [text for text in from_all(None if damage is None else str(damage)) if text]
         if damaged and is_folder:
             if rank == 0:
@@ -98,7 +102,12 @@ def load_checkpoint(
         assert load is not None
         if rank == 0 and load.converted:
             warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=2)
-        return load.apply(several(schedulers), scaler, data, random)
+        try:
+            return load.apply(several(schedulers), scaler, data, random)
+        except (TypeError, LookupError, AttributeError, RuntimeError) as error:
+            what = f"{path} has states that what goes on does not take: {type(error).__name__}: {error}"
+            fix = "its tensors are loaded, and not all of the rest: load another checkpoint, or make what was saved"
+            raise CheckpointError(problem(what, fix=fix)) from error
     what = f"no checkpoint in {path_or_folder} is complete"
     raise CheckpointError(problem(what, fix="give a folder in which save_checkpoint has finished at least once"))
 
@@ -141,7 +150,7 @@ def _candidates(path: Path, rank: int) -> tuple[list[Path], bool]:
 
 
 class _Load:
-    """One checkpoint, looked at for one module and its optimizers. ``sources``: of which rank the generators are."""
+    """One checkpoint, looked at for one module and its optimizers. ``source``: of which rank the generators are."""
 
     def __init__(
         self,
@@ -149,15 +158,17 @@ class _Load:
         manifest: Manifest,
         par: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        sources: Sequence[int],
+        source: int,
     ) -> None:
         self.path, self.manifest, self.par, self.optimizers = path, manifest, par, optimizers
         self.module = module_parts(par)
         self.reader = Reader(path, manifest)
-        self.values = _section(manifest.values)
+        self.values: Mapping[str, Any] = {name: decode(value) for name, value in manifest.values.items()}
+        states = self.values.get("schedulers")
+        self._schedulers: list[Any] = states if isinstance(states, list) else []
         self.left: list[str] = []  # names of the model that this rank does not want
         self.converted = ""
-        self._random = f"{RANDOM}{sources[0]}"
+        self._random = f"{RANDOM}{source}"
         self.parameters = self._parameters()
         self.settings = self._settings() if optimizers else []
         self.states = self._states() if optimizers else {}
@@ -216,7 +227,7 @@ class _Load:
                 if chosen is None or chosen >= len(stored):
                     what = f"group {at} of {own[position]} ({listed(group)}) is no group of the one in {self.path}"
                     raise ShardwiseError(problem(what, fix="make the same groups of parameters as when it was saved"))
-                mine.append(stored[chosen])
+                mine.append({key: value for key, value in _section(stored[chosen]).items() if key != "params"})
             found.append(mine)
         return found
 
@@ -261,8 +272,7 @@ class _Load:
 
     def check_values(self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None) -> None:
         """Raises ShardwiseError where what is to go on was not saved."""
-        stored = self.values.get("schedulers")
-        count = len(stored) if isinstance(stored, list) else 0
+        count = len(self._schedulers)
         if schedulers and count != len(schedulers):
             what = f"{self.path} has the states of {count} schedulers, and {len(schedulers)} are to go on"
             raise ShardwiseError(problem(what, fix="give as many as were saved, in their order"))
@@ -296,29 +306,26 @@ class _Load:
             self.par._draws = True
         for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
             self._resume(optimizer, settings)
-        for scheduler, state in zip(schedulers, self.values.get("schedulers") or (), strict=False):
-            scheduler.load_state_dict(decode(state))
+        for scheduler, state in zip(schedulers, self._schedulers, strict=False):
+            scheduler.load_state_dict(state)
         for name, given in (("scaler", scaler), ("data", data)):
             if given is not None:
-                given.load_state_dict(decode(self.values[name]))
+                given.load_state_dict(self.values[name])
         if random and wanted[-1][0] == self._random:
             restore_random(wanted[-1][1].tensor)
-        extra = decode(self.values.get("extra"))
-        return Checkpoint(self.path, self.manifest.step, extra, self.manifest.plan, self.reader.num_bytes_read)
+        extra, read = self.values.get("extra"), self.reader.num_bytes_read
+        return Checkpoint(self.path, self.manifest.step, extra, self.manifest.plan, read)
 
     def _resume(self, optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
         groups = optimizer.state_dict()["param_groups"]
         for group, stored in zip(groups, settings, strict=True):
-            group.update({key: decode(value) for key, value in stored.items()})
+            group.update(stored)
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
         names = {id(part.tensor): name for name, part in self.module.parts.items()}
         plain = _section(self.values.get("plain"))
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                own = {
-                    key: decode(value)
-                    for key, value in _section(plain.get(self._canonical(names[id(parameter)]))).items()
-                }
+                own = dict(_section(plain.get(self._canonical(names[id(parameter)]))))
                 own |= {key: part.tensor for key, (_, part) in self.states[id(parameter)].items()}
                 if own:
                     optimizer.state[parameter] = own

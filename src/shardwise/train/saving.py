@@ -27,6 +27,7 @@ from shardwise.train.retention import INCOMPLETE, Keep, prune
 from shardwise.train.sharing import PlannedFile
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
+_LAST_SECONDS = 30.0  # that a process whose script has ended waits for the other ranks' files
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Saving:
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # a thread must not end without saying why
-            self._error = _failed(job, f"{type(error).__name__}: {error}")
+            self._error = _failed(job.path, f"{type(error).__name__}: {error}")
 
 
 def _save(job: Job) -> None:
@@ -87,10 +88,9 @@ def _save(job: Job) -> None:
         note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
         _place(job.folder, f"written-{job.rank}.json", json.dumps(note))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            (job.folder / f"failed-{job.rank}").write_text(str(error))
+        give_up(job.path, job.rank, str(error))
         if job.rank:
-            raise _failed(job, f"rank {job.rank}: {error}") from error
+            raise _failed(job.path, f"rank {job.rank}: {error}") from error
     if job.rank == 0:
         _finish(job)
     else:
@@ -111,9 +111,8 @@ def _finish(job: Job) -> None:
         _sync_folder(job.path.parent)
     except (OSError, CheckpointError) as error:
         if not isinstance(error, CheckpointError):
-            with contextlib.suppress(OSError):
-                (job.folder / "failed-0").write_text(str(error))
-            error = _failed(job, f"rank 0: {error}")
+            give_up(job.path, 0, str(error))
+            error = _failed(job.path, f"rank 0: {error}")
         # What was written gives its space back; the folder and the reason stay, for the other ranks to see.
         for file in job.folder.glob("*.safetensors"):
             with contextlib.suppress(OSError):
@@ -125,22 +124,32 @@ def _finish(job: Job) -> None:
 
 def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
     """Wait until something is done. Raises CheckpointError when a rank says that it failed, or time runs out."""
-    pause, until = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds
+    pause, until, waited = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds, 0.0
     while not is_done():
         for rank in range(job.num_ranks):
             failed = job.folder / f"failed-{rank}"
             with contextlib.suppress(OSError):
-                raise _failed(job, f"rank {rank}: {failed.read_text() or 'no space is left even for the reason'}")
+                raise _failed(job.path, f"rank {rank}: {failed.read_text() or 'no space is left even for the reason'}")
+        if not threading.main_thread().is_alive():  # the process wants to end, and another rank may be gone
+            until = min(until, time.monotonic() + max(0.0, _LAST_SECONDS - waited))
+            waited += pause
         if time.monotonic() > until:
-            raise _failed(job, f"rank {job.rank} waited for {job.limit_seconds:.0f} s until {what}")
+            raise _failed(job.path, f"rank {job.rank} waited for {job.limit_seconds:.0f} s until {what}")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
 
-def _failed(job: Job, reason: str) -> CheckpointError:
+def give_up(path: Path, rank: int, reason: str) -> CheckpointError:
+    """Tell the other ranks that this one cannot save; the error to raise here."""
+    with contextlib.suppress(OSError):
+        (incomplete(path) / f"failed-{rank}").write_text(reason)
+    return _failed(path, f"rank {rank}: {reason}")
+
+
+def _failed(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         problem(
-            f"{job.path} was not saved: {reason}",
+            f"{path} was not saved: {reason}",
             fix="make room, or see that all ranks see the same folder; earlier checkpoints are as they were, and "
             "training can go on",
         )
@@ -186,4 +195,4 @@ def make_room(path: Path) -> None:
         raise CheckpointError(problem(what, fix="give a folder that all ranks can write to")) from error
 
 
-__all__ = ["Job", "Saving", "incomplete", "make_room"]
+__all__ = ["Job", "Saving", "give_up", "incomplete", "make_room"]

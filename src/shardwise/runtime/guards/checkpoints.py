@@ -23,6 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -59,7 +60,8 @@ Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
 
 def missing() -> list[str]:
     """What this version of torch does not have."""
-    return [f"{place.__name__}.{name}" for place, name in _PLACES if not hasattr(place, name)]
+    needed = (*_PLACES, (saver, "async_save"), (saver, "AsyncCheckpointerType"))
+    return [f"{place.__name__}.{name}" for place, name in needed if not hasattr(place, name)]
 
 
 def install() -> None:
@@ -139,9 +141,9 @@ def _telling_stages(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_stage(known: Known) -> None:
     """Raise ShardwiseError in an ``async_save`` whose copies would not say what they are."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _body(saver.async_save):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return
     stager, kind = frame.f_locals.get("async_stager"), frame.f_locals.get("async_checkpointer_type")
