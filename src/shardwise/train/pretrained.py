@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError, problem
+from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box
 from shardwise.runtime.initial.weights import INDEX
 from shardwise.runtime.parallel import Parallel
@@ -25,7 +25,7 @@ from shardwise.train.agreement import here, raise_first
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.files import Reader
 from shardwise.train.manifest import read_manifest
-from shardwise.train.parts import MODEL, Part, module_parts
+from shardwise.train.parts import MODEL, Part
 from shardwise.train.sharing import Piece, safetensors_header
 
 _PARTS = ".parts"  # the checkpoint, in the folder
@@ -50,54 +50,57 @@ def save_pretrained(
     folder, (rank, num_ranks) = Path(folder), here()
     original = par.original if isinstance(par, Parallel) else par
     fault: ShardwiseError | None = None
-    names: dict[str, str] = {}
-    stem = "model"
     try:
-        names, stem = _names(original, list(module_parts(par).parts))
         if any(folder.glob("*.safetensors")):
             what = f"{folder} has weights already"
             raise CheckpointError(problem(what, fix="give a new folder, or delete those"))
         if dtype is not None and not dtype.is_floating_point:
             raise ShardwiseError(f"dtype is one of floating-point numbers, not {dtype}")
+        if rank == 0:
+            shutil.rmtree(folder / _PARTS, ignore_errors=True)  # of an attempt that was killed
     except ShardwiseError as error:
         fault = error
     raise_first(ShardwiseError, fault)
     save_checkpoint(folder / _PARTS, par, step=0)
     try:
         reader = Reader(folder / _PARTS, read_manifest(folder / _PARTS))
+        names, stem = _names(original, reader)
         files = _files(reader, names, dtype, max_file_bytes)
         for position, pieces in enumerate(files):
             if position % num_ranks == rank:
                 _write(folder / f"{_file_name(stem, position, len(files))}.part", pieces, reader, names)
-    except OSError as error:
-        fault = CheckpointError(
-            problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder")
-        )
-    except ShardwiseError as error:
-        fault = error
+    except (OSError, ShardwiseError) as error:
+        fault = _unwritten(folder, error)
     try:
         raise_first(CheckpointError, fault)
         if rank == 0:
-            _finish(folder, original, files, names, stem)
+            try:
+                _finish(folder, original, files, stem)
+            except OSError as error:
+                fault = _unwritten(folder, error)
+        raise_first(CheckpointError, fault)  # the others leave when the folder is complete
     finally:
         if rank == 0:
             shutil.rmtree(folder / _PARTS, ignore_errors=True)
             for left in folder.glob("*.part"):
                 left.unlink()
-    raise_first(CheckpointError, None)  # the others leave when the folder is complete
 
 
-def _names(original: torch.nn.Module, held: Sequence[str]) -> tuple[dict[str, str], str]:
+def _unwritten(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
+
+
+def _names(original: torch.nn.Module, reader: Reader) -> tuple[dict[str, str], str]:
     """(name in the files -> name in the module, how the files begin). A peft model's adapters have names of their
     own."""
-    of_module = [
-        name for name in held if name in dict(original.named_parameters()) or name in dict(original.named_buffers())
-    ]
+    stored = {name.removeprefix(MODEL) for name in reader.manifest.tensors if name.startswith(MODEL)} - {SEED}
+    known = dict.fromkeys(name for name, _ in (*original.named_parameters(), *original.named_buffers()))
+    ordered = [*(name for name in known if name in stored), *sorted(stored - known.keys())]
     if not hasattr(original, "peft_config"):
-        return {name: name for name in of_module}, "model"
+        return {name: name for name in ordered}, "model"
     from peft import get_peft_model_state_dict
 
-    marks = {name: torch.empty(0, device="meta") for name in of_module}
+    marks = {name: torch.empty(0, device="meta") for name in ordered}
     by_mark = {id(mark): name for name, mark in marks.items()}
     adapters = get_peft_model_state_dict(original, state_dict=marks, save_embedding_layers=False)
     return {name: by_mark[id(mark)] for name, mark in adapters.items()}, "adapter_model"
@@ -141,30 +144,24 @@ def _write(path: Path, pieces: Sequence[tuple[int, Piece]], reader: Reader, name
         os.fsync(file.fileno())
 
 
-def _finish(
-    folder: Path,
-    original: torch.nn.Module,
-    files: Sequence[Sequence[tuple[int, Piece]]],
-    names: Mapping[str, str],
-    stem: str,
-) -> None:
-    """The index and the configuration; then the files get their names."""
+def _finish(folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tuple[int, Piece]]], stem: str) -> None:
+    """The configuration; then the files get their names, and are listed in the index. Raises OSError."""
     if stem == "model":
         for config in (getattr(original, "config", None), getattr(original, "generation_config", None)):
-            if config is not None:
+            if config is not None and hasattr(config, "save_pretrained"):
                 config.save_pretrained(folder)
     else:
         peft_config: Any = original.peft_config
         for config in peft_config.values():
             config.save_pretrained(str(folder))
     file_names = [_file_name(stem, position, len(files)) for position in range(len(files))]
-    if len(files) > 1:
-        places = {piece.name: name for name, own in zip(file_names, files, strict=True) for _, piece in own}
-        total = sum(prod(piece.shape) * piece.dtype.itemsize for own in files for _, piece in own)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX.replace("model", stem, 1)).write_text(json.dumps(index, indent=2))
     for name in file_names:
         (folder / f"{name}.part").rename(folder / name)
+    if len(files) > 1:
+        places = {piece.name: name for name, own in zip(file_names, files, strict=True) for _, piece in own}
+        total = sum(piece.num_bytes for own in files for _, piece in own)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX.replace("model", stem, 1)).write_text(json.dumps(index, indent=2))
 
 
 def _file_name(stem: str, position: int, count: int) -> str:
