@@ -21,6 +21,7 @@
 #   make bench-published-memory  predicted against published bytes of training, for a file of published runs (BENCH_ARGS='--data FILE')
 #   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
 #   make bench-compile  seconds of compiling by depth, and bytes kept for backward beside torch.compile (BENCH_ARGS='--layers 2 8')
+#   make bench-checkpoints  what a save costs the step beside it, its stall, and seconds to save and load
 #   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
@@ -31,7 +32,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test test-long golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test test-long golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-checkpoints bench-collectives bench-memory bench-published-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -104,6 +105,9 @@ bench-published-memory: install
 
 bench-search: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_scale.py $(BENCH_ARGS)
+
+bench-checkpoints: install
+	$(BIN)/python benchmarks/checkpoints.py $(BENCH_ARGS)
 
 bench-planning: install
 	$(BIN)/python benchmarks/planning.py $(BENCH_ARGS)

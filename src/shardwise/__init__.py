@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.errors import (
         CaptureError,
         CaptureWarning,
+        CheckpointError,
         CollectiveError,
         LaunchError,
         LayoutError,
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
     from shardwise.runtime.parallelize import parallelize
     from shardwise.search.rules import UnsplitWarning
     from shardwise.search.zero import Zero
+    from shardwise.train.checkpoints import save_checkpoint
+    from shardwise.train.data import DataLoader
+    from shardwise.train.pretrained import save_pretrained
+    from shardwise.train.resuming import Checkpoint, load_checkpoint
+    from shardwise.train.retention import Keep
+    from shardwise.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -50,6 +57,7 @@ _HOMES = {
     "shardwise.errors": (
         "CaptureError",
         "CaptureWarning",
+        "CheckpointError",
         "CollectiveError",
         "LaunchError",
         "LayoutError",
@@ -75,6 +83,12 @@ _HOMES = {
     "shardwise.runtime.guards.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel",),
     "shardwise.runtime.parallelize": ("parallelize",),
+    "shardwise.train.checkpoints": ("save_checkpoint",),
+    "shardwise.train.data": ("DataLoader",),
+    "shardwise.train.pretrained": ("save_pretrained",),
+    "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
+    "shardwise.train.retention": ("Keep",),
+    "shardwise.train.trainer": ("Trainer",),
     "shardwise.launch.ranks": ("finish", "init_ranks", "rank", "world_size"),
     "shardwise.proof.rule_check": ("RuleReport", "check_rule"),
     "shardwise.proof.verify": ("Report", "verify"),
@@ -97,8 +111,12 @@ def __dir__() -> list[str]:
 __all__ = [
     "CaptureError",
     "CaptureWarning",
+    "Checkpoint",
+    "CheckpointError",
     "Cluster",
     "CollectiveError",
+    "DataLoader",
+    "Keep",
     "LaunchError",
     "Layout",
     "LayoutError",
@@ -114,6 +132,7 @@ __all__ = [
     "Report",
     "RuleReport",
     "ShardwiseError",
+    "Trainer",
     "UnsplitWarning",
     "Zero",
     "check_rule",
@@ -124,12 +143,15 @@ __all__ = [
     "elementwise_optimizer",
     "finish",
     "init_ranks",
+    "load_checkpoint",
     "offload",
     "parallelize",
     "plan",
     "rank",
     "recompute",
     "rule",
+    "save_checkpoint",
+    "save_pretrained",
     "shard",
     "stage",
     "verify",

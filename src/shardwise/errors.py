@@ -12,6 +12,7 @@
         CollectiveError   ranks do not complete a collective (a RuntimeError too)
         OutOfDeviceMemoryError   no memory for a converted value (a MemoryError and a RuntimeError too, as torch's own)
         ReplicaError      ranks that must hold the same bits do not
+        CheckpointError   a checkpoint is incomplete or damaged, or cannot be written
 
 Every message says what is wrong, where, the arithmetic and the fix; ``problem`` builds that shape.
 """
@@ -65,6 +66,10 @@ class OutOfDeviceMemoryError(ShardwiseError, MemoryError, RuntimeError):
 
 class ReplicaError(ShardwiseError):
     """Ranks that must hold the same bits of a value do not."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint is incomplete or damaged, or cannot be written."""
 
 
 def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()) -> str:

@@ -38,7 +38,7 @@ def exists(name: str) -> bool:
 @pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
 def test_files_that_the_page_names_exist(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:[\w-]+/)+(?:[\w*]+(?:\.\w+)?)?)`", text)) - {"train/"}  # nothing in it yet
+    named = set(re.findall(r"`((?:[\w-]+/)+(?:[\w*]+(?:\.\w+)?)?)`", text))
     assert "layouts/conversions.py" in named
     assert [name for name in sorted(named) if not exists(name)] == []
     assert not exists("runtime/nothing.py")

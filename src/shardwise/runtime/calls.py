@@ -136,7 +136,7 @@ class Calls:
         self, module: torch.nn.Module, plan: Plan, settings: Settings, ranks: Communicator, host_ranks: Communicator
     ) -> None:
         self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
-        self._model = meta_copy(module)
+        self.model = meta_copy(module)
         self._announced: set[str] = set()
 
     def compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
@@ -200,7 +200,7 @@ class Calls:
     def _captured(self, call: Call) -> Capture:
         """The call, captured by rank 0."""
         args, kwargs = call.arguments
-        model = self._model.train(call.training)
+        model = self.model.train(call.training)
         loss = None if call.predicts else self.settings.loss
         return from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
 

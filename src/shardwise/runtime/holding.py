@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
-from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.hooks import Shards, carry_hooks
-from shardwise.runtime.hosted import HOST
-from shardwise.runtime.initial.materialize import Init, full_tensors
-from shardwise.runtime.replicas import Fingerprint
-from shardwise.runtime.shards import shard
+from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.initial.shards import InitialShards, Own
 from shardwise.runtime.state import check_initial_values
-
-
-@dataclass(frozen=True)
-class Own:
-    """What this rank holds. ``layouts``: by name, over the mesh of ``ranks``; ``everyone``: all ranks of the job.
-    ``host``: names of the tables that stay on the CPU, whose collectives ``host_ranks`` performs. ``only``: the names
-    of the parameters and buffers of this rank's stages; None: it has a part of all."""
-
-    layouts: Mapping[str, Layout]
-    ranks: Communicator
-    everyone: Communicator
-    host: frozenset[str]
-    host_ranks: Communicator
-    only: frozenset[str] | None = None
-
-    def layout(self, name: str, tensor: torch.Tensor) -> Layout:
-        """The layout of a parameter or buffer; whole where the plan does not name it."""
-        return self.layouts.get(name) or Layout.whole(self.ranks.mesh, tuple(tensor.shape))
 
 
 def hold(
@@ -46,28 +23,19 @@ def hold(
     device: torch.device,
     seed: int | None,
     init: Init | None,
+    weights: str | Path | None = None,
 ) -> None:
     """Register this rank's shard of every parameter and buffer of ``module`` with ``root``, one full tensor at a
     time."""
-    held: dict[str, torch.Tensor] = {}
-    prints: dict[str, int] = {}
-    fingerprints: dict[torch.device, Fingerprint] = {}
+    found = InitialShards(own, plan.precision, device)
     fault: ShardwiseError | None = None
-    parameters = dict(module.named_parameters(remove_duplicate=False))
     try:
         _check_module(module, plan)
-        for name, full in full_tensors(module, seed, init):
-            if full.device not in fingerprints:
-                fingerprints[full.device] = Fingerprint(full.device)
-            prints[name] = int(fingerprints[full.device](full))
-            if own.only is not None and name not in own.only:
-                continue
-            dtype = plan.precision.stored(full.dtype) if name in parameters else full.dtype
-            part = shard(full, own.layout(name, full), own.ranks.coordinates).detach()
-            held[name] = part.to(HOST if name in own.host else device, dtype).clone()
+        found.fill(module, seed, init, weights)
     except ShardwiseError as error:
         fault = error
-    check_initial_values(prints, fault, own.everyone, device)
+    check_initial_values(found.prints, fault, own.everyone, device)
+    held = found.held
     shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in shards and name in held:
@@ -115,4 +83,4 @@ def _check_module(module: torch.nn.Module, plan: Plan) -> None:
         raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))
 
 
-__all__ = ["Own", "hold"]
+__all__ = ["hold"]

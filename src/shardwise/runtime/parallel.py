@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,20 +30,21 @@ from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
-from shardwise.runtime.holding import Own, hold
+from shardwise.runtime.holding import hold
 from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
 from shardwise.runtime.replicas import ReplicaCheck
-from shardwise.runtime.seeds import Seeded
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
+from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 
 
-class Parallel(Seeded):
+class Parallel(Split):
     """This rank's shards of a module. ``named_parameters()`` gives them under the original names, so any element-wise
     ``torch.optim`` optimizer updates them as one device would."""
 
@@ -54,6 +56,7 @@ class Parallel(Seeded):
         *,
         seed: int | None = None,
         init: Init | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         super().__init__()
         self.plan, self.device, self.inputs, self._settings = plan, settings.device, settings.inputs, settings
@@ -72,7 +75,7 @@ class Parallel(Seeded):
         self._latest: Compiled | None = None
         self._start_from(seed, self.device)
         hosts = (settings.host, self._host_ranks)
-        hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init)
+        hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
         self.train(module.training)
@@ -91,7 +94,7 @@ class Parallel(Seeded):
         self._protect()  # a deep copy holds shards, too
 
     def _protect(self) -> None:
-        protect(self, placed(self, self.plan.layouts, self._ranks.coordinates))
+        protect(self, placed(self, self.plan.layouts, self._ranks))
 
     @as_planned
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -313,6 +316,11 @@ class Parallel(Seeded):
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's part of a whole input."""
         return shard(tensor, layout, self._ranks.coordinates) if layout.positions else tensor
+
+    @property
+    def coordinates(self) -> Mapping[str, int]:
+        """Where this rank is on the mesh."""
+        return self._ranks.coordinates
 
     @property
     def compiled(self) -> tuple[Compiled, ...]:

@@ -35,6 +35,7 @@ def parallelize(
     inputs: Inputs = "global",
     seed: int | None = None,
     init: Init | None = None,
+    weights: str | Path | None = None,
     device: torch.device | str | None = None,
     compile: bool | None = None,
     check_replicas: int | None = None,
@@ -51,7 +52,9 @@ def parallelize(
     parameters and buffers of a module without values (built under ``sw.deferred`` or on meta) get them
     (``runtime.initial``; by default from the seed given to ``sw.deferred``); those that have values keep them.
     ``init(name, tensor)`` fills the whole tensor, or returns one of its shape and dtype, or NotImplemented: then it
-    gets the value that the module's own code gives it. ``seed`` also starts dropout. ``compile``: whether
+    gets the value that the module's own code gives it. ``seed`` also starts dropout. ``weights``: a safetensors file or
+    a folder of them, as Hugging Face has them, seen by every rank: of each tensor a rank reads its own part; what the
+    files lack of a module without values is an error, or is left to ``init``. ``compile``: whether
     ``torch.compile`` runs over the programs (by default on CUDA only: on CPUs it takes longer to compile than most runs
     there gain). ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is
     compared (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such

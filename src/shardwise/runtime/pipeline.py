@@ -43,12 +43,13 @@ from shardwise.runtime.calls import Call, Calls, Settings, as_planned
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
-from shardwise.runtime.holding import Own, hold
+from shardwise.runtime.holding import hold
 from shardwise.runtime.hooks import gathered
 from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
-from shardwise.runtime.seeds import Seeded
 from shardwise.runtime.signatures import Signature, check_equal
+from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
 from shardwise.runtime.state import State
 from shardwise.runtime.torch_schedules import Scheduled, position_groups
@@ -81,7 +82,7 @@ class _Ready:
         return self
 
 
-class Pipeline(Seeded):
+class Pipeline(Split):
     """This rank's shards of the parameters of its stages, under their original names."""
 
     def __init__(
@@ -113,7 +114,7 @@ class Pipeline(Seeded):
         self._start_from(seed, self.device)
         for ranks in self._ranks:  # of all devices of a stage: parameters are gathered for hooks over it
             ranks.create_groups([ranks.mesh.sub_axes])
-        own = Own(self._layouts, self._ranks[self._stages[0]], self._everyone, frozenset(), self._everyone, self._names)
+        own = Own(self.layouts, self._ranks[self._stages[0]], self._everyone, frozenset(), self._everyone, self._names)
         hold(self, module, plan, own, self.device, seed, init)
         self._protect()
         self._state = State(self)
@@ -122,13 +123,18 @@ class Pipeline(Seeded):
     # -- what it holds -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _layouts(self) -> dict[str, Any]:
+    def layouts(self) -> Mapping[str, Any]:
         """Parameter, buffer or input of this rank's stages -> its layout, over the devices of its first stage. What
         several of them have lies alike in all."""
         found: dict[str, Any] = {}
         for number in self._stages:
             found = {**self.plan.stages[number].layouts, **found}
         return found
+
+    @property
+    def coordinates(self) -> Mapping[str, int]:
+        """Where this rank is on the mesh of its first stage."""
+        return self._ranks[self._stages[0]].coordinates
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -160,7 +166,7 @@ class Pipeline(Seeded):
         }
         own = self.plan.stages[self._stages[0]].placement.ranks
         elsewhere = frozenset(name for name in self._shared if first[name] != own)
-        protect(self, placed(self, self._layouts, self._ranks[self._stages[0]].coordinates, elsewhere))
+        protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}, "_signatures": {}}  # a copy makes its own programs
@@ -399,7 +405,7 @@ class Pipeline(Seeded):
                 given[source.value] = ready.captured.constants[source.value].to(self.device)
             else:
                 name, ranks = source.names[0], self._ranks[self._stages[0]]
-                layout = self._layouts[name]
+                layout = self.layouts[name]
                 is_whole = not layout.positions
                 given[source.value] = state[name] if is_whole else gathered(state[name], layout, name, ranks)
         with torch.no_grad(), self.device:

@@ -1,29 +1,49 @@
-"""Torch's distributed checkpoints, which would take a rank's shards for whole tensors, are refused.
+"""Torch's distributed checkpoints, told about shards.
 
-``torch.distributed.checkpoint`` stores a plain tensor once, from one of the ranks, and gives it to all ranks when it
-loads; its ``get_model_state_dict`` and ``set_model_state_dict`` hand plain tensors on as the whole. A shard is a plain
-tensor. It is known by its memory, as an entry of ``par.state_dict()`` or of an optimizer's has the memory of what it
-stands for. What cannot be noticed is a copy: ``{name: t.clone() for name, t in par.state_dict().items()}``.
+``torch.distributed.checkpoint`` takes a plain tensor for the whole of it: it stores it once, from one of the ranks,
+and gives it to all ranks when it loads. A shard is a plain tensor. It is known by its memory, as an entry of
+``par.state_dict()`` or of an optimizer's has the memory of what it stands for. Where torch is handed one, it gets in
+its place a tensor in the same memory that speaks torch's protocol of chunks (the three methods that ``DTensor`` has):
+which boxes of the global tensor it holds. Whatever writes or reads chunks is right then, for any layout, and under
+another plan.
+
+``get_model_state_dict`` and its like return this rank's shards, as they do for other sharded modules, and whole tensors
+where these are asked for (``full_state_dict``); the functions that set states cut whole tensors.
+
+Refused is what would still go wrong: a view of a shard; writers that keep one chunk of a name per rank, for tensors of
+which a rank holds several; stages of ``async_save`` that copy tensors without what they say of themselves. What cannot
+be noticed is a copy: ``{name: t.clone() for name, t in par.state_dict().items()}``.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint.state_dict as of_modules
 import torch.distributed.checkpoint.state_dict_loader as loader
 import torch.distributed.checkpoint.state_dict_saver as saver
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.text import format_layout
 from shardwise.runtime.guards.memory import Owners
 from shardwise.runtime.guards.registry import Held, held_shards
+from shardwise.runtime.hooks import gathered
 from shardwise.runtime.initial.replay import leaves
+from shardwise.runtime.shards import shard
 
 # Through these all of torch's functions go: save, async_save and save_state_dict; load and load_state_dict; and the six
 # that get and set the states of modules and optimizers.
@@ -31,59 +51,272 @@ _PLACES = (
     (saver, "_stateful_to_state_dict"),
     (saver, "_save_state_dict"),
     (loader, "_load_state_dict"),
-    (of_modules, "_verify_options"),
+    (of_modules, "_maybe_full_or_cpu_state_dict"),
+    (of_modules, "_distribute_state_dict"),
+    (of_modules, "_broadcast_state_dict"),
 )
+Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
 
 
 def missing() -> list[str]:
     """What this version of torch does not have."""
-    return [f"{place.__name__}.{name}" for place, name in _PLACES if not hasattr(place, name)]
+    needed = (*_PLACES, (saver, "async_save"), (saver, "AsyncCheckpointerType"))
+    return [f"{place.__name__}.{name}" for place, name in needed if not hasattr(place, name)]
 
 
 def install() -> None:
     """Changes torch's functions, once per process."""
-    gathers, saves, loads, states = (getattr(place, name) for place, name in _PLACES)
-    wrapped = (_checking_result(gathers), _checking_first(saves), _checking_first(loads), _checking_first(states))
-    for (place, name), function in zip(_PLACES, wrapped, strict=True):
-        setattr(place, name, function)
+    wrappers = (_telling_stages, _telling_writers, _telling_readers, _gathering, _cutting, _cutting)
+    for (place, name), wrapper in zip(_PLACES, wrappers, strict=True):
+        function = getattr(place, name)
+        setattr(place, name, functools.wraps(function)(wrapper(function)))
 
 
-def _checking_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its first argument, a module or a tree of tensors, checked before it is called."""
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        _refuse_shards(args[0] if args else next(iter(kwargs.values()), None))
-        return function(*args, **kwargs)
-
-    return checked
+# --------------------------------------------------------------------------------------------------- what torch is told
 
 
-def _checking_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        _refuse_shards(result)
+@dataclass(frozen=True)
+class Chunks:
+    """Torch's protocol of chunks, of a tensor that is a part of a global one. Copies of the tensor take it along.
+    ``several``: whether some rank holds several boxes."""
+
+    tensor: Tensor
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    several: bool
+
+    def attach(self) -> Tensor:
+        """The tensor speaks the protocol from now on."""
+        told: Any = self.tensor
+        told.__create_write_items__ = self.write_items
+        told.__create_chunk_list__ = self.chunk_list
+        told.__get_tensor_shard__ = self.tensor_shard
+        return self.tensor
+
+    @staticmethod
+    def of(tensor: Any) -> Chunks | None:
+        """Those of a tensor that was told."""
+        found = getattr(getattr(tensor, "__create_chunk_list__", None), "__self__", None)
+        return found if isinstance(found, Chunks) else None
+
+    def write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(tensor)
+        return [
+            WriteItem(
+                MetadataIndex(name, torch.Size(chunk.offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.shape)),
+            )
+            for chunk in self.chunk_list()
+        ]
+
+    def chunk_list(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+
+    def tensor_shard(self, index: MetadataIndex) -> Tensor:
+        (box,) = (box for box in self.boxes if box.offsets == tuple(index.offset or ()))
+        view = self.tensor
+        for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+
+def _telling(tensor: Tensor, held: Held) -> Tensor:
+    """A tensor in the same memory that says which chunks it holds."""
+    own = boxes(held.layout, held.ranks.coordinates)
+    return Chunks(tensor.detach(), held.name, held.layout.shape, own, _has_several(held)).attach()
+
+
+def _telling_stages(function: Callable[..., Any]) -> Callable[..., Any]:
+    def stateful_to_state_dict(state_dict: Any) -> Any:
+        known = Known()
+        told = known.replaced(function(state_dict), lambda tensor, held, _: _telling(tensor, held))
+        if known.num_found:
+            _check_stage(known)
+        return told
+
+    return stateful_to_state_dict
+
+
+def _check_stage(known: Known) -> None:
+    """Raise ShardwiseError in an ``async_save`` whose copies would not say what they are."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _body(saver.async_save):
+        frame = frame.f_back
+    if frame is None:
+        return
+    stager, kind = frame.f_locals.get("async_stager"), frame.f_locals.get("async_checkpointer_type")
+    if type(stager) is not DefaultStager or kind is saver.AsyncCheckpointerType.PROCESS:
+        known.refuse(
+            "this async_save copies tensors without what they say of the whole",
+            "leave out storage_writer= (give checkpoint_id=) and the process-based checkpointer, or use "
+            "sw.save_checkpoint(..., blocking=False)",
+        )
+
+
+def _body(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
+
+
+def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
+    def save_state_dict(state_dict: Any, storage_writer: Any = None, *args: Any, **kwargs: Any) -> Any:
+        told = Known().replaced(state_dict, lambda tensor, held, _: _telling(tensor, held))
+        if isinstance(storage_writer, HuggingFaceStorageWriter):
+            parts = filter(None, map(Chunks.of, leaves(told)))
+            several = next((part.name for part in parts if part.several), None)
+            if several is not None:
+                what = f"this writer keeps one chunk of a name per rank, and ranks hold several of {several}"
+                fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
+                raise ShardwiseError(problem(what, fix=fix))
+        return function(told, storage_writer, *args, **kwargs)
+
+    return save_state_dict
+
+
+def _has_several(held: Held) -> bool:
+    """Whether some rank holds several boxes of it: the same answer on all ranks."""
+    mesh = held.layout.mesh
+    return any(len(boxes(held.layout, mesh.coordinates(device))) > 1 for device in range(mesh.num_devices))
+
+
+def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """The caller's dicts get what is no tensor, and keep their own tensors, which are filled."""
+
+        def told(tensor: Tensor, held: Held, place: tuple[Any, Any]) -> Tensor:
+            alias: Any = _telling(tensor, held)
+            alias.size = lambda: torch.Size(held.layout.shape)  # what torch compares with the file
+            before.append((*place, tensor))
+            place[0][place[1]] = alias
+            return tensor
+
+        before: list[tuple[Any, Any, Tensor]] = []
+        try:
+            Known().replaced(state_dict, told)
+            return function(state_dict, *args, **kwargs)
+        finally:
+            for container, key, tensor in before:
+                container[key] = tensor
+
+    return load_state_dict
+
+
+# ------------------------------------------------------------------------------------------------- whole tensors, asked
+
+
+def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+    def maybe_full_or_cpu_state_dict(state_dict: Any, info: Any) -> Any:
+        if not info.full_state_dict:
+            told = Known().replaced(state_dict, lambda tensor, held, _: _telling(tensor, held))
+            if not info.cpu_offload:
+                return state_dict
+            copies = function(state_dict, info)
+            return _retold(copies, told)
+        whole = Known().replaced(
+            state_dict, lambda tensor, held, _: gathered(tensor, held.layout, f"the whole of {held.name}", held.ranks)
+        )
+        return function(whole, info)
+
+    return maybe_full_or_cpu_state_dict
+
+
+def _retold(copies: Any, told: Any) -> Any:
+    """Copies of tensors say what those said that they were made of."""
+    if isinstance(copies, dict):
+        return {key: _retold(copy, told[key]) for key, copy in copies.items()}
+    if isinstance(copies, (list, tuple)):
+        return type(copies)(_retold(copy, one) for copy, one in zip(copies, told, strict=True))
+    part = Chunks.of(told)
+    return copies if part is None else replace(part, tensor=copies).attach()
+
+
+def _cutting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        found: dict[str, Held] = {}
+        Known().replaced(local, lambda tensor, held, place: found.setdefault(place[1], held) and tensor)
+        result = function(full, local, *args, **kwargs)
+        for key, held in found.items():
+            whole = local.get(key)
+            if isinstance(whole, Tensor) and tuple(whole.shape) == held.layout.shape:
+                local[key] = shard(whole, held.layout, held.ranks.coordinates).clone()
         return result
 
-    return checked
+    return distribute_state_dict
 
 
-def _refuse_shards(given: Any) -> None:
-    """Raise ShardwiseError if a shard is in what a distributed checkpoint is made of, or loaded into."""
-    shards = list(held_shards())
-    if not shards:
-        return
-    if isinstance(given, torch.nn.Module):
-        given = [*given.parameters(), *given.buffers()]
-    owners = Owners([*shards, *_gradients(shards), *_optimizer_states(shards)])
-    # A rank that holds nothing of a tensor knows it by its shape, so that it does not wait for those that refuse.
-    empty = {tensor.shape: held for tensor, held in shards if not tensor.numel()}
-    plain = (leaf for leaf in leaves(given) if type(leaf) in (Tensor, torch.nn.Parameter))
-    found = (empty.get(tensor.shape) if not tensor.numel() else owners.of(tensor) for tensor in plain)
-    held = next(filter(None, found), None)
-    if held is not None:
-        raise ShardwiseError(_refusal(held))
+# ------------------------------------------------------------------------------------------------- how shards are known
+
+
+class Known:
+    """The shards of this process at one moment: parameters, buffers, gradients, and optimizers' states of them."""
+
+    def __init__(self) -> None:
+        shards = list(held_shards())
+        every = [*shards, *_gradients(shards), *_optimizer_states(shards)]
+        self._owners = Owners(every)
+        self._exact = {_place(tensor): held for tensor, held in every if tensor.numel()}
+        # A rank that holds nothing of a tensor knows it by its shape and its name.
+        self._empty: dict[torch.Size, list[Held]] = defaultdict(list)
+        for tensor, held in every:
+            if not tensor.numel():
+                self._empty[tensor.shape].append(held)
+        self.found: list[Held] = []
+
+    @property
+    def num_found(self) -> int:
+        return len(self.found)
+
+    def replaced(self, tree: Any, replace: Callable[[Tensor, Held, tuple[Any, Any]], Any], path: Path = ()) -> Any:
+        """The tree with ``replace(tensor, what it is, (container, key))`` in place of every shard. Raises
+        ShardwiseError for a view of one."""
+        if not self._exact and not self._empty:
+            return tree
+        if isinstance(tree, Mapping):
+            made = {k: self._leaf(x, replace, (tree, k), (*path, str(k))) for k, x in list(tree.items())}
+            return made
+        if type(tree) in (list, tuple):
+            return type(tree)(self._leaf(x, replace, (tree, i), (*path, str(i))) for i, x in enumerate(tree))
+        return tree
+
+    def _leaf(
+        self, leaf: Any, replace: Callable[[Tensor, Held, tuple[Any, Any]], Any], place: tuple[Any, Any], path: Path
+    ) -> Any:
+        if type(leaf) not in (Tensor, torch.nn.Parameter):
+            return self.replaced(leaf, replace, path)
+        if hasattr(leaf, "__create_chunk_list__"):
+            return leaf
+        held = self._of(leaf, path)
+        if held is None:
+            return leaf
+        self.found.append(held)
+        return replace(leaf, held, place)
+
+    def _of(self, tensor: Tensor, path: Path) -> Held | None:
+        if not tensor.numel():
+            candidates = self._empty.get(tensor.shape, [])
+            named = [held for held in candidates if any(key.endswith(held.name) for key in path)]
+            return max(named or candidates, key=lambda held: len(held.name), default=None)
+        exact = self._exact.get(_place(tensor))
+        partly = self._owners.of(tensor) if exact is None else None
+        if partly is not None:
+            self.refuse(
+                f"torch.distributed.checkpoint is handed a view of this rank's shard of {partly.name}, and nothing "
+                "says which part of the whole that is",
+                "give it the entries of par.state_dict(), or use sw.save_checkpoint(folder, par, optimizer, step=...)",
+                partly,
+            )
+        return exact
+
+    def refuse(self, what: str, fix: str, held: Held | None = None) -> NoReturn:
+        held = held or self.found[0]
+        raise ShardwiseError(problem(what, source=f"{held.name}: {format_layout(held.layout)}", fix=fix))
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _gradients(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[Tensor, Held]]:
@@ -103,13 +336,3 @@ def _optimizer_states(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[T
             if held is not None:
                 kept = (leaf for leaf in leaves(state) if isinstance(leaf, Tensor))
                 yield from ((tensor, held) for tensor in kept if tensor.shape == parameter.shape)
-
-
-def _refusal(held: Held) -> str:
-    return problem(
-        f"torch.distributed.checkpoint takes every plain tensor for the whole of it, and this rank holds a shard of "
-        f"{held.name}: one rank's part would be stored, or loaded, as if it were all of it",
-        source=f"{held.name}: {format_layout(held.layout)}",
-        fix='let every rank save its own part, torch.save(par.state_dict(), f"part-{sw.rank()}.pt"), and load it under '
-        "the same plan with par.load_state_dict(); the optimizer's state_dict() likewise",
-    )

@@ -7,7 +7,7 @@ When the first module that holds shards is made, four places of torch are change
   where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
 * two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
 * a hook that sees every optimizer before its step (``elementwise.before_step``);
-* the functions of ``torch.distributed.checkpoint``, which refuse shards (``checkpoints``).
+* the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``checkpoints``).
 
 For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
 gradients: ``p.grad.norm()`` is this rank's part.

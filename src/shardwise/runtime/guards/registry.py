@@ -15,16 +15,19 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise.layouts.layout import Layout
+from shardwise.runtime.communicator import Communicator
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """What this rank holds of a parameter or buffer. Of the ranks that hold the same elements, one (at coordinate 0 on
-    every axis that does not shard it) ``counts`` them. ``in_stage``: ranks of other stages do not hold it."""
+    every axis that does not shard it) ``counts`` them. ``ranks``: those that hold parts of it; ``in_stage``: ranks of
+    other stages do not hold it."""
 
     name: str
     layout: Layout
     counts: bool
+    ranks: Communicator
     in_stage: bool = False
 
     @property
@@ -40,21 +43,20 @@ _holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, Held]] = WeakKeyDictio
 def placed(
     module: torch.nn.Module,
     layouts: Mapping[str, Layout],
-    coordinates: Mapping[str, int],
+    ranks: Communicator,
     counted_elsewhere: frozenset[str] | None = None,
 ) -> dict[str, Held]:
-    """What a rank holds of a module, by name. ``coordinates``: of this rank on the mesh of the layouts;
-    ``counted_elsewhere``: where ranks of other stages hold other parameters, those of this rank that they hold as well,
-    and count."""
+    """What a rank holds of a module, by name. ``ranks``: those on the mesh of the layouts; ``counted_elsewhere``: where
+    ranks of other stages hold other parameters, those of this rank that they hold as well, and count."""
     held: dict[str, Held] = {}
     for name, _ in _named_tensors(module):
         layout = layouts.get(name)
         if layout is None:  # another name of a tied parameter: the plan knows it by the first
             continue
         assert not layout.states, f"what is stored is sharded or invariant, and {name} is {layout}"
-        counts = not any(coordinates[axis] for axis in layout.mesh.sub_axes if axis not in layout.positions)
+        counts = not any(ranks.coordinates[axis] for axis in layout.mesh.sub_axes if axis not in layout.positions)
         counts = counts and name not in (counted_elsewhere or ())
-        held[name] = Held(name, layout, counts, counted_elsewhere is not None)
+        held[name] = Held(name, layout, counts, ranks, counted_elsewhere is not None)
     return held
 
 

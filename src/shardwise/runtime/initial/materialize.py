@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,10 @@ Empty = dict[str, tuple[torch.Tensor, tuple[Tape, Ref] | None]]
 
 
 def full_tensors(
-    module: nn.Module, seed: int | None = None, init: Init | None = None
+    module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields ``(name, full tensor)`` for every parameter and buffer of the module, tied ones once, under their first
-    name, in no particular order.
+    name, in no particular order; those whose values are ``known`` elsewhere excepted.
 
     Tensors made here are on the CPU and in the dtype the module has now; real ones are detached, not copied. ``seed``:
     by default a recorded model's own, and 0 for a model on meta. ``init`` is asked for every tensor without values,
@@ -56,13 +56,15 @@ def full_tensors(
     real: dict[str, torch.Tensor] = {}
     empty: Empty = {}
     for name, owner, tensor in _owned_tensors(module):
+        if name in known:
+            continue
         if tensor.is_meta:
             empty[name] = tensor, _recorded(name, owner, tensor)
         else:
             real[name] = tensor
     left = empty
     if init is not None:
-        if real and not empty:
+        if real and not empty and not known:
             raise ShardwiseError(
                 problem(
                     f"init= would never be called: all {len(real)} parameters and buffers of the module have values",

@@ -1,4 +1,5 @@
-"""The random numbers of a module on ranks: one seed for all of them, another one for every call in training."""
+"""What every module that is split over ranks has: a plan, a part of the tensors, and random numbers from one seed for
+all ranks, another one for every call in training."""
 
 from __future__ import annotations
 
@@ -9,12 +10,34 @@ import torch
 
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
+from shardwise.layouts.layout import Layout
+from shardwise.plans.plan import Plan
+from shardwise.runtime.calls import Calls
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
 
-class Seeded(torch.nn.Module):
-    """A module whose programs draw from a seed, which is in its state once they have."""
+class Split(torch.nn.Module):
+    """A module that holds this rank's parts of another one's tensors, under their names. The seed is in its state once
+    its programs have drawn."""
+
+    plan: Plan
+    _calls: Calls
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Parameter, buffer or input -> its layout on the mesh of ``coordinates``."""
+        return self.plan.layouts
+
+    @property
+    def coordinates(self) -> Mapping[str, int]:
+        """Where this rank is on the mesh."""
+        raise NotImplementedError
+
+    @property
+    def original(self) -> torch.nn.Module:
+        """The module that was split, on meta."""
+        return self._calls.model
 
     def _start_from(self, seed: int | None, device: torch.device) -> None:
         """Begin. Calls count on from here: jobs with neighbouring seeds must not draw the same numbers one call

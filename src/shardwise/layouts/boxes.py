@@ -1,0 +1,78 @@
+"""The boxes of a global tensor that a device holds: what files, and torch's distributed checkpoints, know of a layout.
+
+A box is contiguous in every dim. A device that holds slices of dims has one; a fused projection (``(3 16@tp)``) gives
+each device one per part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from shardwise.layouts.holdings import rows
+from shardwise.layouts.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Rows ``[offset, offset + size)`` of every dim of a global tensor. ``at``: where they begin in the local one."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        origin = (0,) * len(shape)
+        return Box(origin, tuple(shape), origin)
+
+    def common(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
+        """What it has in common with other rows of the tensor; None if nothing."""
+        starts = tuple(map(max, self.offsets, offsets))
+        stops = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, offsets, sizes, strict=True))
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            return None
+        at = tuple(at + start - own for at, start, own in zip(self.at, starts, self.offsets, strict=True))
+        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)), at)
+
+
+def boxes(layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
+    """What the device at ``coordinates`` holds in a layout without partial states, in the order in which it holds it;
+    none where it holds nothing."""
+    return _boxes(layout.canonical(), tuple(coordinates[axis] for axis in layout.mesh.sub_axes))
+
+
+@lru_cache(maxsize=10_000)
+def _boxes(layout: Layout, place: tuple[int, ...]) -> tuple[Box, ...]:
+    coordinates = dict(zip(layout.mesh.sub_axes, place, strict=True))
+    runs = [_runs(layout, dim, coordinates) for dim in range(len(layout.dims))]
+    return tuple(
+        Box(
+            tuple(start for start, _, _ in chosen), tuple(size for _, size, _ in chosen), tuple(at for *_, at in chosen)
+        )
+        for chosen in product(*runs)
+    )
+
+
+def _runs(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """(first global row, number of rows, first local row) of the contiguous stretches of a dim."""
+    if len(layout.dims[dim]) == 1:
+        start, length = layout.atom_pieces(dim, 0, coordinates)
+        return [(start, length, 0)] if length else []
+    runs: list[tuple[int, int, int]] = []
+    for at, row in enumerate(rows(layout, dim, coordinates)):
+        if runs and row == runs[-1][0] + runs[-1][1]:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, runs[-1][2])
+        else:
+            runs.append((row, 1, at))
+    return runs
+
+
+__all__ = ["Box", "boxes"]

@@ -1,0 +1,179 @@
+"""Weights in safetensors files: a rank reads the boxes of each tensor that it holds, and nothing else.
+
+Files are those of Hugging Face: ``model.safetensors``, or several with ``model.safetensors.index.json``, which says in
+which of them a name is. Names are those of the module, perhaps without (or with) the prefix of a transformers model's
+base (``base_model_prefix``).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
+from shardwise.layouts.boxes import Box
+from shardwise.layouts.text import format_dtype
+
+INDEX = "model.safetensors.index.json"
+
+
+class Weights:
+    """The tensors of a file, or of a folder of files, matched with a module's. Use as a context. Raises ShardwiseError
+    for files that are missing or no safetensors, for tensors of other shapes or kinds of dtype than the module's, and,
+    if they are to be ``complete``, for tensors without values that are not in them.
+
+    ``found``: first name of a parameter or buffer -> its name in the files; ``missing``: names that are not in them,
+    those of non-persistent buffers excepted; ``unexpected``: names in the files that the module does not have.
+    """
+
+    def __init__(self, path: str | Path, module: torch.nn.Module, complete: bool = True) -> None:
+        self.path = Path(path)
+        self.found: dict[str, str] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}  # by the names of their tensors
+        try:
+            for file in _files_of(self.path):
+                opened = self._open.enter_context(safe_open(str(file), framework="pt"))
+                self._files |= dict.fromkeys(opened.keys(), opened)
+            self._match(module, complete)
+        except (OSError, SafetensorError) as error:
+            self._open.close()
+            what = f"the weights in {self.path} cannot be read: {error}"
+            raise ShardwiseError(
+                problem(what, fix="give a safetensors file, or the folder of a saved model")
+            ) from error
+        except ShardwiseError:
+            self._open.close()
+            raise
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, name: str, local: torch.Tensor, boxes: tuple[Box, ...]) -> torch.Tensor:
+        """Fill a rank's part of a tensor of the module, in the part's dtype."""
+        stored = self.found[name]
+        with torch.no_grad():
+            for box in boxes:
+                target = local
+                for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
+                    target = target.narrow(dim, start, size)
+                rows = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+                file = self._files[stored]
+                target.copy_(file.get_slice(stored)[rows] if rows else file.get_tensor(stored))
+        return local
+
+    @property
+    def prints(self) -> dict[str, int]:
+        """What must be alike on all ranks: the names in the files with their shapes, as numbers."""
+        shapes = ((name, file.get_slice(name).get_shape()) for name, file in self._files.items())
+        return {f"{name} in {self.path}": prod(shape) for name, shape in shapes}
+
+    def _match(self, module: torch.nn.Module, complete: bool) -> None:
+        prefix = f"{getattr(module, 'base_model_prefix', '') or ''}."
+        names: dict[int, list[str]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in _named(module):
+            names.setdefault(id(tensor), []).append(name)
+            tensors.setdefault(names[id(tensor)][0], tensor)
+        used: set[str] = set()
+        faults: list[str] = []
+        for first, tensor in tensors.items():
+            spelled = [form for name in names[id(tensor)] for form in _spelled(name, prefix)]
+            stored = next((name for name in spelled if name in self._files), None)
+            used |= self._files.keys() & set(spelled)
+            if stored is not None:
+                self.found[first] = stored
+                faults += self._misfit(first, tensor, stored)
+            elif not _is_computed(module, first):
+                self.missing.append(first)
+        if faults:
+            more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
+            text = "\n".join([f"{self.path} has the weights of another model:", *(f"  {f}" for f in faults[:8]), *more])
+            raise ShardwiseError(text)
+        self.unexpected = sorted(self._files.keys() - used)
+        empty = [name for name in self.missing if tensors[name].is_meta]
+        if not self.found or (empty and complete):
+            raise ShardwiseError(
+                problem(
+                    f"{self.path} does not have {len(self.missing)} of the module's {len(tensors)} tensors: "
+                    f"{listed(self.missing)}",
+                    facts=[("there", f"{len(self.unexpected)} names that the module lacks: {listed(self.unexpected)}")],
+                    fix="give the weights of this model; or init=, a callable (name, tensor), for those that are new",
+                )
+            )
+
+    def _misfit(self, name: str, tensor: torch.Tensor, stored: str) -> list[str]:
+        """Why a tensor of the files is not that of the module."""
+        piece = self._files[stored].get_slice(stored)
+        shape, kind = tuple(piece.get_shape()), piece.get_dtype()
+        is_floating_point = kind.startswith(("F", "BF"))
+        if shape == tuple(tensor.shape) and is_floating_point == tensor.is_floating_point():
+            return []
+        own = f"{format_dtype(tensor.dtype)}{list(tensor.shape)}"
+        return [f"{name} is {own} in the module and {kind}{list(shape)} in the files"]
+
+    def announce(self) -> None:
+        """A warning for names on one side only."""
+        said = []
+        if self.missing:
+            said.append(f"they lack {listed(self.missing)} ({len(self.missing)}), which keep the module's values")
+        if self.unexpected:
+            said.append(f"the module lacks {listed(self.unexpected)} ({len(self.unexpected)})")
+        if said:
+            warnings.warn(f"the weights in {self.path}: {'; '.join(said)}", PlanWarning, stacklevel=6)
+
+
+def _is_computed(module: torch.nn.Module, name: str) -> bool:
+    """Whether it is a buffer that is not saved."""
+    path, _, key = name.rpartition(".")
+    return key in module.get_submodule(path)._non_persistent_buffers_set
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / INDEX
+    if index.is_file():
+        try:
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = sorted({Path(str(place)).name for place in places})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            what = f"{index} is no index of safetensors files"
+            raise ShardwiseError(problem(what, fix="copy the model's folder again")) from error
+        return [path / name for name in files]
+    files_here = sorted(path.glob("*.safetensors"))
+    if not files_here:
+        raise ShardwiseError(
+            problem(
+                f"there are no safetensors files in {path}",
+                fix="give a file or a folder of them; others become such with model.save_pretrained(folder)",
+            )
+        )
+    return files_here
+
+
+def _spelled(name: str, prefix: str) -> tuple[str, ...]:
+    if len(prefix) == 1:
+        return (name,)
+    return (name, name.removeprefix(prefix)) if name.startswith(prefix) else (name, prefix + name)
+
+
+def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+__all__ = ["Weights"]

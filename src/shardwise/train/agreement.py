@@ -1,0 +1,47 @@
+"""What the ranks of a job tell each other around a checkpoint. Without a process group there is one rank."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.communicator import group_timeout
+
+T = TypeVar("T")
+_HALF_AN_HOUR = 1800.0
+
+
+def here() -> tuple[int, int]:
+    """(rank, number of ranks)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def from_all(value: T) -> list[T]:
+    """What every rank gives, on each of them."""
+    _, count = here()
+    values: list[Any] = [value]
+    if count > 1:
+        values = [None] * count
+        dist.all_gather_object(values, value)
+    return values
+
+
+def raise_first(kind: type[ShardwiseError], fault: ShardwiseError | None) -> None:
+    """Raise, on every rank, what went wrong on this one, or else on the first where something did."""
+    said = from_all(None if fault is None else str(fault))
+    if fault is not None:
+        raise fault
+    failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    if failed is not None:
+        raise kind(f"rank {failed[0]}: {failed[1]}")
+
+
+def patience_seconds() -> float:
+    """How long a rank waits for the others."""
+    timeout = group_timeout() if here()[1] > 1 else None
+    return _HALF_AN_HOUR if timeout is None else timeout.total_seconds()
+
+
+__all__ = ["from_all", "here", "patience_seconds", "raise_first"]

@@ -1,0 +1,279 @@
+"""``sw.save_checkpoint``: the state of a training run, for any plan and any number of ranks.
+
+A checkpoint says where the elements of global tensors are, by the original names (``train.parts``); nothing in it
+depends on who holds what. The ranks agree on what each writes (``train.sharing``), copy it to memory of their own, and
+write it (``train.saving``) while they wait or train on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
+from shardwise.runtime.split import Split
+from shardwise.texts import check_texts
+from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
+from shardwise.train.files import stage
+from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, Stored
+from shardwise.train.parts import (
+    MODEL,
+    RANDOM,
+    Part,
+    module_parts,
+    optimizer_parts,
+    random_part,
+)
+from shardwise.train.retention import Keep
+from shardwise.train.saving import Job, Saving, give_up, incomplete, make_room
+from shardwise.train.sharing import Piece, PlannedFile, offers_of, shared_out
+from shardwise.train.values import encode
+
+
+class Resumable(Protocol):
+    """What can be saved and goes on from there: schedulers, scalers, loaders."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Schedulers = Resumable | Sequence[Resumable]
+
+
+Names = Sequence[Sequence[Sequence[str]]]  # of the parameters in every group of every optimizer
+
+
+@dataclass(frozen=True)
+class _State:
+    """What this rank has to save. ``values`` are equal on all ranks."""
+
+    parts: Mapping[str, Part]
+    tied: Mapping[str, str]
+    names: Names
+    plain: Mapping[str, Mapping[str, Any]]
+    values: dict[str, Any]
+
+
+@dataclass
+class _Saver:
+    """What is kept between the saves of a module: who writes what, the memory it is staged in, the save under way."""
+
+    structures: list[str] = field(default_factory=list)
+    files: list[list[PlannedFile]] = field(default_factory=list)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    names: Names = ()
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    under_way: Saving | None = None
+
+
+_savers: WeakKeyDictionary[torch.nn.Module, _Saver] = WeakKeyDictionary()
+
+
+def save_checkpoint(
+    path: str | Path,
+    par: torch.nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int,
+    schedulers: Schedulers = (),
+    scaler: Resumable | None = None,
+    data: Resumable | None = None,
+    extra: Any = None,
+    metrics: Mapping[str, float] | None = None,
+    keep: Keep | None = None,
+    blocking: bool = True,
+) -> Saving:
+    """Write a checkpoint to the folder ``path``, which appears when it is complete; called on every rank alike.
+
+    It holds the parameters and persistent buffers of ``par`` (a parallel module, or any module that every rank holds
+    whole), the states and settings of ``optimizer`` (one or several), of schedulers, scaler and data loader
+    (``state_dict()``, equal on all ranks), the states of the ranks' random generators, ``step`` and ``extra`` (numbers,
+    texts, tensors, and lists and dicts of these). ``metrics`` are for ``keep``, which says which older checkpoints
+    beside this one are deleted once it is complete. With ``blocking=False`` it returns when all is copied to memory of
+    its own, which takes as much as this rank's share of the checkpoint; the files are written while training goes on.
+    A second save waits for the first. ``wait()`` of what is returned says whether it succeeded.
+
+    Raises CheckpointError, on all ranks, where it cannot be written (with ``blocking=False`` that is a warning at the
+    next save, and raised by ``wait()``), and where there is a checkpoint of that name; ShardwiseError for values that
+    no file brings back, and where ranks differ in what must be equal. Earlier checkpoints stay as they are.
+    """
+    finish_saving(par)
+    saver = _savers.setdefault(par, _Saver())
+    rank, num_ranks = here()
+    path = Path(path)
+    state: _State | None = None
+    fault: ShardwiseError | None = None
+    made = False
+    try:
+        state = _state_of(par, several(optimizer), rank)
+        state.values.update(_values(step, several(schedulers), scaler, data, extra, metrics))
+        if rank == 0:
+            make_room(path)
+            made = True
+    except ShardwiseError as error:
+        fault = error
+    try:
+        raise_first(CheckpointError, fault)
+        assert state is not None, "without a fault there is a state"
+        plain = _agree(saver, path, state)
+    except ShardwiseError:
+        if made:
+            shutil.rmtree(incomplete(path))
+        raise
+    try:
+        _stage(saver, state.parts, saver.files[rank])
+    except (RuntimeError, MemoryError) as error:  # no memory, above all
+        raise give_up(path, rank, str(error)) from error
+    manifest = Manifest(
+        step=step,
+        num_ranks=num_ranks,
+        plan=par.plan.digest if isinstance(par, Split) else "",
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
+        block_bytes=BLOCK_BYTES,
+        files={},
+        tensors=_stored(saver.files),
+        tied={MODEL + name: MODEL + first for name, first in saver.tied.items()},
+        values={**state.values, "names": saver.names, "plain": plain},
+    )
+    files = [(file, saver.buffers[file.name]) for file in saver.files[rank]]
+    saving = Saving(Job(path, rank, num_ranks, files, manifest, keep, patience_seconds()))
+    if blocking:
+        try:
+            saving.wait()
+        finally:
+            saver.buffers.clear()
+    else:
+        saver.under_way = saving
+    return saving
+
+
+def _stage(saver: _Saver, parts: Mapping[str, Part], files: Sequence[PlannedFile]) -> None:
+    """Copy this rank's pieces to memory of their own, which later saves use again."""
+    pinned = torch.cuda.is_available() and any(part.tensor.is_cuda for part in parts.values())
+    for file in files:
+        if file.name not in saver.buffers:
+            saver.buffers[file.name] = torch.empty(file.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        stage(file, parts, saver.buffers[file.name])
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def finish_saving(par: torch.nn.Module) -> None:
+    """Wait for a save of a module that is under way. On rank 0, a warning where it failed."""
+    saver = _savers.get(par)
+    if saver is None or saver.under_way is None:
+        return
+    try:
+        saver.under_way.wait()
+    except CheckpointError as error:
+        if here()[0] == 0:
+            warnings.warn(f"the save before failed: {error}", PlanWarning, stacklevel=3)
+    saver.under_way = None
+
+
+def several(given: Any) -> list[Any]:
+    """One, several or none of something, as a list."""
+    if given is None:
+        return []
+    return [given] if hasattr(given, "state_dict") else list(given)
+
+
+def _state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> _State:
+    module = module_parts(par)
+    kept = optimizer_parts(optimizers, module)
+    parts = {MODEL + name: part for name, part in module.parts.items()}
+    parts |= {**kept.parts, f"{RANDOM}{rank}": random_part()}
+    return _State(parts, module.tied, kept.names, kept.plain, {"kinds": list(kept.kinds), "settings": kept.settings})
+
+
+def _values(
+    step: int,
+    schedulers: Sequence[Resumable],
+    scaler: Resumable | None,
+    data: Resumable | None,
+    extra: Any,
+    metrics: Mapping[str, float] | None,
+) -> dict[str, Any]:
+    """What is no tensor and equal on all ranks, encoded. Raises ShardwiseError for what cannot be."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ShardwiseError(f"step is a number of optimizer steps from 0, not {step!r}")
+    for name, metric in (metrics or {}).items():
+        if not math.isfinite(float(metric)):
+            raise ShardwiseError(f"the metric {name} is {metric}: no file says which checkpoint is better by it")
+    values = {
+        "schedulers": [encode(one.state_dict(), f"scheduler {at}") for at, one in enumerate(schedulers)],
+        "scaler": None if scaler is None else encode(scaler.state_dict(), "scaler"),
+        "data": None if data is None else encode(data.state_dict(), "data"),
+        "extra": encode(extra, "extra"),
+    }
+    check_texts([[values]])  # as deep as they lie in the manifest
+    return values
+
+
+def _agree(saver: _Saver, path: Path, state: _State) -> dict[str, Any]:
+    """Brings the saver up to date with what all ranks hold; returns the optimizers' states that are no tensors. One
+    exchange where nothing has changed since the last save."""
+    own = offers_of(state.parts)
+    structure = _digest([own, dict(state.tied), state.names])
+    common = {name: _digest(value) for name, value in {**state.values, "path": str(path)}.items()}
+    everywhere = from_all((structure, common, state.plain))
+    for rank, (_, other, _) in enumerate(everywhere):
+        differing = [name for name, digest in other.items() if digest != everywhere[0][1].get(name)]
+        if differing:
+            raise ShardwiseError(
+                problem(
+                    f"{differing[0]} of rank {rank} is not that of rank 0, and a checkpoint has one for all",
+                    fix="give the same on every rank; what differs between ranks can be gathered into one value first",
+                )
+            )
+    structures = [structure for structure, _, _ in everywhere]
+    if structures != saver.structures:
+        offered = from_all((own, dict(state.tied), state.names, incomplete(path).is_dir()))
+        blind = [rank for rank, (*_, sees) in enumerate(offered) if not sees]
+        if blind:
+            what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 made"
+            raise CheckpointError(problem(what, fix="give a folder on a file system that all machines share"))
+        saver.files = shared_out([offers for offers, *_ in offered])
+        saver.tied = {name: first for _, some, *_ in offered for name, first in some.items()}
+        saver.names = _merged([names for _, _, names, _ in offered])
+        saver.buffers.clear()
+        saver.structures = structures
+    return {name: dict(kept) for _, _, plain in everywhere for name, kept in plain.items()}
+
+
+def _merged(names: Sequence[Names]) -> list[list[list[str]]]:
+    """The parameters in every group of every optimizer, over all ranks: a rank may hold a part of the model only."""
+    return [
+        [list(dict.fromkeys(name for rank in names for name in rank[o][g])) for g in range(len(names[0][o]))]
+        for o in range(len(names[0]))
+    ]
+
+
+def _stored(files: Sequence[Sequence[PlannedFile]]) -> dict[str, Stored]:
+    pieces: dict[str, Piece] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    for file in (file for own in files for file in own):
+        for piece, chunk in file.chunks():
+            pieces[piece.name] = piece
+            chunks[piece.name].append(chunk)
+    return {name: Stored(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
+
+
+__all__ = ["Optimizers", "Resumable", "Schedulers", "finish_saving", "save_checkpoint", "several"]

@@ -1,0 +1,157 @@
+"""Bytes of a checkpoint: staged in memory, written in blocks with their checksums, and read back by boxes."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardwise.errors import CheckpointError, problem
+from shardwise.layouts.boxes import Box
+from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, Stored
+from shardwise.train.parts import Part
+from shardwise.train.sharing import Piece, PlannedFile
+
+
+def stage(file: PlannedFile, parts: Mapping[str, Part], buffer: torch.Tensor) -> None:
+    """Copy this rank's pieces of a file to where they will lie in it. ``buffer``: its data, as bytes."""
+    for start, piece in file.pieces:
+        target = buffer[start : start + piece.num_bytes].view(piece.dtype).view(piece.sizes)
+        target.copy_(_source(parts[piece.name], piece).detach(), non_blocking=buffer.is_pinned())
+
+
+def _source(part: Part, piece: Piece) -> torch.Tensor:
+    for box in part.boxes:
+        found = box.common(piece.offsets, piece.sizes) if piece.num_bytes else box
+        if found is not None and found.sizes == piece.sizes:
+            return part.at(found)
+    raise AssertionError(f"a rank writes {piece.sizes} at {piece.offsets} of {piece.name}, which it does not hold")
+
+
+def write(path: Path, file: PlannedFile, buffer: torch.Tensor) -> DataFile:
+    """Write a file and wait until it is on the disk. Raises OSError."""
+    data = buffer.numpy().data[: file.num_bytes]
+    checksums: list[str] = []
+    with path.open("xb", buffering=0) as target:
+        _write_all(target.fileno(), memoryview(file.header))
+        for start in range(0, file.num_bytes, BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            checksums.append(f"{zlib.crc32(block):08x}")
+            _write_all(target.fileno(), block)
+        os.fsync(target.fileno())
+    return DataFile(len(file.header), file.num_bytes, "".join(checksums))
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+class Reader:
+    """Reads boxes of tensors out of a checkpoint's files, through the memory map of each."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.num_bytes_read = 0
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._verified: dict[str, np.ndarray] = {}
+
+    def verify(self, name: str, boxes: Iterable[Box]) -> None:
+        """Compare the checksums of all blocks in which some boxes of a tensor lie, each block once. Raises
+        CheckpointError where one is missing or differs, or elements of the boxes are in no file or in two."""
+        stored = self.manifest.tensors[name]
+        for box in boxes:
+            found = self._chunks(stored, box)
+            overlap = any(
+                one.common(two.offsets, two.sizes) for i, (one, _) in enumerate(found) for two, _ in found[:i]
+            )
+            if sum(common.numel for common, _ in found) != box.numel or overlap:
+                what = f"{self.folder} does not have every element of {name} once"
+                raise CheckpointError(problem(what, fix="load an older checkpoint"))
+            for common, position in found:
+                self._verify_blocks(stored, common, position)
+
+    def read(self, name: str, part: Part) -> None:
+        """Copy the elements of a tensor that a rank holds to its part, in the part's dtype."""
+        stored = self.manifest.tensors[name]
+        with torch.no_grad():
+            for box in part.boxes:
+                for common, position in self._chunks(stored, box):
+                    chunk = stored.chunks[position]
+                    first = chunk.start + self._data(chunk.file).start
+                    num_bytes = prod(chunk.sizes) * stored.dtype.itemsize
+                    whole = self._map(chunk.file)[first : first + num_bytes].view(stored.dtype).view(chunk.sizes)
+                    for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+                        whole = whole.narrow(dim, start - chunk.offsets[dim], size)
+                    part.at(common).copy_(whole)
+
+    @staticmethod
+    def _chunks(stored: Stored, box: Box) -> list[tuple[Box, int]]:
+        """What of a box lies in which chunks."""
+        found = ((box.common(chunk.offsets, chunk.sizes), at) for at, chunk in enumerate(stored.chunks))
+        return [(common, at) for common, at in found if common is not None]
+
+    def _data(self, file: str) -> DataFile:
+        return self.manifest.files[file]
+
+    def _map(self, file: str) -> torch.Tensor:
+        """The bytes of a file. Raises CheckpointError for a file that is missing or has another length."""
+        if file not in self._mapped:
+            path, expected = self.folder / file, self._data(file).start + self._data(file).num_bytes
+            try:
+                is_file, size = path.is_file(), path.stat().st_size
+                if not is_file or size != expected:
+                    what = f"{path} has {size:,} bytes, and {expected:,} were written"
+                    raise CheckpointError(problem(what, fix="load an older checkpoint, or copy this one again"))
+                self._mapped[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+            except (OSError, RuntimeError) as error:
+                what = f"{path} is a part of the checkpoint and cannot be read: {error}"
+                raise CheckpointError(
+                    problem(what, fix="copy all files of the folder, or load an older one")
+                ) from error
+        return self._mapped[file]
+
+    def _verify_blocks(self, stored: Stored, common: Box, position: int) -> None:
+        chunk = stored.chunks[position]
+        size, data = self.manifest.block_bytes, self._data(chunk.file)
+        content = self._map(chunk.file)
+        done = self._verified.setdefault(chunk.file, np.zeros(-(-data.num_bytes // size), dtype=bool))
+        wanted = _blocks(stored, common, position, size, len(done)) & ~done
+        for block in np.flatnonzero(wanted).tolist():
+            start, stop = block * size, min((block + 1) * size, data.num_bytes)
+            self.num_bytes_read += stop - start
+            if zlib.crc32(content[data.start + start : data.start + stop].numpy().data) != data.checksum(block):
+                what = f"{self.folder / chunk.file} is damaged: bytes {start:,} to {stop:,} of its data are not those "
+                raise CheckpointError(problem(f"{what}that were written", fix="load an older checkpoint"))
+        done |= wanted
+
+
+def _blocks(stored: Stored, common: Box, position: int, size: int, count: int) -> np.ndarray:
+    """Which blocks of a file the elements of a box lie in."""
+    chunk, itemsize = stored.chunks[position], stored.dtype.itemsize
+    inner = len(chunk.sizes)  # dims from here on lie in one stretch
+    while inner and common.sizes[inner - 1 :] == chunk.sizes[inner - 1 :]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    starts = np.zeros(1, dtype=np.int64)
+    for dim in range(outer):
+        rows = np.arange(common.sizes[dim]) + common.offsets[dim] - chunk.offsets[dim]
+        starts = (starts[:, None] + rows * prod(chunk.sizes[dim + 1 :])).reshape(-1)
+    if inner:
+        starts = starts + (common.offsets[outer] - chunk.offsets[outer]) * prod(chunk.sizes[inner:])
+    length = prod(common.sizes[outer:])
+    first = (chunk.start + starts * itemsize) // size
+    last = (chunk.start + (starts + length) * itemsize - 1) // size
+    steps = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(steps, first, 1)
+    np.add.at(steps, last + 1, -1)
+    found: np.ndarray = np.cumsum(steps)[:count] > 0
+    return found
+
+
+__all__ = ["Reader", "stage", "write"]

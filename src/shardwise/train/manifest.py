@@ -1,0 +1,196 @@
+"""What a checkpoint says about itself: one JSON file that appears when everything else is written.
+
+``checkpoint.json`` names every tensor with its dtype, its global shape and the boxes of it that lie in files; every
+file with the CRC-32 of each block of its data; and the values that are no tensors. It holds no layout, no mesh and no
+rank that anybody needs to load: only where the elements are. Whoever wrote the file, reading it builds numbers, texts
+and lists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError, ShardwiseError, problem
+from shardwise.texts import MAX_FILE, MAX_NUMBER, read_json, read_text, shown
+from shardwise.train.values import DTYPES
+
+FILE = "checkpoint.json"
+FORMAT, VERSION = "shardwise checkpoint", 1
+BLOCK_BYTES = 2**18  # what a checksum is of; reading a part reads the blocks that it lies in
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, row-major from byte ``start`` of a file's data."""
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint, by its global shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """``start``: where the data begins, in bytes; ``checksums``: 8 hexadecimal digits per block of it."""
+
+    start: int
+    num_bytes: int
+    checksums: str
+
+    def checksum(self, block: int) -> int:
+        return int(self.checksums[8 * block : 8 * block + 8], 16)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``tied``: further names of tensors. ``plan``: the digest of the plan it was saved under, "" without one.
+    ``values``: encoded (``train.values``)."""
+
+    step: int
+    num_ranks: int
+    plan: str
+    metrics: Mapping[str, float]
+    block_bytes: int
+    files: Mapping[str, DataFile]
+    tensors: Mapping[str, Stored]
+    tied: Mapping[str, str]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def find(self, name: str) -> str | None:
+        """The name under which a tensor is stored, if it is."""
+        other = self.tied.get(name, name)
+        return name if name in self.tensors else other if other in self.tensors else None
+
+    def to_text(self) -> str:
+        order = {name: position for position, name in enumerate(self.files)}
+        content = {
+            "step": self.step,
+            "num_ranks": self.num_ranks,
+            "plan": self.plan,
+            "metrics": dict(self.metrics),
+            "block_bytes": self.block_bytes,
+            "files": [[name, file.start, file.num_bytes, file.checksums] for name, file in self.files.items()],
+            "tensors": {
+                name: [
+                    str(stored.dtype).removeprefix("torch."),
+                    stored.shape,
+                    [[order[chunk.file], chunk.start, chunk.offsets, chunk.sizes] for chunk in stored.chunks],
+                ]
+                for name, stored in self.tensors.items()
+            },
+            "tied": dict(self.tied),
+            "values": dict(self.values),
+        }
+        return json.dumps({"format": FORMAT, "version": VERSION, "crc32": _crc(content), "content": content})
+
+
+def _crc(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises CheckpointError where it is missing or not whole."""
+    try:
+        text = read_text(folder / FILE, MAX_FILE)
+    except (OSError, UnicodeDecodeError, ShardwiseError) as error:
+        raise CheckpointError(
+            problem(
+                f"{folder} is no checkpoint: {FILE} cannot be read ({shown(str(error), 200)})",
+                fix="give the folder of one that save_checkpoint finished, or the folder above several",
+            )
+        ) from error
+    try:
+        return parse_manifest(text)
+    except ShardwiseError as error:
+        fix = "load an older checkpoint; this one was changed after it was written"
+        raise CheckpointError(problem(f"{folder / FILE} is damaged: {error}", fix=fix)) from error
+
+
+def parse_manifest(text: str) -> Manifest:
+    """Raises ShardwiseError for a text that ``to_text`` did not write."""
+    value = read_json(text)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise ShardwiseError(f'it does not say "format": "{FORMAT}"')
+    if value.get("version") != VERSION:
+        raise ShardwiseError(f"it has version {shown(value.get('version'))}, and this shardwise reads {VERSION}")
+    content = value.get("content")
+    if not isinstance(content, dict) or value.get("crc32") != _crc(content):
+        raise ShardwiseError("its checksum is not that of its content")
+    try:
+        return _manifest(content)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ShardwiseError(f"it is not what a checkpoint has ({shown(str(error), 200)})") from error
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    block = _count(content["block_bytes"])
+    _require(2**9 <= block <= 2**30, f"blocks of {block:,} bytes")
+    files: dict[str, DataFile] = {}
+    for name, start, num_bytes, checksums in content["files"]:
+        _require(isinstance(name, str) and _NAME.fullmatch(name) is not None, f"a file called {shown(name)}")
+        files[name] = DataFile(_count(start), _count(num_bytes), checksums)
+        blocks = -(-num_bytes // block)
+        _require(re.fullmatch(r"[0-9a-f]*", checksums) is not None and len(checksums) == 8 * blocks, "checksums")
+    names = list(files)
+    tensors = {name: _stored(name, entry, names, files) for name, entry in content["tensors"].items()}
+    tied = content["tied"]
+    _require(all(isinstance(name, str) for name in tied.values()), "tied names")
+    _require(all(isinstance(value, (int, float)) for value in content["metrics"].values()), "metrics")
+    _require(isinstance(content["plan"], str) and isinstance(content["values"], dict), "plan or values")
+    return Manifest(
+        _count(content["step"]),
+        _count(content["num_ranks"]),
+        content["plan"],
+        content["metrics"],
+        block,
+        files,
+        tensors,
+        tied,
+        content["values"],
+    )
+
+
+def _stored(name: str, entry: Any, names: list[str], files: Mapping[str, DataFile]) -> Stored:
+    dtype, shape, chunks = DTYPES[entry[0]], tuple(map(_count, entry[1])), []
+    _require(prod(shape) * dtype.itemsize <= MAX_NUMBER, f"the size of {shown(name)}")
+    for position, start, offsets, sizes in entry[2]:
+        file = names[_count(position)]
+        chunk = Chunk(file, _count(start), tuple(map(_count, offsets)), tuple(map(_count, sizes)))
+        inside = all(a + n <= size for a, n, size in zip(chunk.offsets, chunk.sizes, shape, strict=True))
+        fits = start + prod(chunk.sizes) * dtype.itemsize <= files[file].num_bytes and start % dtype.itemsize == 0
+        _require(inside and fits and files[file].start % dtype.itemsize == 0, f"where {shown(name)} lies")
+        chunks.append(chunk)
+    return Stored(dtype, shape, tuple(chunks))
+
+
+def _count(value: Any) -> int:
+    _require(isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER, shown(value))
+    number: int = value
+    return number
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ShardwiseError(f"{what} cannot be")
+
+
+__all__ = ["BLOCK_BYTES", "FILE", "Chunk", "DataFile", "Manifest", "Stored", "parse_manifest", "read_manifest"]

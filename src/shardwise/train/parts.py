@@ -1,0 +1,226 @@
+"""What this rank holds of everything that a checkpoint keeps, by names that no plan changes.
+
+========================================  =============================================================
+``model.NAME``                            a parameter or persistent buffer of the original module
+``optimizer.state.NAME.KEY``              what an optimizer keeps of it (``exp_avg``, ``step``)
+``random.RANK``                           the states of a rank's generators, as text
+========================================  =============================================================
+
+A part is a local tensor with the boxes of the global one that it holds. Ranks need not hold every name.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.normalize_random import SEED
+from shardwise.layouts.boxes import Box, boxes
+from shardwise.runtime.split import Split
+from shardwise.train.values import decode, encode
+
+MODEL, STATE, RANDOM = "model.", "optimizer.state.", "random."
+_TEXT_BYTES = 4096  # states of generators are padded to a multiple: their size seldom changes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``tensor``: what this rank holds of a global tensor of ``shape``. Its ``boxes`` say which elements."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @staticmethod
+    def whole(tensor: torch.Tensor) -> Part:
+        return Part(tensor, tuple(tensor.shape), (Box.whole(tensor.shape),))
+
+    def like(self, tensor: torch.Tensor) -> Part:
+        """The same boxes of another tensor."""
+        return Part(tensor, self.shape, self.boxes)
+
+    def at(self, box: Box) -> torch.Tensor:
+        """A view of the local elements of a box that lies in one of the part's own."""
+        view = self.tensor
+        for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+    @property
+    def is_split(self) -> bool:
+        return [box.sizes for box in self.boxes] != [self.shape]
+
+
+@dataclass(frozen=True)
+class ModuleParts:
+    """By canonical names, those of ``model.named_parameters()``; ``tied``: further name -> canonical name."""
+
+    parts: Mapping[str, Part]
+    tied: Mapping[str, str]
+
+
+def module_parts(module: torch.nn.Module) -> ModuleParts:
+    """What this rank holds of a module: of a parallel one its shards, of any other the whole."""
+    parts: dict[str, Part] = {}
+    tied: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for name, tensor in _persistent(module):
+        first = names.setdefault(id(tensor), name)
+        if first == name:
+            parts[name] = _part_of(module, name, tensor)
+        else:
+            tied[name] = first
+    if isinstance(module, Split):
+        parts[SEED] = Part.whole(module._seed)
+    return ModuleParts(parts, tied)
+
+
+def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        if key not in module.get_submodule(path)._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _part_of(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Part:
+    layout = module.layouts.get(name) if isinstance(module, Split) else None
+    if layout is None or not prod(layout.shape):
+        return Part.whole(tensor)
+    assert isinstance(module, Split)
+    return Part(tensor, layout.shape, boxes(layout, module.coordinates))
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """``parts``: states that are tensors, by full name; ``plain``: other states, encoded, by parameter and key;
+    ``names``: of the parameters in every group of every optimizer; ``settings``: the groups' options, encoded."""
+
+    parts: Mapping[str, Part]
+    plain: Mapping[str, Mapping[str, Any]]
+    names: Sequence[Sequence[Sequence[str]]]
+    kinds: Sequence[str]
+    settings: Sequence[Sequence[Mapping[str, Any]]]
+
+
+def optimizer_parts(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> OptimizerParts:
+    """What this rank holds of optimizers of a module's parameters. Raises ShardwiseError for parameters of others, and
+    for states of which nobody can say which part of the whole they are."""
+    parts: dict[str, Part] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    names = names_in_groups(optimizers, module)
+    for optimizer, groups in zip(optimizers, names, strict=True):
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            for parameter, name in zip(group["params"], own, strict=True):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    full = state_name(name, key)
+                    if isinstance(value, torch.Tensor):
+                        parts[full] = _state_part(full, value, module.parts[name])
+                    else:
+                        plain.setdefault(name, {})[key] = encode(value, full)
+    settings = [
+        [
+            {key: encode(value, f"{key} of the optimizer") for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in optimizers
+    ]
+    return OptimizerParts(parts, plain, names, [kind_of(optimizer) for optimizer in optimizers], settings)
+
+
+def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> list[list[list[str]]]:
+    """The names of the parameters in every group of every optimizer."""
+    known = {id(part.tensor): name for name, part in module.parts.items()}
+    for optimizer in optimizers:
+        for position, group in enumerate(optimizer.param_groups):
+            if any(id(parameter) not in known for parameter in group["params"]):
+                raise ShardwiseError(
+                    problem(
+                        f"group {position} of {kind_of(optimizer)} has parameters that are not the module's",
+                        fix="make the optimizer of par.parameters(), after sw.parallelize",
+                    )
+                )
+    return [[[known[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def state_name(name: str, key: object) -> str:
+    """The name of a state in a checkpoint."""
+    if not isinstance(key, str) or "." in key:
+        raise ShardwiseError(f"the optimizer keeps {key!r} of {name}: a checkpoint names states by texts without dots")
+    return f"{STATE}{name}.{key}"
+
+
+def _state_part(name: str, value: torch.Tensor, parameter: Part) -> Part:
+    if value.shape == parameter.tensor.shape:
+        return parameter.like(value)
+    if value.ndim == 0 or not parameter.is_split:
+        return Part.whole(value)
+    raise ShardwiseError(
+        problem(
+            f"{name} has shape {list(value.shape)}, and this rank holds {list(parameter.tensor.shape)} of the "
+            f"parameter's {list(parameter.shape)}: nothing says which part of the whole it is",
+            fix="use an element-wise optimizer, whose states have the parameter's shape or are single numbers",
+        )
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- generators
+
+
+def random_part() -> Part:
+    """The states of the generators of Python, NumPy, torch and the current CUDA device."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    text = json.dumps(encode(states, "the states of generators")).encode()
+    padded = text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)
+    return Part.whole(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+
+
+def restore_random(content: torch.Tensor) -> None:
+    """Set the generators to what ``random_part`` found. Raises ShardwiseError for another content."""
+    try:
+        states = decode(json.loads(content.numpy().tobytes()))
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (TypeError, ValueError, LookupError, RuntimeError, RecursionError) as error:
+        raise ShardwiseError(f"the states of random generators in the checkpoint cannot be read: {error}") from error
+
+
+__all__ = [
+    "MODEL",
+    "RANDOM",
+    "STATE",
+    "ModuleParts",
+    "OptimizerParts",
+    "Part",
+    "kind_of",
+    "module_parts",
+    "names_in_groups",
+    "optimizer_parts",
+    "random_part",
+    "restore_random",
+    "state_name",
+]

@@ -1,0 +1,171 @@
+"""``sw.save_pretrained``: a folder that ``from_pretrained`` of transformers, and peft, read.
+
+The ranks first write a checkpoint of their parts beside it, each once and at the same time. Then they share out the
+files that the folder is to have, and each puts its own together from there, tensor by tensor: no rank ever holds more
+than one whole tensor, whatever the plan was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError, ShardwiseError, problem
+from shardwise.graph.normalize_random import SEED
+from shardwise.layouts.boxes import Box
+from shardwise.runtime.initial.weights import INDEX
+from shardwise.runtime.split import Split
+from shardwise.train.agreement import here, raise_first
+from shardwise.train.checkpoints import save_checkpoint
+from shardwise.train.files import Reader
+from shardwise.train.manifest import read_manifest
+from shardwise.train.parts import MODEL, Part
+from shardwise.train.sharing import Piece, safetensors_header
+
+_PARTS = ".parts"  # the checkpoint, in the folder
+
+
+def save_pretrained(
+    par: torch.nn.Module,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write the whole weights to a folder, as safetensors files under the original names; called on every rank alike.
+
+    ``par``: a parallel module, or any module that every rank holds whole. A transformers model's configuration is
+    written as well; of a peft model the adapters alone. Tied weights are written once, non-persistent buffers not.
+    ``dtype``: of floating-point tensors in the files (default: as they are). ``max_file_bytes``: more goes to several
+    files with an index; one tensor is in one file. Host memory: this rank's part, then one tensor at a time.
+
+    Raises CheckpointError, on all ranks, where it cannot be written and where the folder has weights already.
+    """
+    folder, (rank, num_ranks) = Path(folder), here()
+    original = par.original if isinstance(par, Split) else par
+    fault: ShardwiseError | None = None
+    try:
+        if any(folder.glob("*.safetensors")):
+            what = f"{folder} has weights already"
+            raise CheckpointError(problem(what, fix="give a new folder, or delete those"))
+        if dtype is not None and not dtype.is_floating_point:
+            raise ShardwiseError(f"dtype is one of floating-point numbers, not {dtype}")
+        if rank == 0:
+            shutil.rmtree(folder / _PARTS, ignore_errors=True)  # of an attempt that was killed
+    except ShardwiseError as error:
+        fault = error
+    raise_first(ShardwiseError, fault)
+    save_checkpoint(folder / _PARTS, par, step=0)
+    try:
+        reader = Reader(folder / _PARTS, read_manifest(folder / _PARTS))
+        names, stem = _names(original, reader)
+        files = _files(reader, names, dtype, max_file_bytes)
+        for position, pieces in enumerate(files):
+            if position % num_ranks == rank:
+                _write(folder / f"{_file_name(stem, position, len(files))}.part", pieces, reader, names)
+    except (OSError, ShardwiseError) as error:
+        fault = _unwritten(folder, error)
+    try:
+        raise_first(CheckpointError, fault)
+        if rank == 0:
+            try:
+                _finish(folder, original, files, stem)
+            except OSError as error:
+                fault = _unwritten(folder, error)
+        raise_first(CheckpointError, fault)  # the others leave when the folder is complete
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder / _PARTS, ignore_errors=True)
+            for left in folder.glob("*.part"):
+                left.unlink()
+
+
+def _unwritten(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
+
+
+def _names(original: torch.nn.Module, reader: Reader) -> tuple[dict[str, str], str]:
+    """(name in the files -> name in the module, how the files begin). A peft model's adapters have names of their
+    own."""
+    stored = {name.removeprefix(MODEL) for name in reader.manifest.tensors if name.startswith(MODEL)} - {SEED}
+    known = dict.fromkeys(name for name, _ in (*original.named_parameters(), *original.named_buffers()))
+    ordered = [*(name for name in known if name in stored), *sorted(stored - known.keys())]
+    if not hasattr(original, "peft_config"):
+        return {name: name for name in ordered}, "model"
+    from peft import get_peft_model_state_dict
+
+    marks = {name: torch.empty(0, device="meta") for name in ordered}
+    by_mark = {id(mark): name for name, mark in marks.items()}
+    adapters = get_peft_model_state_dict(original, state_dict=marks, save_embedding_layers=False)
+    return {name: by_mark[id(mark)] for name, mark in adapters.items()}, "adapter_model"
+
+
+def _files(
+    reader: Reader, names: Mapping[str, str], dtype: torch.dtype | None, max_file_bytes: int
+) -> list[list[tuple[int, Piece]]]:
+    """The tensors of every file, each with where it begins."""
+    files: list[list[Piece]] = [[]]
+    size = 0
+    for name, own in names.items():
+        stored = reader.manifest.tensors[MODEL + own]
+        kind = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+        piece = Piece(name, kind, stored.shape, (0,) * len(stored.shape), stored.shape)
+        if files[-1] and size + piece.num_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(piece)
+        size += piece.num_bytes
+    placed: list[list[tuple[int, Piece]]] = []
+    for pieces in files:
+        start, own_places = 0, []
+        for piece in sorted(pieces, key=lambda one: -one.dtype.itemsize):
+            own_places.append((start, piece))
+            start += piece.num_bytes
+        placed.append(own_places)
+    return placed
+
+
+def _write(path: Path, pieces: Sequence[tuple[int, Piece]], reader: Reader, names: Mapping[str, str]) -> None:
+    with path.open("wb") as file:
+        file.write(safetensors_header({"__metadata__": {"format": "pt"}}, pieces))
+        for _, piece in pieces:
+            part = Part.whole(torch.empty(piece.shape, dtype=piece.dtype))
+            stored = MODEL + names[piece.name]
+            reader.verify(stored, (Box.whole(piece.shape),))
+            reader.read(stored, part)
+            file.write(part.tensor.reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _finish(folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tuple[int, Piece]]], stem: str) -> None:
+    """The configuration; then the files get their names, and are listed in the index. Raises OSError."""
+    if stem == "model":
+        for config in (getattr(original, "config", None), getattr(original, "generation_config", None)):
+            if config is not None and hasattr(config, "save_pretrained"):
+                config.save_pretrained(folder)
+    else:
+        peft_config: Any = original.peft_config
+        for config in peft_config.values():
+            config.save_pretrained(str(folder))
+    file_names = [_file_name(stem, position, len(files)) for position in range(len(files))]
+    for name in file_names:
+        (folder / f"{name}.part").rename(folder / name)
+    if len(files) > 1:
+        places = {piece.name: name for name, own in zip(file_names, files, strict=True) for _, piece in own}
+        total = sum(piece.num_bytes for own in files for _, piece in own)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX.replace("model", stem, 1)).write_text(json.dumps(index, indent=2))
+
+
+def _file_name(stem: str, position: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{position + 1:05}-of-{count:05}.safetensors"
+
+
+__all__ = ["save_pretrained"]

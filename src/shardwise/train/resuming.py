@@ -1,0 +1,348 @@
+"""``sw.load_checkpoint``: a run goes on under another plan, on other ranks, or on one device.
+
+Everything is looked at before anything is changed: names, shapes, dtypes, the optimizer's groups, and the checksums of
+the blocks that this rank's parts lie in. Only when no rank has an objection is anything copied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.graph.normalize_random import SEED
+from shardwise.layouts.text import format_dtype
+from shardwise.runtime.split import Split
+from shardwise.texts import shown
+from shardwise.train.agreement import from_all, here, raise_first
+from shardwise.train.checkpoints import Optimizers, Resumable, Schedulers, finish_saving, several
+from shardwise.train.files import Reader
+from shardwise.train.manifest import FILE, Manifest, Stored, read_manifest
+from shardwise.train.parts import (
+    MODEL,
+    RANDOM,
+    STATE,
+    Part,
+    kind_of,
+    module_parts,
+    names_in_groups,
+    restore_random,
+    state_name,
+)
+from shardwise.train.retention import checkpoints_in
+from shardwise.train.values import decode
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded: from where, the ``step`` and ``extra`` that were saved, the digest of the plan of then ("" for
+    none), and how many bytes of tensors this rank read."""
+
+    path: Path
+    step: int
+    extra: Any
+    plan: str
+    num_bytes_read: int
+
+
+def load_checkpoint(
+    path_or_folder: str | Path,
+    par: torch.nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    schedulers: Schedulers = (),
+    scaler: Resumable | None = None,
+    data: Resumable | None = None,
+    random: bool = True,
+) -> Checkpoint:
+    """Continue from a checkpoint, under whatever plan it was saved; called on every rank alike.
+
+    ``path_or_folder``: a checkpoint, or a folder of several: then the newest complete one is taken, and those that are
+    torn or damaged are named in a warning. ``par``: a parallel module, or any module that every rank is to hold whole;
+    each rank reads only the blocks that its own parts lie in. Floating-point tensors are converted to the dtype that
+    ``par`` has; states of the optimizer that had their parameter's dtype follow it, others keep theirs. What is not
+    given (``optimizer``, ``schedulers``, ...) is not loaded. ``random``: whether the generators of Python, NumPy and
+    torch go on as well: every rank gets its own state where as many ranks go on as saved, else all get that of rank 0.
+
+    Raises CheckpointError for a checkpoint that is missing or damaged, ShardwiseError for one of another model,
+    optimizer or kind of dtype: on all ranks, and nothing is changed then.
+    """
+    rank, num_ranks = here()
+    finish_saving(par)
+    paths, is_folder = _candidates(Path(path_or_folder), rank)
+    for path in paths:
+        load: _Load | None = None
+        damage = fault = None
+        try:
+            manifest = read_manifest(path)
+            load = _Load(path, manifest, par, several(optimizer), rank if manifest.num_ranks == num_ranks else 0)
+            load.check_values(several(schedulers), scaler, data)
+            load.verify(random)
+        except CheckpointError as error:
+            damage = error
+        except ShardwiseError as error:
+            fault = error
+        except (TypeError, LookupError, AttributeError) as error:
+            what = f"{path} has values that save_checkpoint does not write: {shown(str(error))}"
+            damage = CheckpointError(problem(what, fix="load another checkpoint"))
+        damaged = [text for text in from_all(None if damage is None else str(damage)) if text]
+        if damaged and is_folder:
+            if rank == 0:
+                what = damaged[0].split("\n", 1)[0]
+                warnings.warn(f"{path} is skipped: {what}", PlanWarning, stacklevel=2)
+            continue
+        raise_first(CheckpointError, damage)
+        unexpected = _unexpected(load)  # all ranks ask
+        raise_first(ShardwiseError, fault or unexpected)
+        assert load is not None
+        if rank == 0 and load.converted:
+            warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=2)
+        try:
+            return load.apply(several(schedulers), scaler, data, random)
+        except (TypeError, LookupError, AttributeError, RuntimeError) as error:
+            what = f"{path} has states that what goes on does not take: {type(error).__name__}: {error}"
+            fix = "its tensors are loaded, and not all of the rest: load another checkpoint, or make what was saved"
+            raise CheckpointError(problem(what, fix=fix)) from error
+    what = f"no checkpoint in {path_or_folder} is complete"
+    raise CheckpointError(problem(what, fix="give a folder in which save_checkpoint has finished at least once"))
+
+
+def _unexpected(load: _Load | None) -> ShardwiseError | None:
+    """What the checkpoint has of the model and no rank wants. Every rank calls this."""
+    left = None if load is None else load.left
+    everywhere = [names for names in from_all(left) if names is not None]
+    nobodys = sorted(set.intersection(*map(set, everywhere))) if everywhere else []
+    if load is None or not nobodys:
+        return None
+    return _another(load.path, [f"{name} is in the checkpoint and not in the module" for name in nobodys])
+
+
+def _another(path: Path, faults: Sequence[str]) -> ShardwiseError:
+    more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
+    return ShardwiseError("\n".join([f"{path} is of another model:", *(f"  {fault}" for fault in faults[:8]), *more]))
+
+
+def _candidates(path: Path, rank: int) -> tuple[list[Path], bool]:
+    """(checkpoints to try, newest first; whether a folder of several was given). As rank 0 sees it."""
+    found: list[Path] = []
+    is_folder = False
+    fault: ShardwiseError | None = None
+    if rank == 0:
+        if (path / FILE).is_file():
+            found = [path]
+        elif path.is_dir():
+            complete, torn = checkpoints_in(path)
+            found, is_folder = list(reversed(complete)), True
+            for name, reason in torn:
+                warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=3)
+        else:
+            fault = CheckpointError(
+                problem(f"there is no checkpoint {path}", fix="give the folder of one, or of several")
+            )
+    raise_first(CheckpointError, fault)
+    names, is_folder = from_all(([str(one) for one in found], is_folder))[0]
+    return [Path(name) for name in names], is_folder
+
+
+class _Load:
+    """One checkpoint, looked at for one module and its optimizers. ``source``: of which rank the generators are."""
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        par: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        source: int,
+    ) -> None:
+        self.path, self.manifest, self.par, self.optimizers = path, manifest, par, optimizers
+        self.module = module_parts(par)
+        self.reader = Reader(path, manifest)
+        self.values: Mapping[str, Any] = {name: decode(value) for name, value in manifest.values.items()}
+        states = self.values.get("schedulers")
+        self._schedulers: list[Any] = states if isinstance(states, list) else []
+        self.left: list[str] = []  # names of the model that this rank does not want
+        self.converted = ""
+        self._random = f"{RANDOM}{source}"
+        self.parameters = self._parameters()
+        self.settings = self._settings() if optimizers else []
+        self.states = self._states() if optimizers else {}
+
+    # -- what is to be read --------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> dict[str, Part]:
+        """Stored name -> this rank's part, of parameters and buffers. Raises ShardwiseError where they do not fit."""
+        found: dict[str, Part] = {}
+        faults: list[str] = []
+        changed: dict[str, list[str]] = {}
+        for name, part in self.module.parts.items():
+            stored = self.manifest.find(MODEL + name)
+            if stored is None:
+                if name != SEED:  # a checkpoint of a module that is not parallel has none
+                    faults.append(f"{name} is in the module and not in the checkpoint")
+                continue
+            fault = _misfit(name, self.manifest.tensors[stored], part)
+            faults += [fault] if fault else []
+            found[stored] = part
+            before, after = self.manifest.tensors[stored].dtype, part.tensor.dtype
+            if before != after:
+                changed.setdefault(f"{format_dtype(before)} to {format_dtype(after)}", []).append(name)
+        if faults:
+            raise _another(self.path, faults)
+        self.left = [
+            name.removeprefix(MODEL)
+            for name in self.manifest.tensors
+            if name.startswith(MODEL) and name not in found and name != MODEL + SEED
+        ]
+        self.converted = "; ".join(f"{listed(names)} is converted from {what}" for what, names in changed.items())
+        return found
+
+    def _canonical(self, name: str) -> str:
+        """The name of a parameter as the checkpoint has it."""
+        return (self.manifest.find(MODEL + name) or MODEL + name).removeprefix(MODEL)
+
+    def _settings(self) -> list[list[Mapping[str, Any]]]:
+        """The stored options of every group of every optimizer here. Raises ShardwiseError for other optimizers."""
+        kinds, names, settings = (self.values.get(key) for key in ("kinds", "names", "settings"))
+        own = [kind_of(optimizer) for optimizer in self.optimizers]
+        if kinds != own or not isinstance(names, list) or not isinstance(settings, list):
+            has = f"states of {', '.join(map(str, kinds))}" if kinds else "no optimizer"
+            what = f"{self.path} has {has}, and {', '.join(own)} is to go on"
+            raise ShardwiseError(
+                problem(what, fix="make the optimizer that was saved, or load without optimizer= and start a new one")
+            )
+        found: list[list[Mapping[str, Any]]] = []
+        for position, groups in enumerate(names_in_groups(self.optimizers, self.module)):
+            stored_names, stored = names[position], settings[position]
+            group_of = {name: at for at, group in enumerate(stored_names) for name in group}
+            mine: list[Mapping[str, Any]] = []
+            for at, group in enumerate(groups):
+                wanted = {group_of.get(self._canonical(name)) for name in group} or {at}
+                (chosen,) = wanted if len(wanted) == 1 else (None,)
+                if chosen is None or chosen >= len(stored):
+                    what = f"group {at} of {own[position]} ({listed(group)}) is no group of the one in {self.path}"
+                    raise ShardwiseError(problem(what, fix="make the same groups of parameters as when it was saved"))
+                mine.append({key: value for key, value in _section(stored[chosen]).items() if key != "params"})
+            found.append(mine)
+        return found
+
+    def _states(self) -> dict[int, dict[str, tuple[str, Part]]]:
+        """Parameter (its identity) -> key -> (stored name, the part to fill)."""
+        by_name: dict[str, list[str]] = {}
+        for full in self.manifest.tensors:
+            if full.startswith(STATE):
+                name, _, key = full.removeprefix(STATE).rpartition(".")
+                by_name.setdefault(name, []).append(key)
+        found: dict[int, dict[str, tuple[str, Part]]] = {}
+        for optimizer, groups in zip(self.optimizers, names_in_groups(self.optimizers, self.module), strict=True):
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                for parameter, name in zip(group["params"], names, strict=True):
+                    own = self._canonical(name)
+                    found[id(parameter)] = {
+                        key: (full, self._state(optimizer, group, parameter, name, full))
+                        for key in by_name.get(own, ())
+                        for full in (state_name(own, key),)
+                    }
+        return found
+
+    def _state(
+        self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, name: str, full: str
+    ) -> Part:
+        """A new tensor for a state, with the elements that it is to hold."""
+        stored, whole = self.manifest.tensors[full], self.module.parts[name]
+        of_parameter = stored.shape == whole.shape and bool(stored.shape or not full.endswith(".step"))
+        before = optimizer.state.get(parameter, {}).get(full.rpartition(".")[2])
+        if isinstance(before, torch.Tensor):
+            dtype, device = before.dtype, before.device
+        else:
+            follows = stored.dtype == self.manifest.tensors[MODEL + self._canonical(name)].dtype and of_parameter
+            dtype = parameter.dtype if follows else stored.dtype
+            on_device = of_parameter or group.get("capturable") or group.get("fused")
+            device = parameter.device if on_device else torch.device("cpu")
+        if of_parameter:
+            return whole.like(torch.empty(parameter.shape, dtype=dtype, device=device))
+        return Part.whole(torch.empty(stored.shape, dtype=dtype, device=device))
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_values(self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None) -> None:
+        """Raises ShardwiseError where what is to go on was not saved."""
+        count = len(self._schedulers)
+        if schedulers and count != len(schedulers):
+            what = f"{self.path} has the states of {count} schedulers, and {len(schedulers)} are to go on"
+            raise ShardwiseError(problem(what, fix="give as many as were saved, in their order"))
+        for name, given in (("scaler", scaler), ("data", data)):
+            if given is not None and self.values.get(name) is None:
+                what = f"{self.path} has no state for {name}="
+                raise ShardwiseError(problem(what, fix=f"load without {name}=, or give it to save_checkpoint as well"))
+
+    def verify(self, random: bool) -> None:
+        """Compares the checksums of everything that will be read. Raises CheckpointError."""
+        for name, part in self._wanted(random):
+            self.reader.verify(name, part.boxes)
+
+    def _wanted(self, random: bool) -> list[tuple[str, Part]]:
+        wanted = [*self.parameters.items(), *(state for kept in self.states.values() for state in kept.values())]
+        generators = self.manifest.tensors.get(self._random) if random else None
+        if generators is not None:
+            wanted.append((self._random, Part.whole(torch.empty(generators.shape, dtype=generators.dtype))))
+        return wanted
+
+    # -- and done ------------------------------------------------------------------------------------------------------
+
+    def apply(
+        self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None, random: bool
+    ) -> Checkpoint:
+        """Changes the module, the optimizers and the others."""
+        wanted = self._wanted(random)
+        for name, part in wanted:
+            self.reader.read(name, part)
+        if isinstance(self.par, Split) and MODEL + SEED in self.parameters:
+            self.par._draws = True
+        for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
+            self._resume(optimizer, settings)
+        for scheduler, state in zip(schedulers, self._schedulers, strict=False):
+            scheduler.load_state_dict(state)
+        for name, given in (("scaler", scaler), ("data", data)):
+            if given is not None:
+                given.load_state_dict(self.values[name])
+        if random and wanted[-1][0] == self._random:
+            restore_random(wanted[-1][1].tensor)
+        extra, read = self.values.get("extra"), self.reader.num_bytes_read
+        return Checkpoint(self.path, self.manifest.step, extra, self.manifest.plan, read)
+
+    def _resume(self, optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+        groups = optimizer.state_dict()["param_groups"]
+        for group, stored in zip(groups, settings, strict=True):
+            group.update(stored)
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        names = {id(part.tensor): name for name, part in self.module.parts.items()}
+        plain = _section(self.values.get("plain"))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                own = dict(_section(plain.get(self._canonical(names[id(parameter)]))))
+                own |= {key: part.tensor for key, (_, part) in self.states[id(parameter)].items()}
+                if own:
+                    optimizer.state[parameter] = own
+
+
+def _misfit(name: str, stored: Stored, part: Part) -> str:
+    """Why a stored tensor does not go into a part; "" where it does."""
+    before, after = stored.dtype, part.tensor.dtype
+    same_kind = before.is_floating_point and after.is_floating_point
+    if stored.shape == part.shape and (before == after or same_kind):
+        return ""
+    here = f"{format_dtype(after)}{list(part.shape)}"
+    return f"{name} is {here} in the module and {format_dtype(before)}{list(stored.shape)} in the checkpoint"
+
+
+def _section(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+__all__ = ["Checkpoint", "load_checkpoint"]

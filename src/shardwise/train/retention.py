@@ -1,0 +1,84 @@
+"""Which checkpoints of a folder there are, and which stay."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.train.manifest import FILE, Manifest, read_manifest
+
+INCOMPLETE, DELETED = ".incomplete", ".deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints stay in a folder when a new one is complete: the ``last`` so many by step, those whose step is
+    a multiple of ``every``, and the ``num_best`` by a metric, ``best``. The newest always stays. Raises ShardwiseError
+    for numbers below 1."""
+
+    last: int | None = None
+    every: int | None = None
+    best: str | None = None
+    num_best: int = 1
+    order: Literal["smallest", "largest"] = "smallest"
+
+    def __post_init__(self) -> None:
+        numbers = {"last": self.last, "every": self.every, "num_best": self.num_best}
+        for name, number in numbers.items():
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ShardwiseError(f"{name} is a number of checkpoints or steps from 1, not {number!r}")
+        if self.order not in ("smallest", "largest"):
+            raise ShardwiseError(f'order is "smallest" or "largest" (which metric is best), not {self.order!r}')
+        if self.last is None and self.every is None and self.best is None:
+            raise ShardwiseError(problem("Keep() would keep the newest only", fix="say so: Keep(last=1)"))
+
+    def kept(self, steps: Mapping[Path, tuple[int, Mapping[str, float]]]) -> set[Path]:
+        """Of checkpoints with their step and metrics, those that stay."""
+        newest = sorted(steps, key=lambda path: steps[path][0])
+        stay = set(newest[-1:])
+        if self.last is not None:
+            stay |= set(newest[-self.last :])
+        if self.every is not None:
+            stay |= {path for path in newest if steps[path][0] % self.every == 0}
+        if self.best is not None:
+            sign = 1 if self.order == "smallest" else -1
+            rated = [path for path in newest if not math.isnan(steps[path][1].get(self.best, math.nan))]
+            stay |= set(sorted(rated, key=lambda path: sign * steps[path][1][str(self.best)])[: self.num_best])
+        return stay
+
+
+def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path, str]]]:
+    """(complete checkpoints, by ascending step and then by when they were written; what is left of others with the
+    reason). A checkpoint that was being deleted is neither."""
+    found: dict[Path, Manifest] = {}
+    torn: list[tuple[Path, str]] = []
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(INCOMPLETE):
+            torn.append((path, "its save did not finish"))
+        elif path.is_dir() and (path / FILE).exists() and not path.name.endswith(DELETED):
+            try:
+                found[path] = read_manifest(path)
+            except ShardwiseError as error:
+                torn.append((path, str(error).split("\n", 1)[0]))
+    written = {path: (path / FILE).stat().st_mtime_ns for path in found}
+    return dict(sorted(found.items(), key=lambda item: (item[1].step, written[item[0]]))), torn
+
+
+def prune(new: Path, keep: Keep) -> Sequence[Path]:
+    """Delete the checkpoints beside a new one that do not stay; which these were. One that cannot be deleted stays."""
+    found, _ = checkpoints_in(new.parent)
+    stay = {new, *keep.kept({path: (manifest.step, manifest.metrics) for path, manifest in found.items()})}
+    gone = [path for path in found if path not in stay]
+    for path in gone:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path.rename(path.with_name(path.name + DELETED)))
+    return gone
+
+
+__all__ = ["DELETED", "INCOMPLETE", "Keep", "checkpoints_in", "prune"]

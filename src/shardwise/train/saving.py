@@ -1,0 +1,198 @@
+"""A save on its way to the disk: every rank writes its files, rank 0 makes a checkpoint of them.
+
+Ranks meet in the folder, not in a collective: the thread that writes may run beside steps whose collectives must not be
+disturbed. ``NAME.incomplete`` fills; a rank that is done leaves a note with its checksums, one that failed says why.
+When all notes are there, rank 0 writes the manifest and renames the folder. Whatever happens before, there is no
+``NAME``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from shardwise.errors import CheckpointError, problem
+from shardwise.train.files import write
+from shardwise.train.manifest import FILE, DataFile, Manifest
+from shardwise.train.retention import INCOMPLETE, Keep, prune
+from shardwise.train.sharing import PlannedFile
+
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
+_LAST_SECONDS = 30.0  # that a process whose script has ended waits for the other ranks' files
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank has to do. ``manifest``: without files, whose checksums are not known yet."""
+
+    path: Path
+    rank: int
+    num_ranks: int
+    files: Sequence[tuple[PlannedFile, torch.Tensor]]
+    manifest: Manifest
+    keep: Keep | None
+    limit_seconds: float
+
+    @property
+    def folder(self) -> Path:
+        return incomplete(self.path)
+
+
+class Saving:
+    """A save that was started. ``wait()`` returns the folder when it is complete, or raises CheckpointError."""
+
+    def __init__(self, job: Job) -> None:
+        self.path = job.path
+        self._error: CheckpointError | None = None
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"shardwise-saves-{job.path.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why it failed, once it is done."""
+        return self._error if self.done else None
+
+    def wait(self) -> Path:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _run(self, job: Job) -> None:
+        try:
+            _save(job)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # a thread must not end without saying why
+            self._error = _failed(job.path, f"{type(error).__name__}: {error}")
+
+
+def _save(job: Job) -> None:
+    """Raises CheckpointError, on every rank, where one of them fails."""
+    try:
+        written = {file.name: write(job.folder / file.name, file, buffer) for file, buffer in job.files}
+        note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
+        _place(job.folder, f"written-{job.rank}.json", json.dumps(note))
+    except OSError as error:
+        give_up(job.path, job.rank, str(error))
+        if job.rank:
+            raise _failed(job.path, f"rank {job.rank}: {error}") from error
+    if job.rank == 0:
+        _finish(job)
+    else:
+        _poll(job, lambda: job.path.is_dir(), "rank 0 completes it")
+
+
+def _finish(job: Job) -> None:
+    notes = [job.folder / f"written-{rank}.json" for rank in range(job.num_ranks)]
+    try:
+        _poll(job, lambda: all(note.exists() for note in notes), "all ranks have written their files")
+        files: dict[str, DataFile] = {}
+        for note in notes:
+            files |= {name: DataFile(*entry) for name, entry in json.loads(note.read_text()).items()}
+        for note in notes:
+            note.unlink()
+        _place(job.folder, FILE, replace(job.manifest, files=files).to_text())
+        os.rename(job.folder, job.path)
+        _sync_folder(job.path.parent)
+    except (OSError, CheckpointError) as error:
+        if not isinstance(error, CheckpointError):
+            give_up(job.path, 0, str(error))
+            error = _failed(job.path, f"rank 0: {error}")
+        # What was written gives its space back; the folder and the reason stay, for the other ranks to see.
+        for file in job.folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        raise error from None
+    if job.keep is not None:
+        prune(job.path, job.keep)
+
+
+def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
+    """Wait until something is done. Raises CheckpointError when a rank says that it failed, or time runs out."""
+    pause, until, waited = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds, 0.0
+    while not is_done():
+        for rank in range(job.num_ranks):
+            failed = job.folder / f"failed-{rank}"
+            with contextlib.suppress(OSError):
+                raise _failed(job.path, f"rank {rank}: {failed.read_text() or 'no space is left even for the reason'}")
+        if not threading.main_thread().is_alive():  # the process wants to end, and another rank may be gone
+            until = min(until, time.monotonic() + max(0.0, _LAST_SECONDS - waited))
+            waited += pause
+        if time.monotonic() > until:
+            raise _failed(job.path, f"rank {job.rank} waited for {job.limit_seconds:.0f} s until {what}")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+
+def give_up(path: Path, rank: int, reason: str) -> CheckpointError:
+    """Tell the other ranks that this one cannot save; the error to raise here."""
+    with contextlib.suppress(OSError):
+        (incomplete(path) / f"failed-{rank}").write_text(reason)
+    return _failed(path, f"rank {rank}: {reason}")
+
+
+def _failed(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        problem(
+            f"{path} was not saved: {reason}",
+            fix="make room, or see that all ranks see the same folder; earlier checkpoints are as they were, and "
+            "training can go on",
+        )
+    )
+
+
+def _place(folder: Path, name: str, text: str) -> None:
+    """A file that is there whole or not at all."""
+    with (folder / f"{name}.part").open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(folder / f"{name}.part", folder / name)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def incomplete(path: Path) -> Path:
+    """The folder that becomes a checkpoint."""
+    return path.with_name(path.name + INCOMPLETE)
+
+
+def make_room(path: Path) -> None:
+    """An empty folder to fill, on rank 0, in place of what an earlier attempt left. Raises CheckpointError where a
+    checkpoint of that name is complete, or the folder cannot be made."""
+    if path.exists():
+        what = f"{path} exists already: a checkpoint is never overwritten"
+        raise CheckpointError(problem(what, fix="save under another name (the step in it), or delete that one first"))
+    folder = incomplete(path)
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        what = f"{folder} cannot be made: {error}"
+        raise CheckpointError(problem(what, fix="give a folder that all ranks can write to")) from error
+
+
+__all__ = ["Job", "Saving", "give_up", "incomplete", "make_room"]

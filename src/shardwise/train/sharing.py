@@ -1,0 +1,170 @@
+"""Who writes which part of a checkpoint: every element once, by one of the ranks that hold it, as much by each as
+possible.
+
+All ranks compute the same answer from what all of them hold, so nothing is sent for it. A box that several ranks hold
+and that is large beside a rank's fair share is cut in pieces of rows; then the largest piece goes to the rank that has
+least to write so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.train.manifest import Chunk
+from shardwise.train.parts import Part
+from shardwise.train.values import DTYPES
+
+CUT_FROM_BYTES = 2**20
+PIECES_OF_A_SHARE = 4  # what is at most as large as such a piece of a fair share is not cut
+_ALIGNED = 16  # bytes: where the data of a file begins
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+
+# What a rank says about a tensor: name, dtype, global shape, (offsets, sizes) of its boxes.
+Rows = tuple[int, ...]
+Offer = tuple[str, str, Rows, tuple[tuple[Rows, Rows], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank writes of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Rows
+    offsets: Rows
+    sizes: Rows
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A safetensors file: its ``header``, then ``num_bytes`` of pieces, each with where it begins."""
+
+    name: str
+    header: bytes
+    pieces: tuple[tuple[int, Piece], ...]
+    num_bytes: int
+
+    def chunks(self) -> list[tuple[Piece, Chunk]]:
+        return [(piece, Chunk(self.name, start, piece.offsets, piece.sizes)) for start, piece in self.pieces]
+
+
+def offers_of(parts: Mapping[str, Part]) -> list[Offer]:
+    """What this rank holds, in words. Raises ShardwiseError for a dtype that files do not hold."""
+    found: list[Offer] = []
+    for name, part in sorted(parts.items()):
+        dtype = str(part.tensor.dtype).removeprefix("torch.")
+        if dtype not in _SAFETENSORS:
+            raise ShardwiseError(f"{name} is {dtype}, which safetensors files do not hold: {', '.join(_SAFETENSORS)}")
+        found.append((name, dtype, part.shape, tuple((box.offsets, box.sizes) for box in part.boxes)))
+    return found
+
+
+def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
+    """The files of every rank, from what every rank offers. Raises ShardwiseError where ranks differ about a tensor, or
+    elements of one are nobody's."""
+    holders: dict[tuple[str, Rows, Rows], list[int]] = defaultdict(list)
+    kinds: dict[str, tuple[str, Rows]] = {}
+    for rank, own in enumerate(offers):
+        for name, dtype, shape, boxes in own:
+            if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
+                raise ShardwiseError(f"{name} is {kinds[name]} on one rank and {(dtype, shape)} on rank {rank}")
+            for offsets, sizes in boxes:
+                holders[name, offsets, sizes].append(rank)
+    held: dict[str, int] = dict.fromkeys(kinds, 0)
+    for name, _, sizes in holders:
+        held[name] += prod(sizes)
+    wrong = [name for name, (_, shape) in kinds.items() if held[name] != prod(shape)]
+    if wrong:
+        raise ShardwiseError(
+            f"the ranks hold {held[wrong[0]]:,} of the {prod(kinds[wrong[0]][1]):,} elements of {wrong[0]}"
+        )
+    total = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
+    largest = max(CUT_FROM_BYTES, total // (PIECES_OF_A_SHARE * len(offers)))
+    to_write: list[tuple[Piece, list[int]]] = []
+    for (name, offsets, sizes), ranks in holders.items():
+        dtype, shape = kinds[name]
+        piece = Piece(name, DTYPES[dtype], shape, offsets, sizes)
+        to_write += [(part, ranks) for part in _cut(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
+    load = [0] * len(offers)
+    written: list[list[Piece]] = [[] for _ in offers]
+    for piece, ranks in sorted(to_write, key=lambda one: (-one[0].num_bytes, one[0].name, one[0].offsets)):
+        writer = min(ranks, key=load.__getitem__)
+        load[writer] += piece.num_bytes
+        written[writer].append(piece)
+    return [_files(rank, len(offers), pieces) for rank, pieces in enumerate(written)]
+
+
+def _cut(piece: Piece, count: int) -> list[Piece]:
+    """A piece in pieces of rows, at most ``count``."""
+    count = min(count, piece.sizes[0] if piece.sizes else 1)
+    if count <= 1:
+        return [piece]
+    cuts = [index * piece.sizes[0] // count for index in range(count + 1)]
+    return [
+        Piece(
+            piece.name,
+            piece.dtype,
+            piece.shape,
+            (piece.offsets[0] + start, *piece.offsets[1:]),
+            (stop - start, *piece.sizes[1:]),
+        )
+        for start, stop in itertools.pairwise(cuts)
+    ]
+
+
+def _files(rank: int, num_ranks: int, pieces: Sequence[Piece]) -> list[PlannedFile]:
+    """A file holds a name once: the boxes that a rank has of one tensor go to different files."""
+    by_file: list[list[Piece]] = []
+    count: dict[str, int] = defaultdict(int)
+    for piece in pieces:
+        if count[piece.name] == len(by_file):
+            by_file.append([])
+        by_file[count[piece.name]].append(piece)
+        count[piece.name] += 1
+    name = f"shard-{rank:05}-of-{num_ranks:05}"
+    return [
+        _file(f"{name}{f'-{position}' if position else ''}.safetensors", own) for position, own in enumerate(by_file)
+    ]
+
+
+def _file(name: str, pieces: Sequence[Piece]) -> PlannedFile:
+    """A file with the header that torch's Hugging Face reader understands: it says where in the whole a part lies."""
+    placed: list[tuple[int, Piece]] = []
+    start = 0
+    for piece in sorted(pieces, key=lambda one: (-one.dtype.itemsize, one.name)):  # so every tensor is aligned
+        placed.append((start, piece))
+        start += piece.num_bytes
+    offsets = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
+    header: dict[str, object] = {
+        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    }
+    return PlannedFile(name, safetensors_header(header, placed), tuple(placed), start)
+
+
+def safetensors_header(header: dict[str, object], placed: Sequence[tuple[int, Piece]]) -> bytes:
+    """The first bytes of a safetensors file of some pieces (https://huggingface.co/docs/safetensors/index#format)."""
+    for start, piece in placed:
+        kind = _SAFETENSORS[str(piece.dtype).removeprefix("torch.")]
+        header[piece.name] = {"dtype": kind, "shape": piece.sizes, "data_offsets": [start, start + piece.num_bytes]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-(len(text) + 8) // _ALIGNED) * _ALIGNED - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+__all__ = ["Offer", "Piece", "PlannedFile", "offers_of", "safetensors_header", "shared_out"]

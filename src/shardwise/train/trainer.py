@@ -1,0 +1,253 @@
+"""``sw.Trainer``: the loop around ``par.step``, for those who do not want to write it. All that it does, it does by
+calls that anybody can make."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.batch import num_samples
+from shardwise.runtime.agree import wire
+from shardwise.runtime.parallel import Parallel
+from shardwise.train.agreement import here
+from shardwise.train.checkpoints import finish_saving, save_checkpoint
+from shardwise.train.data import DataLoader
+from shardwise.train.resuming import load_checkpoint
+from shardwise.train.retention import Keep, checkpoints_in
+
+Evaluate = Callable[[Parallel], Mapping[str, float]]
+
+
+class Trainer:
+    """Trains a parallel module on the batches of a loader; made and used on every rank alike.
+
+    ``loader``: its batches are the arguments of ``par.step`` (a dict: by name). ``scheduler``: stepped after every step
+    of the optimizer. ``accumulate``: batches whose mean gradient a step is made of (a plan with micro-batches does this
+    within one batch, exactly). ``clip_norm``: the largest norm of the whole gradient. ``evaluate``: every
+    ``evaluate_every`` steps and at the end, in eval mode and without gradients; it returns metrics, the same on all
+    ranks. ``folder``: for checkpoints, ``step-N`` every ``save_every`` steps and at the end, written beside training;
+    ``keep`` says which stay. ``log_every``: steps between lines of ``log.jsonl`` in the folder (on rank 0: loss,
+    learning rate, norm of the gradient, seconds, metrics). ``tensorboard``: the same for TensorBoard.
+    ``progress``: a bar on rank 0's terminal.
+
+    ``step`` is the number of optimizer steps done, ``metrics`` the latest ones, ``stopped`` whether a signal ended it.
+    """
+
+    def __init__(
+        self,
+        par: Parallel,
+        optimizer: torch.optim.Optimizer,
+        loader: DataLoader,
+        *,
+        scheduler: Any = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        evaluate: Evaluate | None = None,
+        evaluate_every: int | None = None,
+        folder: str | Path | None = None,
+        save_every: int | None = None,
+        keep: Keep | None = None,
+        log_every: int = 10,
+        tensorboard: bool = False,
+        progress: bool = True,
+    ) -> None:
+        counts = {
+            "accumulate": accumulate,
+            "evaluate_every": evaluate_every,
+            "save_every": save_every,
+            "log_every": log_every,
+        }
+        for name, count in counts.items():
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise ShardwiseError(f"{name} is a number from 1, not {count!r}")
+        if folder is None and (save_every or keep or tensorboard):
+            raise ShardwiseError(problem("there is no folder to save to", fix="give folder="))
+        self.par, self.optimizer, self.loader, self.scheduler = par, optimizer, loader, scheduler
+        self.accumulate, self.clip_norm = accumulate, clip_norm
+        self.evaluate, self.evaluate_every = evaluate, evaluate_every
+        self.folder, self.save_every, self.keep = None if folder is None else Path(folder), save_every, keep
+        self.log_every, self.tensorboard, self.progress = log_every, tensorboard, progress
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.stopped = False
+        self._saved: int | None = None
+        self._signalled = False
+
+    def fit(self, num_steps: int) -> None:
+        """Train until so many steps are done in all, from the newest checkpoint in the folder if there is one.
+
+        At SIGTERM to any rank, all of them finish the step they are in, save, and return: ``stopped`` is true then.
+        """
+        self._resume()
+        self.par.train()
+        with ExitStack() as stack:
+            stack.enter_context(self._noticing_signals())
+            log = stack.enter_context(_Log(self.folder, self.tensorboard, self.progress, num_steps))
+            since, samples = time.perf_counter(), 0
+            batches = self._batches()
+            while self.step < num_steps and not self.stopped:
+                loss, norm, count = self._train_step(batches)
+                samples += count
+                self.step += 1
+                is_last = self.step == num_steps
+                if self.evaluate is not None and (is_last or self._is_due(self.evaluate_every)):
+                    self._evaluate()
+                    log.write(self.step, self.metrics)
+                if is_last or self._is_due(self.log_every):
+                    seconds = time.perf_counter() - since
+                    rate = self.optimizer.param_groups[0]["lr"]
+                    line = {"loss": loss.item(), "lr": float(rate), "samples_per_second": samples / seconds}
+                    log.write(self.step, line if norm is None else {**line, "grad_norm": norm.item()})
+                    since, samples = time.perf_counter(), 0
+                log.advance(self.step)
+                self.stopped = self._somebody_is_told_to_stop()
+                if self._is_due(self.save_every):
+                    self.save()
+            if self.folder is not None and self._saved != self.step:
+                self.save()
+            finish_saving(self.par)
+
+    def save(self) -> None:
+        """Save a checkpoint of now, beside training."""
+        assert self.folder is not None, "a trainer without a folder does not save"
+        save_checkpoint(
+            self.folder / f"step-{self.step}",
+            self.par,
+            self.optimizer,
+            step=self.step,
+            schedulers=() if self.scheduler is None else self.scheduler,
+            data=self.loader,
+            metrics=self.metrics,
+            keep=self.keep,
+            blocking=False,
+        )
+        self._saved = self.step
+
+    def _resume(self) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not checkpoints_in(self.folder)[0]:
+            return
+        schedulers: Any = () if self.scheduler is None else self.scheduler
+        found = load_checkpoint(self.folder, self.par, self.optimizer, schedulers=schedulers, data=self.loader)
+        self.step = self._saved = found.step
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    def _train_step(self, batches: Iterator[Any]) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """(mean loss, norm of the gradient before it was clipped, samples)."""
+        losses, samples = [], 0
+        for _ in range(self.accumulate):
+            args, kwargs = _arguments(next(batches))
+            samples += num_samples((args, kwargs)) or 0
+            losses.append(self.par.step(*args, **kwargs))
+        if self.accumulate > 1:
+            for parameter in self.par.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= self.accumulate
+        norm = None
+        if self.clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.par.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return torch.stack(losses).mean(), norm, samples
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
+
+    def _evaluate(self) -> None:
+        assert self.evaluate is not None
+        self.par.eval()
+        try:
+            with torch.no_grad():
+                self.metrics = {name: float(value) for name, value in self.evaluate(self.par).items()}
+        finally:
+            self.par.train()
+
+    @contextmanager
+    def _noticing_signals(self) -> Iterator[None]:
+        def notice(number: int, frame: object) -> None:
+            self._signalled = True
+
+        before = signal.signal(signal.SIGTERM, notice)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _somebody_is_told_to_stop(self) -> bool:
+        """A signal may reach the ranks in different steps, or one of them only."""
+        if here()[1] == 1:
+            return self._signalled
+        told = torch.tensor([int(self._signalled)], device=wire(self.par.device))
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told.item())
+
+
+class _Log:
+    """What rank 0 writes; on other ranks nothing."""
+
+    def __init__(self, folder: Path | None, tensorboard: bool, progress: bool, num_steps: int) -> None:
+        self._stack = ExitStack()
+        self._file: Any = None
+        self._board: Any = None
+        self._bar: Any = None
+        if here()[0] != 0:
+            return
+        if folder is not None:
+            self._file = self._stack.enter_context((folder / "log.jsonl").open("a", encoding="utf-8"))
+        if tensorboard:
+            self._board = self._stack.enter_context(_board(folder))
+        if progress:
+            from rich.progress import Progress
+
+            self._bar = self._stack.enter_context(Progress(transient=True))
+            self._task = self._bar.add_task("training", total=num_steps)
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.flush()
+        for name, value in values.items() if self._board is not None else ():
+            self._board.add_scalar(name, value, step)
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+
+def _board(folder: Path | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ShardwiseError(problem("tensorboard is not installed", fix="pip install tensorboard")) from error
+    return SummaryWriter(str(folder))
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+__all__ = ["Trainer"]

@@ -1,0 +1,119 @@
+"""Values beside tensors (settings of optimizers, states of schedulers and generators) as JSON, and back.
+
+JSON has fewer kinds of values than Python: what it lacks is an object with one key that begins with ``$``. Reading
+builds these kinds and nothing else: no name in a file is ever looked up or called.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.texts import MAX_NUMBER, shown
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+def encode(value: Any, where: str) -> Any:
+    """A value as JSON has it. ``where``: what it is, for errors. Raises ShardwiseError for a value that no file brings
+    back: functions, objects of classes."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) <= MAX_NUMBER else {"$int": str(int(value))}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, np.generic):
+        return encode(value.item(), where)
+    if isinstance(value, np.ndarray):
+        return {"$array": encode(torch.from_numpy(np.ascontiguousarray(value)), where)}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": [_dtype_name(value.dtype), list(value.shape), _text(_bytes_of(value))]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": _text(bytes(value))}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": _dtype_name(value)}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [encode(item, f"{where}[{position}]") for position, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return {"$tuple" if isinstance(value, tuple) else "$set": items}
+    if isinstance(value, dict):
+        pairs = [(key, encode(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        if isinstance(value, Counter):
+            return {"$counter": [[encode(key, where), item] for key, item in pairs]}
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[encode(key, where), item] for key, item in pairs]}
+    raise ShardwiseError(
+        problem(
+            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: reading it would run code",
+            fix="numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
+        )
+    )
+
+
+def decode(value: Any) -> Any:
+    """What ``encode`` was given. Raises ShardwiseError for anything that it does not write."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    key = next(iter(value), "")
+    if not key.startswith("$"):
+        return {name: decode(item) for name, item in value.items()}
+    reader = _READERS.get(key)
+    if reader is None or len(value) != 1:
+        raise ShardwiseError(f"{shown(value)} is no value of a checkpoint")
+    try:
+        return reader(value[key])
+    except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError) as error:
+        raise ShardwiseError(f"{key} of a checkpoint cannot be read: {shown(str(error))}") from error
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    dtype, shape, text = value
+    content = base64.b64decode(text, validate=True)
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8).view(DTYPES[dtype]).reshape(shape).clone()
+        if (content)
+        else torch.empty(shape, dtype=DTYPES[dtype])
+    )
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda text: int(text[:400]),
+    "$float": lambda text: float(text),
+    "$tensor": _tensor,
+    "$array": lambda value: _tensor(value["$tensor"]).numpy(),
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$dtype": lambda name: DTYPES[name],
+    "$tuple": lambda items: tuple(map(decode, items)),
+    "$set": lambda items: set(map(decode, items)),
+    "$counter": lambda pairs: Counter({decode(key): decode(item) for key, item in pairs}),
+    "$dict": lambda pairs: {decode(key): decode(item) for key, item in pairs},
+}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+__all__ = ["DTYPES", "decode", "encode"]

@@ -1,0 +1,331 @@
+"""Files of checkpoints: damaged, hostile and torn ones, which stay, and what is read of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.layouts.boxes import Box, boxes
+from shardwise.layouts.layout import Windows
+from shardwise.layouts.text import parse_layout
+from shardwise.runtime.shards import shard
+from shardwise.train.files import Reader
+from shardwise.train.manifest import FILE, parse_manifest, read_manifest
+from shardwise.train.parts import Part
+from shardwise.train.values import decode, encode
+
+
+def saved(folder: Path, step: int = 1, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(step)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    sw.save_checkpoint(folder / f"step-{step}", model, optimizer, step=step, **more)
+    return model, optimizer
+
+
+# --------------------------------------------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[7@tp, 6]", "[7, 6@tp]", "[(3 4@tp), 5]", "[(3 4@tp 2), (2 3@dp)]", "[6@(dp,tp)]", "[(5 2@tp), 3@dp, 4]", "[]",
+     "uneven"],
+)  # fmt: skip
+def test_boxes_are_what_a_device_holds(text: str) -> None:
+    mesh = sw.Mesh(dp=2, tp=3)
+    layout = parse_layout("[(2 4@tp), 3]" if text == "uneven" else text, mesh)
+    if text == "uneven":
+        layout = replace(layout, windows=(Windows.of_lengths(0, 1, [1, 0, 3]),))
+    whole = torch.arange(math.prod(layout.shape)).reshape(layout.shape)
+    for device in range(6):
+        local = shard(whole, layout, mesh.coordinates(device))
+        found = boxes(layout, mesh.coordinates(device))
+        part = Part(local, layout.shape, found)
+        assert sum(box.numel for box in found) == local.numel()
+        for box in found:
+            cut = whole
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                cut = cut.narrow(dim, start, size)
+            assert torch.equal(part.at(box), cut)
+
+
+def test_a_part_is_read_and_verified_without_the_rest(tmp_path: Path) -> None:
+    model = nn.Linear(256, 4096, bias=False)  # 4 MiB
+    sw.save_checkpoint(tmp_path / "one", model, step=0)
+    manifest = read_manifest(tmp_path / "one")
+    for rows, columns, expected in (
+        (slice(1024, 2048), slice(None), 2**20),
+        (slice(0, 1), slice(3, 5), 2**18),
+        (slice(None), slice(0, 1), 2**22),
+        (slice(255, 257), slice(None), 2**19),
+    ):
+        reader = Reader(tmp_path / "one", manifest)
+        want = model.weight.detach()[rows, columns]
+        box = Box((rows.start or 0, columns.start or 0), tuple(want.shape), (0, 0))
+        part = Part(torch.zeros(want.shape), (4096, 256), (box,))
+        reader.verify("model.weight", part.boxes)
+        reader.read("model.weight", part)
+        assert torch.equal(part.tensor, want)
+        assert reader.num_bytes_read == expected
+
+
+def test_values_come_back_as_they_were() -> None:
+    for value in (
+        None, True, -3, 2**70, 1.5, math.inf, "text", "$text", b"\0\1", [1, [2.5]], (1, ("a",)), {1, 2}, torch.bfloat16,
+        {"a": {"b": (1, 2)}}, {1: 2, (3, 4): 5}, {"$tensor": 1}, Counter({3: 1}), {},
+    ):  # fmt: skip
+        again = decode(json.loads(json.dumps(encode(value, "it"))))
+        assert again == value
+        assert type(again) is type(value)
+    assert math.isnan(decode(encode(math.nan, "it")))
+    for tensor in (torch.randn(3, 2).bfloat16(), torch.tensor(4), torch.empty(0, 3), torch.tensor([True, False])):
+        again = decode(encode([tensor], "it"))[0]
+        assert torch.equal(again, tensor)
+        assert again.dtype == tensor.dtype
+    array = decode(encode(np.arange(4, dtype=np.uint32), "it"))
+    assert array.tolist() == [0, 1, 2, 3]
+    with pytest.raises(sw.ShardwiseError, match=r"it\['a'\]\[1\] is a builtin_function_or_method"):
+        encode({"a": [1, print]}, "it")
+
+
+def test_states_of_other_optimizers_schedulers_and_generators_come_back(tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizers: list[Any], tools: list[Any], scaler: Any, steps: int) -> list[float]:
+        drawn = []
+        for _ in range(steps):
+            loss = model(torch.randn(4, 6)).square().sum()
+            scaler.scale(loss).backward()
+            for one in (*optimizers, *tools[:2]):
+                one.step()
+            tools[2].step(loss.item())
+            model.zero_grad()
+            scaler.update(2.0 * scaler.get_scale())
+            drawn += [loss.item(), random.random(), float(np.random.rand())]
+        return drawn
+
+    def make(seed: int) -> tuple[nn.Module, list[Any], list[Any], Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+        pair: list[Any] = [
+            torch.optim.NAdam(model[0].parameters(), lr=0.5 if seed else 0.01),
+            torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9),
+        ]
+        schedulers: list[Any] = [
+            torch.optim.lr_scheduler.MultiStepLR(pair[0], [2, 4]),
+            torch.optim.lr_scheduler.LambdaLR(pair[1], lambda step: 0.9**step),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(pair[1], patience=0),
+        ]
+        return model, pair, schedulers, torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    first = make(0)
+    run(*first, 3)
+    model, pair, schedulers, scaler = first
+    sw.save_checkpoint(tmp_path / "run", model, pair, step=3, schedulers=schedulers, scaler=scaler)
+    want = run(*first, 4)
+    second = make(1)
+    run(*second, 2)
+    model, pair, schedulers, scaler = second
+    sw.load_checkpoint(tmp_path / "run", model, pair, schedulers=schedulers, scaler=scaler)
+    assert run(*second, 4) == want
+
+
+# ------------------------------------------------------------------------------------------------------------ retention
+
+
+def test_a_policy_says_which_stay(tmp_path: Path) -> None:
+    keep = sw.Keep(last=2, every=4, best="loss")
+    for step, loss in enumerate([3.0, 0.5, 2.0, 1.0, 4.0, 5.0, 6.0], start=1):
+        saved(tmp_path, step, metrics={"loss": loss}, keep=keep)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-6", "step-7"}
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step-8.incomplete").mkdir()
+    saved(tmp_path, 3, keep=sw.Keep(last=1))  # a run that went back: what it saves now stays
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", "step-3", "step-7", "step-8.incomplete"}
+    for wrong in ({}, {"last": 0}, {"every": True}, {"best": "loss", "order": "max"}):
+        with pytest.raises(sw.ShardwiseError):
+            sw.Keep(**wrong)
+
+
+# --------------------------------------------------------------------------------------------------- torn and damaged
+
+
+def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    (tmp_path / "step-4").rename(tmp_path / "step-4.incomplete")
+    (tmp_path / "step-3" / FILE).write_text("{}")
+    data = next((tmp_path / "step-2").glob("*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[-100] ^= 1
+    data.write_bytes(content)
+    model, optimizer = saved(tmp_path / "elsewhere", 7)
+    with pytest.warns(sw.PlanWarning) as said:
+        assert sw.load_checkpoint(tmp_path, model, optimizer).step == 1
+    text = "\n".join(str(one.message) for one in said)
+    assert "step-4.incomplete is skipped: its save did not finish" in text
+    assert "step-3 is skipped" in text
+    assert "step-2 is skipped" in text
+    with pytest.raises(sw.CheckpointError, match="is damaged: bytes"):
+        sw.load_checkpoint(tmp_path / "step-2", model)
+    data.write_bytes(content[:-1])
+    with pytest.raises(sw.CheckpointError, match=r"bytes, and .* were written"):
+        sw.load_checkpoint(tmp_path / "step-2", model)
+    with pytest.raises(sw.CheckpointError, match="there is no checkpoint"):
+        sw.load_checkpoint(tmp_path / "nowhere", model)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(sw.CheckpointError, match=r"no checkpoint in .* is complete"):
+        sw.load_checkpoint(tmp_path / "empty", model)
+
+
+def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    saved(tmp_path)
+    folder = tmp_path / "step-1"
+
+    def refusal(model: nn.Module, optimizer: Any = None, **more: Any) -> str:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(sw.ShardwiseError) as caught:
+            sw.load_checkpoint(folder, model, optimizer, **more)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        return str(caught.value)
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    assert "0.weight is f32[17, 8] in the module and f32[16, 8]" in refusal(nn.Sequential(nn.Linear(8, 17)))
+    assert "2.weight is in the module and not in" in refusal(nn.Sequential(*model, nn.Linear(16, 2)))
+    assert "1.running_mean is in the checkpoint and not in" in refusal(nn.Sequential(nn.Linear(8, 16)))
+    integers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    integers[0].weight = nn.Parameter(torch.zeros(16, 8, dtype=torch.int32), requires_grad=False)
+    assert "0.weight is i32[16, 8] in the module and f32[16, 8]" in refusal(integers)
+    sgd = torch.optim.SGD(model.parameters())
+    assert "has states of Adam, and SGD is to go on" in refusal(model, sgd)
+    groups = torch.optim.Adam([{"params": [p]} for p in model.parameters()])
+    del groups.param_groups[0]["params"][:]
+    groups.param_groups[0]["params"] += [*model[0].parameters(), nn.Parameter(torch.ones(2))]
+    assert "parameters that are not the module's" in refusal(model, groups)
+    adam = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
+    assert "the states of 0 schedulers, and 1 are to go on" in refusal(model, adam, schedulers=scheduler)
+    assert "has no state for scaler=" in refusal(model, adam, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(sw.CheckpointError, match="exists already: a checkpoint is never overwritten"):
+        sw.save_checkpoint(folder, model, step=2)
+    with pytest.raises(sw.ShardwiseError, match="step is a number"):
+        sw.save_checkpoint(tmp_path / "x", model, step=-1)
+    with pytest.raises(sw.ShardwiseError, match="the metric loss is nan"):
+        sw.save_checkpoint(tmp_path / "x", model, step=1, metrics={"loss": math.nan})
+    assert not (tmp_path / "x.incomplete").exists()
+
+
+class Trap:
+    """Pickled, it would leave a file."""
+
+    def __reduce__(self) -> Any:
+        return (open, ("trap-was-sprung", "w"))
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_damaged_manifests_raise_errors_that_users_understand(tmp_path: Path, count: int) -> None:
+    saved(tmp_path)
+    text = (tmp_path / "step-1" / FILE).read_text()
+    content = json.loads(text)["content"]
+    draw = random.Random(0)
+    words: list[Any] = [
+        -1,
+        2**63,
+        1e300,
+        None,
+        True,
+        "x",
+        "../../etc/passwd",
+        [],
+        {},
+        [[]],
+        "$tensor",
+        0.5,
+        {"$set": [[]]},
+    ]
+
+    def mutated(value: Any, depth: int) -> Any:
+        if depth == 0 or not isinstance(value, (dict, list)) or not value:
+            return draw.choice(words)
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = draw.choice(keys)
+        copy: Any = dict(value) if isinstance(value, dict) else list(value)
+        if draw.random() < 0.1:
+            del copy[key]
+        else:
+            copy[key] = mutated(value[key], depth - 1)
+        return copy
+
+    import zlib
+
+    refused = 0
+    for round in range(count):
+        if round % 4:  # a change that its writer sealed with a checksum
+            changed = mutated(content, draw.randrange(1, 7))
+            seal = zlib.crc32(json.dumps(changed, sort_keys=True, separators=(",", ":")).encode())
+            candidate = json.dumps({"format": "shardwise checkpoint", "version": 1, "crc32": seal, "content": changed})
+        else:
+            characters = list(text)
+            for _ in range(draw.randrange(1, 4)):
+                characters[draw.randrange(len(characters))] = chr(draw.randrange(1, 128))
+            candidate = "".join(characters)
+        try:
+            manifest = parse_manifest(candidate)
+            for value in manifest.values.values():
+                decode(value)
+        except sw.ShardwiseError:
+            refused += 1
+            continue
+        (tmp_path / "step-1" / FILE).write_text(candidate)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with contextlib.suppress(sw.ShardwiseError):  # and nothing else
+            sw.load_checkpoint(tmp_path / "step-1", model, optimizer)
+    assert refused > count // 2
+
+
+def test_damaged_folders_never_change_a_module_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    draw, folder = random.Random(1), tmp_path / "step-1"
+    want, _ = saved(tmp_path / "same")
+    for round in range(30):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        victim = draw.choice(sorted(copy.iterdir()))
+        content = bytearray(victim.read_bytes())
+        kind = draw.randrange(4)
+        if kind == 0:
+            content = content[: draw.randrange(len(content))]
+        elif kind == 1:
+            content = bytearray(torch.serialization.pickle.dumps(Trap()))
+        else:
+            for _ in range(draw.randrange(1, 5)):
+                content[draw.randrange(len(content))] = draw.randrange(256)
+        victim.write_bytes(content)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        optimizer = torch.optim.Adam(model.parameters())
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            sw.load_checkpoint(copy, model, optimizer)
+        except sw.ShardwiseError:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), round
+        else:  # what was changed is no part of what is loaded: a header, or the same bytes
+            assert all(torch.equal(tensor, want.state_dict()[name]) for name, tensor in model.state_dict().items()), (
+                round
+            )
+        shutil.rmtree(copy)
+    assert not (tmp_path / "trap-was-sprung").exists()

@@ -1,0 +1,191 @@
+"""The samples of a run are those of its seed, in one order, whatever ranks and workers there are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import shardwise as sw
+from train.runs import split
+
+RunRanks = Callable[..., list[Any]]
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise, of three generators."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), torch.rand(()).item()])
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(self.length)
+
+
+def loader_of(layouts: dict[str, str], mesh: sw.Mesh, device: int, dataset: Any, batch_size: int, **more: Any) -> Any:
+    """As on a device of a mesh, of a module with ``inputs="local"``."""
+    from shardwise.layouts.text import parse_layout
+
+    loader = sw.DataLoader(dataset, nn.Identity(), batch_size, **more)
+    loader._parts.layouts = {name: parse_layout(text, mesh) for name, text in layouts.items()}
+    loader._parts.coordinates = mesh.coordinates(device)
+    loader._parts.with_samples = frozenset(layouts)
+    return loader
+
+
+def test_eight_six_and_eight_ranks_lose_and_repeat_no_sample() -> None:
+    dataset = TensorDataset(torch.arange(1000))
+    want = [x for batch in iter(sw.DataLoader(dataset, nn.Identity(), 24, seed=3)) for x in batch[0].tolist()]
+    assert sorted(want) == list(range(1000))
+    assert want != sorted(want)
+    seen: list[int] = []
+    state = None
+    for ranks, batch_size, steps in ((8, 24, 10), (6, 18, 11), (8, 24, 100)):
+        mesh = sw.Mesh(dp=ranks)
+        loaders = [
+            loader_of({"args[0]": f"[{batch_size}@dp]"}, mesh, rank, dataset, batch_size, seed=3)
+            for rank in range(ranks)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        batches = [iter(loader) for loader in loaders]
+        for _ in range(steps):
+            parts = [next(batch, None) for batch in batches]
+            if parts[0] is None:
+                assert parts == [None] * ranks
+                break
+            seen += [x for part in parts for x in part[0].tolist()]
+        states = [loader.state_dict() for loader in loaders]
+        assert states == [states[0]] * ranks
+        state = states[0]
+    assert seen == want
+    assert state is not None
+    assert (state["epoch"], state["cursor"]) == (1, 0)
+
+
+def test_inputs_that_are_split_in_several_dims_are_read_in_parts() -> None:
+    tokens, labels = torch.arange(480).view(20, 24), torch.arange(20)
+    mesh = sw.Mesh(dp=2, cp=3)
+    layouts = {"kwargs['ids']": "[8@dp, 24@cp]", "kwargs['labels']": "[8@dp]"}
+    read: list[int] = []
+
+    class Pairs(Dataset[Any]):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            read.append(index)
+            return {"ids": tokens[index], "labels": labels[index], "scale": 2.0}
+
+    for device in range(6):
+        own = mesh.coordinates(device)
+        loader = loader_of(layouts, mesh, device, Pairs(), 8, shuffle=False)
+        batches = list(loader)
+        dp, cp = own["dp"], own["cp"]
+        sizes = [(4, 8), (4, 8), (2, 8)]
+        assert [tuple(batch["ids"].shape) for batch in batches] == sizes
+        starts = [4 * dp, 8 + 4 * dp, 16 + 2 * dp]
+        for batch, start, (size, _) in zip(batches, starts, sizes, strict=True):
+            assert torch.equal(batch["ids"], tokens[start : start + size, 8 * cp : 8 * cp + 8])
+            assert torch.equal(batch["labels"], labels[start : start + size])
+        assert len(read) == 10  # a half, for two rows of devices
+        read.clear()
+
+
+def test_workers_epochs_and_augmentations_follow_the_seed() -> None:
+    def epochs(ranks: int, **more: Any) -> list[torch.Tensor]:
+        mesh = sw.Mesh(dp=ranks)
+        loaders = [
+            loader_of({"args[0]": "[4@dp, 3]"}, mesh, r, Augmented(), 4, seed_samples=True, **more)
+            for r in range(ranks)
+        ]
+        return [torch.cat(parts) for _ in range(2) for parts in zip(*(list(loader) for loader in loaders), strict=True)]
+
+    want = epochs(1)
+    for other in (epochs(2), epochs(4), epochs(1, num_workers=2)):
+        assert all(map(torch.equal, want, other))
+    assert [len(batch) for batch in want] == [4, 4, 2] * 2
+    assert not torch.equal(want[0], want[3])
+    assert [len(batch) for batch in epochs(2, drop_last=True)] == [4, 4] * 2
+
+
+def test_streams_go_on_where_they_were() -> None:
+    loader = sw.DataLoader(Stream(10), nn.Identity(), 4, shuffle=False)
+    batches = iter(loader)
+    first = next(batches)
+    again = sw.DataLoader(Stream(10), nn.Identity(), 3, shuffle=False)
+    again.load_state_dict(loader.state_dict())
+    assert [first.tolist(), *(batch.tolist() for batch in again)] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert [batch.tolist() for batch in again] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_another_data_set_is_refused() -> None:
+    loader = sw.DataLoader(TensorDataset(torch.arange(9)), nn.Identity(), 4)
+    state = loader.state_dict()
+    for change, message in (
+        ({"dataset": TensorDataset(torch.arange(8))}, "samples in the data set 9, and goes on with 8"),
+        ({"seed": 1}, "seed 0, and goes on with 1"),
+        ({"shuffle": False}, "shuffle True"),
+    ):
+        arguments: dict[str, Any] = {"dataset": TensorDataset(torch.arange(9)), **change}
+        with pytest.raises(sw.ShardwiseError, match=message):
+            sw.DataLoader(par=nn.Identity(), batch_size=4, **arguments).load_state_dict(state)
+    for wrong in ({"batch_size": 0}, {"batch_size": 4, "sampler": [1]}):
+        with pytest.raises(sw.ShardwiseError):
+            sw.DataLoader(TensorDataset(torch.arange(9)), nn.Identity(), **wrong)
+    with pytest.raises(sw.ShardwiseError, match="in its own order"):
+        sw.DataLoader(Stream(4), nn.Identity(), 2)
+
+
+def on_ranks(folder: str) -> list[float]:
+    """On a rank: a run in parts of batches, stopped and continued in the middle of an epoch."""
+    ids, labels = torch.randint(0, 14, (2, 26, 5), generator=torch.Generator().manual_seed(1))
+    par = split("dp2", inputs="local")
+    optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
+    loader = sw.DataLoader(TensorDataset(ids, labels), par, 12, seed=5)
+    losses = []
+
+    def train(steps: int) -> None:
+        for batch in loader:
+            assert len(batch[0]) in (6, 1)
+            losses.append(par.step(*batch).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps -= 1
+            if not steps:
+                return
+
+    train(2)
+    sw.save_checkpoint(f"{folder}/two", par, optimizer, step=2, data=loader)
+    train(1)
+    kept = list(losses)
+    sw.load_checkpoint(folder, par, optimizer, data=loader)
+    losses.clear()
+    train(1)
+    assert kept[2:] == losses
+    streams = sw.DataLoader(Stream(6 if dist.get_rank() else 5), par, 4, shuffle=False)
+    with pytest.raises(sw.ShardwiseError, match="after 4 they have 1, 2 more for a batch"):
+        list(streams)
+    return kept
+
+
+def test_ranks_train_on_their_parts_of_the_order(run_ranks: RunRanks, tmp_path: Path) -> None:
+    found = run_ranks(on_ranks, 2, str(tmp_path), time_limit_seconds=240)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3

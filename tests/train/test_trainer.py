@@ -1,0 +1,109 @@
+"""The loop: what it computes is what the calls in it compute, and it stops and goes on without a difference."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+from train.runs import split, tools
+
+RunRanks = Callable[..., list[Any]]
+
+
+def data() -> TensorDataset:
+    return TensorDataset(*torch.randint(0, 14, (2, 60, 5), generator=torch.Generator().manual_seed(1)))
+
+
+def trainer(folder: Path | None, **more: Any) -> sw.Trainer:
+    par = split("dp2")
+    optimizer, scheduler = tools(par)
+    loader = sw.DataLoader(data(), par, 12, seed=5)
+    return sw.Trainer(
+        par, optimizer, loader, scheduler=scheduler, accumulate=2, clip_norm=0.5, folder=folder, log_every=1, **more
+    )
+
+
+def by_hand(num_steps: int) -> list[float]:
+    par = split("dp2")
+    optimizer, scheduler = tools(par)
+    loader = sw.DataLoader(data(), par, 12, seed=5)
+    batches = (batch for _ in range(99) for batch in loader)
+    losses = []
+    for _ in range(num_steps):
+        loss = sum(par.step(*next(batches)) for _ in range(2)) / 2
+        losses.append(float(loss))
+        for p in par.parameters():
+            if p.grad is not None:
+                p.grad /= 2
+        torch.nn.utils.clip_grad_norm_(par.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return losses
+
+
+def on_ranks(folder: str) -> list[float]:
+    """On a rank: a run that is told to stop, goes on, and is evaluated."""
+    where, rank = Path(folder) / "run", dist.get_rank()
+
+    def evaluate(par: nn.Module) -> dict[str, float]:
+        assert not par.training
+        assert not torch.is_grad_enabled()
+        return {"validation": par(*(t[:12] for t in data().tensors)).item()}
+
+    settings: dict[str, Any] = {"evaluate": evaluate, "evaluate_every": 4, "save_every": 2, "tensorboard": True}
+    first = trainer(where, keep=sw.Keep(last=2, best="validation"), **settings)
+    real = first.par.step
+
+    def told(*batch: Any) -> torch.Tensor:
+        if first.step == 4 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # one rank only
+        return real(*batch)
+
+    with mock.patch.object(first.par, "step", told):
+        first.fit(9)
+    dist.barrier()  # rank 0 deletes what does not stay
+    assert first.stopped
+    assert first.step == 5
+    assert {path.name for path in where.glob("step-*")} == {"step-4", "step-5"}
+    second = trainer(where, keep=sw.Keep(last=1), **settings)
+    second.fit(9)
+    dist.barrier()
+    assert (second.step, second.stopped) == (9, False)
+    assert {path.name for path in where.glob("step-*")} == {"step-9"}
+    second.fit(9)  # nothing is left to do
+    assert second.step == 9
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return by_hand(9)
+
+
+def test_the_loop_is_its_parts_and_survives_a_signal(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    want = run_ranks(on_ranks, 2, str(tmp_path), time_limit_seconds=240)[0]
+    lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "loss" in line}
+    assert [steps[step]["loss"] for step in range(1, 10)] == pytest.approx(want, rel=1e-12)
+    assert all({"lr", "grad_norm", "samples_per_second"} <= line.keys() for line in steps.values())
+    assert [line["step"] for line in lines if "validation" in line] == [4, 8, 9]
+    assert list((tmp_path / "run").glob("events.*"))
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    loader: Any = None
+    for wrong in ({"accumulate": 0}, {"log_every": True}, {"save_every": 2}, {"tensorboard": True}):
+        with pytest.raises(sw.ShardwiseError):
+            sw.Trainer(model, optimizer, loader, **wrong)
