@@ -180,7 +180,10 @@ class StageWorker:
         tensors = self._tensors(own, micro_batch, received)
         with torch.no_grad():
             if self.keeps:
-                delivered, written, saved = compiled.step.emitted.forward.forward(*tensors)
+                given = list(tensors)
+                for position in compiled.written:  # later micro-batches write it before backward reads what it was
+                    given[position] = tensors[position].clone()
+                delivered, written, saved = compiled.step.emitted.forward.forward(*given)
                 self._saved[micro_batch] = dict(zip(own.program.saved, saved, strict=True))
                 self.most_kept = max(self.most_kept, len(self._saved))
             else:
