@@ -37,6 +37,11 @@ class Device:
     ``memory_efficiency``, the fraction of the bandwidth that large element-wise operators reach; ``overlap``, the part
     of a collective that runs beside operators without slowing them down: 1 where the network moves bytes by itself, 0
     where the cores that compute do it.
+
+    ``kernels``: kind of kernel (``costs.kernels``) -> the part of a peak that it reaches, where it is another: of the
+    FLOP/s for products, of the memory bandwidth for all others. ``scalar_rate``: elements a second where a kernel goes
+    one by one; ``attention_row``: seconds that attention takes per query row of a head, beside its FLOPs. ``launch``:
+    seconds that the host takes to start a kernel; kernels wait for it where it is slower than they (0: they never do).
     """
 
     name: str
@@ -50,6 +55,10 @@ class Device:
     overlap: float = 1.0
     reserve_bytes: float = 0.0
     foreach: bool = True
+    kernels: Figures = field(default_factory=Figures)
+    scalar_rate: float = 0.0
+    attention_row: float = 0.0
+    launch: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
@@ -266,4 +275,15 @@ def slowest(devices: Sequence[Device]) -> Device:
         overlap=min(device.overlap for device in devices),
         reserve_bytes=memory_bytes - min(device.usable_bytes for device in devices),
         foreach=any(device.foreach for device in devices),
+        kernels=_least_shares(devices),
+        scalar_rate=min((device.scalar_rate for device in devices if device.scalar_rate), default=0.0),
+        attention_row=max(device.attention_row for device in devices),
+        launch=max(device.launch for device in devices),
     )
+
+
+def _least_shares(devices: Sequence[Device]) -> Figures:
+    """Of every kind of kernel that some device has a figure for, the least of any; a device without one is as fast as
+    its large kernels, which the others are not slower than."""
+    kinds = {kind for device in devices for kind in device.kernels}
+    return Figures({kind: min(device.kernels.get(kind, 1.0) for device in devices) for kind in sorted(kinds)})

@@ -177,6 +177,10 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         matmul_efficiency=Figures({**like.matmul_efficiency, **{d: rates[d] / peaks[d] for d in rates}}),
         memory_efficiency=device.memory_bandwidth / bandwidth,
         reserve_bytes=like.reserve_bytes,
+        kernels=like.kernels,
+        scalar_rate=like.scalar_rate,
+        attention_row=like.attention_row,
+        launch=like.launch,
     )
 
 
