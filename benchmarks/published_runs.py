@@ -256,9 +256,7 @@ def report(family: str, rows: Sequence[Row], show: bool) -> None:
             found.append(Found(row, seconds_of(row)))
             if show:
                 one = found[-1]
-                print(
-                    f"|   {row['id']} | {one.seconds:.3f} s | {row['step_time_s']:.3f} s | {1 / one.ratio:.3f} | | | | |"
-                )
+                print(f"|   {row['id']} | {one.seconds:.3f} s | {row['step_time_s']:.3f} s | {1 / one.ratio:.3f} |")
     raw = [1 / one.ratio for one in found]
     cells = [f"{len(found)} of {len(rows)}"]
     cells.append(f"{median(raw):.2f} ({min(raw):.2f}-{max(raw):.2f})" if raw else "")

@@ -42,6 +42,8 @@ class Device:
     FLOP/s for products, of the memory bandwidth for all others. ``scalar_rate``: elements a second where a kernel goes
     one by one; ``attention_row``: seconds that attention takes per query row of a head, beside its FLOPs. ``launch``:
     seconds that the host takes to start a kernel; kernels wait for it where it is slower than they (0: they never do).
+    ``spread``: nine of ten steps take between the predicted seconds of operators divided by ``1 + spread`` and these
+    times it; ``memory_spread``: the same of peaks (0: not known).
     """
 
     name: str
@@ -59,6 +61,8 @@ class Device:
     scalar_rate: float = 0.0
     attention_row: float = 0.0
     launch: float = 0.0
+    spread: float = 0.0
+    memory_spread: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
@@ -109,8 +113,8 @@ class Level:
     ``in_switch``: the fraction of the bandwidth that an all-reduce inside the switch reaches (NVLS), 0 where there is
     none. ``launches``: kind of collective -> its own ``launch``, where that is known.
     ``lines``: (kind, number of units, seconds, seconds per byte of the message) of groups that were measured; they
-    count before the other figures. ``hierarchical``: whether the library works level by level in groups over this one
-    (HCCL), not in one ring.
+    count before the other figures. ``spread``: as of a device, of collectives. ``hierarchical``: whether the library
+    works level by level in groups over this one (HCCL), not in one ring.
     """
 
     name: str
@@ -125,6 +129,7 @@ class Level:
     launches: Figures = field(default_factory=Figures)
     lines: tuple[tuple[str, int, float, float], ...] = ()
     hierarchical: bool = False
+    spread: float = 0.0
 
     def line(self, kind: str, num_units: int) -> tuple[float, float] | None:
         """(seconds, seconds per byte) that were measured for a kind of collective on groups of so many units."""
@@ -279,6 +284,8 @@ def slowest(devices: Sequence[Device]) -> Device:
         scalar_rate=min((device.scalar_rate for device in devices if device.scalar_rate), default=0.0),
         attention_row=max(device.attention_row for device in devices),
         launch=max(device.launch for device in devices),
+        spread=max(device.spread for device in devices),
+        memory_spread=max(device.memory_spread for device in devices),
     )
 
 

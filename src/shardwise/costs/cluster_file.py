@@ -39,12 +39,15 @@ _DEVICE_KEYS = {
     "launch": ("launch", "s", False, True),
     "scalar_rate": ("scalar_rate", "/s", False, True),
     "attention_row": ("attention_row", "s", False, True),
+    "spread": ("spread", "", False, True),
+    "memory_spread": ("memory_spread", "", False, True),
 }
 _LEVEL_KEYS = {
     "bandwidth": ("bandwidth", "B/s", True, False),
     "latency": ("latency", "s", True, True),
     "launch": ("launch", "s", False, True),
     "in_switch": ("in_switch", "", False, True),
+    "spread": ("spread", "", False, True),
 }
 _LINE = re.compile(r"(?P<kind>[a-z_]+) over (?P<units>[1-9][0-9]{0,6})")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>[0-9]{1,7})x(?P<devices>[0-9]{1,7})")
