@@ -37,7 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published_memory import MEGATRON, MIXED, WHOLE, Gpt, Shape
+from published_memory import MEGATRON, WHOLE, Gpt, Shape
 
 import shardwise as sw
 from shardwise.costs.cluster import Cluster
@@ -90,16 +90,17 @@ class Pass:
 @cache
 def one_pass(shape: Shape, tp: int, gpu: str, fused: bool) -> Pass:
     """A pass of a model whose layers are split over ``tp`` devices of one node."""
+    half = torch.float16 if gpu.startswith("V100") else torch.bfloat16  # which take as long where both exist
     with torch.device("meta"):
-        model = Gpt(shape).to(torch.bfloat16)
+        model = Gpt(shape).to(half)
         ids = torch.empty(shape.batch, shape.sequence, dtype=torch.int64)
-    cluster = cluster_of(gpu, tp, 8, "")
+    cluster, precision = cluster_of(gpu, tp, 8, ""), sw.Precision(half, torch.float32)
     strategies = MEGATRON | ({} if shape.splits_sequence else WHOLE) | {"tokens": "v@tp"}
     plan = sw.plan(
         model, (ids, ids), cluster, mesh=sw.Mesh(tp=tp), strategies=strategies, search="sharding_propagation",
-        precision=MIXED, recompute="none",
+        precision=precision, recompute="none",
     )  # fmt: skip
-    spmd = program_of(plan, capture(model, (ids, ids), {}, precision=MIXED).graph, training=True)
+    spmd = program_of(plan, capture(model, (ids, ids), {}, precision=precision).graph, training=True)
     program = busiest_program(spmd, Kinds())
     if fused:
         # What is sent stays outside of what is compiled; of the ranks only the place is asked.
@@ -136,8 +137,10 @@ def unpriced(row: Row) -> str:
         return "a model of another kind than GPT"
     if str(row["recompute"]).startswith("per stage") or not isinstance(row["zero"], int):
         return "settings that differ from stage to stage"
-    if row["tp"] > 8 or row["arch"]["layers"] % row["pp"] or arch["heads"] % row["tp"]:
-        return "a split that is not even, or wider than a node"
+    if arch["hidden"] % arch["heads"]:
+        return "a width that its heads do not divide"
+    if row["tp"] > 8 or arch["heads"] % row["tp"]:
+        return "heads that tp does not divide, or tp wider than a node"
     return ""
 
 
@@ -163,7 +166,7 @@ def seconds_of(row: Row) -> float:
     )
     passes = row["global_batch"] // (row["micro_batch"] * dp)
     per_layer, ends = parameters(row)
-    layers = arch["layers"] // pp
+    layers = -(-arch["layers"] // pp)  # of the slowest stage
     held = (per_layer * layers + ends / (1 if pp == 1 else 2)) / tp
     over = tuple(name for name in links.mesh.expand("dp")) if dp > 1 else ()
     if sharded:
