@@ -16,6 +16,8 @@
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
+#   make bench-kernel-prices  predicted against measured seconds of kernels and of steps on one device, for a file of measurements (BENCH_ARGS='--data FILE')
+#   make bench-published-runs  predicted against published seconds of training, for a file of published runs (BENCH_ARGS='--data FILE')
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
 #   make bench-published-memory  predicted against published bytes of training, for a file of published runs (BENCH_ARGS='--data FILE')
@@ -32,7 +34,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test test-long golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-checkpoints bench-collectives bench-memory bench-published-memory sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: demo test test-long golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -102,6 +104,12 @@ bench-memory: install
 
 bench-published-memory: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/published_memory.py $(BENCH_ARGS)
+
+bench-kernel-prices: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernel_prices.py $(BENCH_ARGS)
+
+bench-published-runs: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/published_runs.py $(BENCH_ARGS)
 
 bench-search: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_scale.py $(BENCH_ARGS)

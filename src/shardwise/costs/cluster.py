@@ -42,6 +42,13 @@ class Device:
     ``memory_efficiency``, the fraction of the bandwidth that large element-wise operators reach; ``overlap``, the part
     of a collective that runs beside operators without slowing them down: 1 where the network moves bytes by itself, 0
     where the cores that compute do it.
+
+    ``kernels``: kind of kernel (``costs.kernels``) -> the part of a peak that it reaches, where it is another: of the
+    FLOP/s for products, of the memory bandwidth for all others. ``scalar_rate``: elements a second where a kernel goes
+    one by one; ``attention_row``: seconds that attention takes per query row of a head, beside its FLOPs. ``launch``:
+    seconds that the host takes to start a kernel; kernels wait for it where it is slower than they (0: they never do).
+    ``spread``: nine of ten steps take between the predicted seconds of operators divided by ``1 + spread`` and these
+    times it; ``memory_spread``: the same of peaks (0: not known).
     """
 
     name: str
@@ -56,6 +63,12 @@ class Device:
     reserve_bytes: float = 0.0
     foreach: bool = True
     host_bandwidth: float = 0.0
+    kernels: Figures = field(default_factory=Figures)
+    scalar_rate: float = 0.0
+    attention_row: float = 0.0
+    launch: float = 0.0
+    spread: float = 0.0
+    memory_spread: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
@@ -111,8 +124,8 @@ class Level:
     ``in_switch``: the fraction of the bandwidth that an all-reduce inside the switch reaches (NVLS), 0 where there is
     none. ``launches``: kind of collective -> its own ``launch``, where that is known.
     ``lines``: (kind, number of units, seconds, seconds per byte of the message) of groups that were measured; they
-    count before the other figures. ``hierarchical``: whether the library works level by level in groups over this one
-    (HCCL), not in one ring.
+    count before the other figures. ``spread``: as of a device, of collectives. ``hierarchical``: whether the library
+    works level by level in groups over this one (HCCL), not in one ring.
     """
 
     name: str
@@ -127,6 +140,7 @@ class Level:
     launches: Figures = field(default_factory=Figures)
     lines: tuple[tuple[str, int, float, float], ...] = ()
     hierarchical: bool = False
+    spread: float = 0.0
 
     def line(self, kind: str, num_units: int) -> tuple[float, float] | None:
         """(seconds, seconds per byte) that were measured for a kind of collective on groups of so many units."""
@@ -278,4 +292,17 @@ def slowest(devices: Sequence[Device]) -> Device:
         reserve_bytes=memory_bytes - min(device.usable_bytes for device in devices),
         foreach=any(device.foreach for device in devices),
         host_bandwidth=min(device.host_bandwidth for device in devices),
+        kernels=_least_shares(devices),
+        scalar_rate=min((device.scalar_rate for device in devices if device.scalar_rate), default=0.0),
+        attention_row=max(device.attention_row for device in devices),
+        launch=max(device.launch for device in devices),
+        spread=max(device.spread for device in devices),
+        memory_spread=max(device.memory_spread for device in devices),
     )
+
+
+def _least_shares(devices: Sequence[Device]) -> Figures:
+    """Of every kind of kernel that some device has a figure for, the least of any; a device without one is as fast as
+    its large kernels, which the others are not slower than."""
+    kinds = {kind for device in devices for kind in device.kernels}
+    return Figures({kind: min(device.kernels.get(kind, 1.0) for device in devices) for kind in sorted(kinds)})

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.costs.cluster import Cluster, Device, Level, slowest
+from shardwise.costs.kernels import MOVES, PRODUCTS
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
 from shardwise.errors import ShardwiseError, problem
 from shardwise.hosts import read_hostfile, read_rank_table
@@ -36,12 +37,18 @@ _DEVICE_KEYS = {
     "overlap": ("overlap", "", False, True),
     "reserve": ("reserve_bytes", "B", False, True),
     "host_bandwidth": ("host_bandwidth", "B/s", False, True),
+    "launch": ("launch", "s", False, True),
+    "scalar_rate": ("scalar_rate", "/s", False, True),
+    "attention_row": ("attention_row", "s", False, True),
+    "spread": ("spread", "", False, True),
+    "memory_spread": ("memory_spread", "", False, True),
 }
 _LEVEL_KEYS = {
     "bandwidth": ("bandwidth", "B/s", True, False),
     "latency": ("latency", "s", True, True),
     "launch": ("launch", "s", False, True),
     "in_switch": ("in_switch", "", False, True),
+    "spread": ("spread", "", False, True),
 }
 _LINE = re.compile(r"(?P<kind>[a-z_]+) over (?P<units>[1-9][0-9]{0,6})")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>[0-9]{1,7})x(?P<devices>[0-9]{1,7})")
@@ -308,14 +315,11 @@ def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, 
 
 
 def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
-    known = {"like", "name", "flops", "matmul_efficiency", "foreach", *_DEVICE_KEYS} | (also or set())
+    known = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", *_DEVICE_KEYS} | (
+        also or set()
+    )
     reader.unknown(table, known, where)
-    base = None
-    if "like" in table:
-        if isinstance(table["like"], str) and table["like"] in families():
-            base = family(table["like"]).device
-        else:
-            reader.complain(f"{where}.like", f"{shown(table['like'])} is not one of {', '.join(families())}")
+    base, model = _like(reader, table, "like", where), _like(reader, table, "kernels_like", where)
     keys = {
         key: (name, unit, required and base is None, zero) for key, (name, unit, required, zero) in _DEVICE_KEYS.items()
     }
@@ -327,18 +331,35 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
         changes["foreach"] = reader.flag(table, "foreach", where)
     flops = reader.named(table, "flops", "FLOP/s", where, DTYPES)
     efficiency = reader.named(table, "matmul_efficiency", "", where, DTYPES, most=1.0)
+    own = reader.named(table, "kernels", "", where, (*PRODUCTS, *MOVES), most=1.0)
+    kernels = own if model is None else Figures({**model.kernels, **own})
     if base is not None:
         changes |= {"flops": Figures({**base.flops, **flops})}
         changes |= {"matmul_efficiency": Figures({**base.matmul_efficiency, **efficiency})}
+        changes |= {"kernels": Figures({**base.kernels, **kernels})}
         changes |= {"name": reader.text(table, "name", where)} if "name" in table else {}
         return _with_memory(reader, replace(base, **changes), where)
     if not flops:
         reader.complain(f"{where}.flops", "is missing: peak FLOP/s of at least one dtype, such as bf16")
     defaults: dict[str, Any] = {"memory_bytes": 0.0, "memory_bandwidth": 0.0, "kernel_latency": 0.0}
     device = Device(
-        name=reader.text(table, "name", where), flops=flops, matmul_efficiency=efficiency, **(defaults | changes)
+        name=reader.text(table, "name", where),
+        flops=flops,
+        matmul_efficiency=efficiency,
+        kernels=kernels,
+        **(defaults | changes),
     )
     return _with_memory(reader, device, where)
+
+
+def _like(reader: _Reader, table: Mapping[str, Any], key: str, where: str) -> Device | None:
+    """The bundled device that a key names, or None."""
+    if key not in table:
+        return None
+    if isinstance(table[key], str) and table[key] in families():
+        return family(table[key]).device
+    reader.complain(f"{where}.{key}", f"{shown(table[key])} is not one of {', '.join(families())}")
+    return None
 
 
 def _with_memory(reader: _Reader, device: Device, where: str) -> Device:
@@ -410,6 +431,7 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
     lines += [] if device.foreach else ["foreach = false"]
     lines += _named("device.flops", device.flops, "FLOP/s")
     lines += _named("device.matmul_efficiency", device.matmul_efficiency, "")
+    lines += _named("device.kernels", device.kernels, "")
     for level in cluster.levels:
         lines += ["", "[[levels]]", f"name = {_quoted(level.name)}", f"size = {level.size}"]
         lines += _figures(_LEVEL_KEYS, level)

@@ -1,109 +1,197 @@
-"""Seconds of local operators: the roofline of a device, with what large operators reach of its peaks.
+"""Seconds of operators: those of the kernels that they call, forward and backward.
 
-An operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson, "Roofline",
-CACM 52(4), 2009), after the latency of its kernel. Arithmetic is counted for contractions, convolutions and attention
-(``costs.flops``); everything else is bound by memory. A matmul takes its FLOPs at the full rate and, so that
-small ones are less efficient, the device's ``matmul_ramp``.
+Which kernels an operator calls is asked of PyTorch, as programs ask it (``programs.vjp``), once per operator on whole
+values; ``costs.kernels`` says how long one takes. On the part of a device the same kernels do less: arithmetic shrinks
+as that of forward does, traffic as the bytes of operands and results do.
 
-Backward: every operand that needs a gradient costs as many FLOPs as forward (two products for a matmul), attention 2.5
-times forward altogether, because its kernels compute the scores again (Dao, "FlashAttention-2", 2023, section 3.1).
-The cotangent of what rows were read from (a table of embeddings) is dense: its zeros are written.
+No kernel takes less than the host takes to start one (``Device.launch``): a bound for each by itself, so that splitting
+what the host cannot start faster gains nothing. (The simulated step lets the host run ahead.)
+
+An operator that cannot be traced moves in backward as many bytes as in forward; a product takes one more for every
+operand that needs a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from math import prod
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.costs.cluster import Device
 from shardwise.costs.flops import flops_of
-from shardwise.graph.ir import Op
+from shardwise.costs.kernels import READ_ROWS, Called, Work, kernel_seconds, work_of
+from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
+from shardwise.graph.schema import operator_name
+from shardwise.programs.forms import Form
+from shardwise.programs.vjp import Call, Kernel, Kinds, needed_kernels
 
 aten = torch.ops.aten
 
 Shape = tuple[int, ...]
 
-# FLOPs of attention's backward over those of its forward (see above).
-ATTENTION_BACKWARD = 2.5
-# Memory traffic of backward over that of forward, for operators whose FLOPs are not counted: the cotangent of the
-# result and what was saved are read, cotangents of operands written, as many bytes as forward moves.
-BACKWARD_TRAFFIC = 1.0
-
-# Operators that read some rows of their first operand.
-_READ_ROWS = frozenset((aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor))
-
-DTYPE_NAMES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float8_e4m3fn: "f8",
-    torch.float8_e5m2: "f8",
-    torch.complex64: "f32",
-    torch.complex128: "f64",
-}
+# Operators that are one kernel on GPUs, and several on the CPU on which plans are traced.
+ONE_KERNEL = {aten.rms_norm.default: "rms_norm"}
 
 
-@lru_cache(maxsize=4096)
-def is_view(target: OpOverload) -> bool:
-    """Whether the operator's result is another view of its operand's memory: it takes no time on the device."""
-    if target in (aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.alias.default):
-        return True
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns)
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The kernels of an operator on whole values, and the sizes that they were traced for: FLOPs of the call, bytes of
+    its operands and results."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    flops: float
+    num_bytes: float
 
 
 def forward_seconds(
-    device: Device, op: Op, operands: Sequence[Shape], results: Sequence[Shape], dtypes: Sequence[torch.dtype]
+    device: Device,
+    op: Op,
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    shapes: tuple[Sequence[Shape], Sequence[Shape]],
 ) -> float:
-    """Seconds of one forward call on local operands and results of these shapes; ``dtypes``: those of operands, then
-    results."""
-    if is_view(op.target):
+    """Seconds of one forward call. ``operands`` and ``results``: the whole values; ``shapes``: of the parts of them
+    that a device has."""
+    if adds_bias(op, operands):
         return 0.0
-    return _seconds(device, *_work(op, operands, results, dtypes), dtypes)
+    if is_one_kernel(device, op):
+        work = Work(ONE_KERNEL[op.target], num_bytes=_num_bytes(operands, results, shapes))
+        return max(kernel_seconds(device, work), device.launch)
+    profile = profile_of(op, operands, results)
+    return _seconds(device, op, profile, profile.forward, operands, results, shapes)
 
 
 def backward_seconds(
     device: Device,
     op: Op,
-    operands: Sequence[Shape],
-    results: Sequence[Shape],
-    dtypes: Sequence[torch.dtype],
-    needed: Sequence[bool],
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    shapes: tuple[Sequence[Shape], Sequence[Shape]],
 ) -> float:
-    """Seconds of the backward of that call, which computes the cotangents of the operands that ``needed`` marks."""
-    if is_view(op.target) or not any(needed):
+    """Seconds of the backward of that call, which computes the cotangents of the operands that need one."""
+    if not any(value.requires_grad for value in results):
         return 0.0
-    flops, num_bytes = _work(op, operands, results, dtypes)
-    if not flops:
-        zeros = prod(operands[0]) * dtypes[0].itemsize if op.target in _READ_ROWS and needed[0] else 0
-        return _seconds(device, 0, num_bytes * BACKWARD_TRAFFIC + zeros, dtypes)
-    if op.target == aten.scaled_dot_product_attention.default:
-        return _seconds(device, flops * ATTENTION_BACKWARD, num_bytes * 2, dtypes)
-    # The cotangent of a bias is a sum that the kernels of the others hide.
-    contracted = sum(need for need, shape in zip(needed, operands, strict=True) if len(shape) > 1)
-    return max(contracted, 1) * _seconds(device, flops, num_bytes, dtypes)
+    if is_one_kernel(device, op):
+        num_bytes = _num_bytes(operands, results, shapes) + _num_bytes((), results, ((), shapes[1]))
+        work = Work(f"{ONE_KERNEL[op.target]}_backward", num_bytes=num_bytes)
+        return max(kernel_seconds(device, work), device.launch)
+    profile = profile_of(op, operands, results)
+    return _seconds(device, op, profile, profile.backward, operands, results, shapes)
 
 
-def _work(
-    op: Op, operands: Sequence[Shape], results: Sequence[Shape], dtypes: Sequence[torch.dtype]
-) -> tuple[float, float]:
-    """FLOPs, and bytes read and written. Rows that an embedding does not read are not counted."""
-    shapes = (*operands, *results)
-    num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-    if op.target in _READ_ROWS:
-        num_bytes -= prod(operands[0]) * dtypes[0].itemsize
-        num_bytes += prod(results[0]) * dtypes[0].itemsize
-    return flops_of(op, tuple(operands), tuple(results)), num_bytes
+def adds_bias(op: Op, operands: Sequence[Value]) -> bool:
+    """Whether the operator adds a vector along the last dim, as linear layers add their biases: inside of the product
+    (``programs.linears``), where it takes no time."""
+    if op.target is not aten.add.Tensor or op.kwargs or len(operands) != 2:
+        return False
+    vector, other = sorted(operands, key=lambda value: len(value.shape))
+    return (
+        len(vector.shape) == 1 < len(other.shape) and vector.shape == other.shape[-1:] and vector.dtype == other.dtype
+    )
 
 
-def _seconds(device: Device, flops: float, num_bytes: float, dtypes: Sequence[torch.dtype]) -> float:
-    traffic = num_bytes / device.bytes_per_second()
-    if not flops:
-        return device.kernel_latency + traffic
-    name = next((DTYPE_NAMES[dtype] for dtype in dtypes if dtype in DTYPE_NAMES), "f32")
-    arithmetic = device.matmul_ramp + flops / device.matmul_flops(name)
-    return device.kernel_latency + max(arithmetic, traffic)
+def is_one_kernel(device: Device, op: Op) -> bool:
+    """Whether the operator is one kernel each way on this device, though it is traced as several."""
+    return ONE_KERNEL.get(op.target) in device.kernels
+
+
+def _seconds(
+    device: Device,
+    op: Op,
+    profile: Profile,
+    kernels: tuple[Work, ...],
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    shapes: tuple[Sequence[Shape], Sequence[Shape]],
+) -> float:
+    rows = operator_name(op.target) in READ_ROWS
+    size = _num_bytes(operands, results, shapes, rows) / max(profile.num_bytes, 1.0)
+    flops = flops_of(op, tuple(shapes[0]), tuple(shapes[1])) / profile.flops if profile.flops else 1.0
+    zeroed = prod(shapes[0][0]) / max(operands[0].numel, 1) if rows else size
+    return sum(max(kernel_seconds(device, work.scaled(size, flops, zeroed)), device.launch) for work in kernels)
+
+
+def _num_bytes(
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    shapes: tuple[Sequence[Shape], Sequence[Shape]],
+    rows: bool = False,
+) -> float:
+    """Of operands and results; rows of a table that are not read do not count."""
+    taken = [*zip(operands, shapes[0], strict=True), *zip(results, shapes[1], strict=True)][1 if rows else 0 :]
+    return float(sum(prod(shape) * value.dtype.itemsize for value, shape in taken))
+
+
+def profile_of(op: Op, operands: Sequence[Value], results: Sequence[Value]) -> Profile:
+    """What an operator does on whole values."""
+    position = count()
+
+    def numbered(arg: Arg) -> Arg:  # each occurrence by itself: it may be in a layout of its own
+        return map_refs(arg, lambda _: Ref(str(next(position))))
+
+    call = op.target, tuple(map(numbered, op.args)), tuple((key, numbered(arg)) for key, arg in op.kwargs)
+    needed = tuple(value.requires_grad for value in results)
+    return traced_profile(call, tuple(map(Form.of_value, operands)), tuple(map(Form.of_value, results)), needed)
+
+
+@lru_cache(maxsize=1)
+def _kinds() -> Kinds:
+    return Kinds()
+
+
+@lru_cache(maxsize=16384)
+def traced_profile(
+    call: Call, operands: tuple[Form, ...], results: tuple[Form, ...], needed: tuple[bool, ...]
+) -> Profile:
+    whole = work_of(Called(*call), operands, results)
+    num_bytes = float(sum(form.num_bytes for form in (*operands, *results)[_skipped(call) :]))
+    flops = float(flops_of(Called(*call), tuple(f.shape for f in operands), tuple(f.shape for f in results)))
+    try:
+        forward = _kinds().forward(call, operands)
+        cotangents = tuple(
+            Form.contiguous(form.shape, form.dtype) if form.requires_grad and need else None
+            for form, need in zip(forward.forms, needed, strict=True)
+        )
+        backward = _kinds().backward(call, operands, cotangents)
+    except Exception:  # what PyTorch cannot trace on tensors without memory
+        return Profile((whole,), assumed_backward(whole, operands), flops, num_bytes)
+    names = {str(i): form for i, form in enumerate(operands)}
+    names |= {f"c{i}": form for i, form in enumerate(cotangents) if form is not None}
+    for kernel in forward.kernels:
+        names |= dict(zip(kernel.results, kernel.forms, strict=True))
+    first = _works(needed_kernels(forward.kernels, {*forward.results, *backward.needs}), names)
+    if sum(work.flops for work in first) < flops:  # one call of several products, counted as one
+        first = (whole,)
+    second = assumed_backward(whole, operands) if backward.opaque else _works(backward.kernels, names)
+    return Profile(first, second, flops, num_bytes)
+
+
+def _skipped(call: Call) -> int:
+    return 1 if operator_name(call[0]) in READ_ROWS else 0
+
+
+def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[Work, ...]:
+    """What kernels do, in order. ``forms``: of what they read; those of what they make are added."""
+    found = []
+    for kernel in kernels:
+        forms |= dict(zip(kernel.results, kernel.forms, strict=True))
+        if not kernel.is_view:
+            operands = [forms[name] for name in kernel.operands]
+            written = [forms[name] for name in kernel.writes]
+            found.append(
+                work_of(Called(kernel.target, kernel.args, kernel.kwargs), operands, [*kernel.forms, *written])
+            )
+    return tuple(found)
+
+
+def assumed_backward(whole: Work, operands: Sequence[Form]) -> tuple[Work, ...]:
+    """Backward of what cannot be traced, where this is forward."""
+    if not whole.flops:
+        return (whole,)
+    contracted = sum(form.requires_grad and len(form.shape) > 1 for form in operands)
+    return (replace(whole, kind=f"{whole.kind}_backward" if whole.kind else ""),) * max(contracted, 1)

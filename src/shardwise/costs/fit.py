@@ -138,7 +138,17 @@ def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) 
         sources |= dict.fromkeys(("device.flops", "device.memory_bandwidth"), f"as {like.device.name}")
         sources |= dict.fromkeys(("device.matmul_efficiency", "device.memory_efficiency"), source)
     device = fit_device(measured, None if like is None else like.device)
-    return Cluster(name, device, tuple(levels), sources=tuple(sources.items()))
+    return _with_spreads(Cluster(name, device, tuple(levels), sources=tuple(sources.items())), measured)
+
+
+def _with_spreads(cluster: Cluster, measured: Measurements) -> Cluster:
+    """The cluster with the error that nine of ten of its measurements stay below, of operators and of collectives."""
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for residual in residuals(cluster, measured):
+        errors[" over " in residual.series].append(residual.relative_error)
+    own, sent = (quantile(found, 0.9) if found else 0.0 for found in (errors[False], errors[True]))
+    levels = tuple(replace(level, spread=round(sent, 3)) for level in cluster.levels)
+    return replace(cluster, device=replace(cluster.device, spread=round(own, 3)), levels=levels)
 
 
 def fit_device(measured: Measurements, like: Device | None = None) -> Device:
@@ -178,6 +188,11 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         memory_efficiency=device.memory_bandwidth / bandwidth,
         reserve_bytes=like.reserve_bytes,
         host_bandwidth=like.host_bandwidth,
+        kernels=like.kernels,
+        scalar_rate=like.scalar_rate,
+        attention_row=like.attention_row,
+        launch=like.launch,
+        memory_spread=like.memory_spread,
     )
 
 

@@ -1,8 +1,9 @@
 """Floating-point operations of the operators that do the arithmetic of a model: contractions, convolutions, attention.
 
 Counted are the multiplications and additions of one forward call, from the shapes of its operands and results, so that
-the same formula serves the whole operator and the part of one device. A causal mask is not credited. Element-wise
-operators, reductions and copies are not counted: they are bound by memory.
+the same formula serves the whole operator and the part of one device. A causal mask is not credited, except in
+``done_by``, which counts what a kernel does, those of backward included. Element-wise operators, reductions and copies
+are not counted: they are bound by memory.
 """
 
 from __future__ import annotations
@@ -13,42 +14,63 @@ from math import prod
 import torch
 
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import AnyCall, arguments, operator_name
 from shardwise.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
-Flops = Callable[[Op, Shapes, Shapes], int]
+Flops = Callable[[AnyCall, Shapes, Shapes], int]
+
+# FLOPs of attention's backward over those of its forward: five products for two, since the scores are computed again
+# (Dao, "FlashAttention-2", 2023, section 3.1).
+ATTENTION_BACKWARD = 2.5
 
 
-def flops_of(op: Op, operands: Shapes, results: Shapes) -> int:
+def flops_of(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """The operations of ``op`` on operands and results of these shapes; 0 for operators that are not counted."""
     count = FLOPS.get(op.target)
     return 0 if count is None else count(op, operands, results)
 
 
+def done_by(call: AnyCall, operands: Shapes, results: Shapes) -> float:
+    """The operations of a kernel of forward or backward, of which causal attention leaves out what it does not see."""
+    name = operator_name(call.target)
+    if "_attention" in name:
+        backward = name.endswith("backward")
+        query, key = operands[1:3] if backward else operands[:2]
+        value = operands[3 if backward else 2]
+        products = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        seen = 0.5 if arguments(call).get("is_causal") and query[-2] == key[-2] else 1.0
+        return products * seen * (ATTENTION_BACKWARD if backward else 1.0)
+    if call.target == aten.convolution_backward.default:
+        named = arguments(call)
+        result, places, weight = operands[:3]
+        windows = prod(places if named["transposed"] else result) * prod(weight[1:])
+        return 2.0 * windows * sum(map(bool, named["output_mask"][:2]))
+    return float(flops_of(call, operands, results))
+
+
 def _contraction(left: int) -> Flops:
     """Every element of the result sums over the last dim of operand ``left``."""
 
-    def count(op: Op, operands: Shapes, results: Shapes) -> int:
+    def count(op: AnyCall, operands: Shapes, results: Shapes) -> int:
         return 2 * prod(results[0]) * operands[left][-1]
 
     return count
 
 
-def _outer(op: Op, operands: Shapes, results: Shapes) -> int:
+def _outer(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return prod(results[0])
 
 
-def _addbmm(op: Op, operands: Shapes, results: Shapes) -> int:
+def _addbmm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """The products of a batch, added up."""
     return 2 * prod(operands[1]) * operands[2][-1]
 
 
-def _einsum(op: Op, operands: Shapes, results: Shapes) -> int:
+def _einsum(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """The product of the sizes of all indices: one multiplication and one addition each."""
     terms = str(arguments(op)["equation"]).replace(" ", "").partition("->")[0].split(",")
     sizes: dict[str | int, int] = {}
@@ -60,7 +82,7 @@ def _einsum(op: Op, operands: Shapes, results: Shapes) -> int:
     return 2 * prod(sizes.values())
 
 
-def _convolution(op: Op, operands: Shapes, results: Shapes) -> int:
+def _convolution(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every window meets every kernel: windows are places of the result, of the input where it is transposed.
 
     The weight is ``(g co) ci k...``, transposed ``(g ci) co k...``: either way every channel of a place meets the
@@ -71,18 +93,18 @@ def _convolution(op: Op, operands: Shapes, results: Shapes) -> int:
     return 2 * prod(places) * prod(operands[1][1:])
 
 
-def _attention(op: Op, operands: Shapes, results: Shapes) -> int:
+def _attention(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """``b h t d, b h s d, b h s e -> b h t e``: scores, and the mean of the values."""
     query, key = operands[0], operands[1]
     return 2 * (prod(query) + prod(results[0])) * key[-2]
 
 
-def _recurrent(op: Op, operands: Shapes, results: Shapes) -> int:
+def _recurrent(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every step of every sample meets every weight matrix."""
     return 2 * prod(operands[0][:2]) * sum(prod(shape) for shape in operands[1:] if len(shape) == 2)
 
 
-def _grouped_mm(op: Op, operands: Shapes, results: Shapes) -> int:
+def _grouped_mm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every row meets the matrix of one expert; experts have equally many rows, for want of better."""
     (rows, _), (experts, size, columns), (all_experts,) = operands
     return 2 * rows * size * columns * experts // all_experts

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.costs.cluster import Cluster
+
 # Shares below this are rounding.
 EXACT = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A predicted figure, and between which two it is measured nine times of ten, as far as is known (``low`` and
+    ``high`` are the figure itself where no spread of the cluster's figures is known)."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,26 @@ class Prediction:
     @property
     def step_seconds(self) -> float:
         return self.passes * self.pass_seconds
+
+    def step_interval(self, cluster: Cluster) -> Interval:
+        """Seconds of a step of the optimizer: simulated, where the plan was, else priced. Operators are as uncertain as
+        the device's figures, all else as those of the level that is known least. Errors of one kind are taken to be
+        the same everywhere, so that they do not even out."""
+        seconds = self.simulated_seconds or self.pass_seconds
+        return self.interval(seconds, cluster)
+
+    def interval(self, seconds: float, cluster: Cluster) -> Interval:
+        """Of so many seconds of a pass, for all passes of a step."""
+        own = min(self.compute, seconds)
+        sent = 1 + max((level.spread for level in cluster.levels), default=0.0)
+        operators = 1 + cluster.device.spread
+        low, high = own / operators + (seconds - own) / sent, own * operators + (seconds - own) * sent
+        return Interval(self.passes * seconds, self.passes * low, self.passes * high)
+
+    def memory_interval(self, cluster: Cluster) -> Interval:
+        """The peak, in bytes."""
+        share = 1 + cluster.device.memory_spread
+        return Interval(self.peak_bytes, self.peak_bytes / share, self.peak_bytes * share)
 
     @property
     def optimality_gap(self) -> float | None:

@@ -12,13 +12,13 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.compute import Shape, backward_seconds, forward_seconds
-from shardwise.costs.optimizers import named, states_of
+from shardwise.costs.kernels import Work, kernel_seconds
+from shardwise.costs.optimizers import named, states_of, update_of
 from shardwise.graph.ir import Graph, Op, Value
 
 # Of the operands and of the results of a call on one device.
@@ -86,20 +86,18 @@ class Prices:
 
     def forward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
         """Seconds of the forward call alone."""
-        return forward_seconds(self.device, op, *shapes, _dtypes(operands, results))
+        return forward_seconds(self.device, op, operands, results, shapes)
 
     def backward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
         """Seconds of the backward of that call alone."""
-        if not any(value.requires_grad for value in results):
-            return 0.0
-        needed = [value.requires_grad for value in operands]
-        return backward_seconds(self.device, op, *shapes, _dtypes(operands, results), needed)
+        return backward_seconds(self.device, op, operands, results, shapes)
 
     def update(self, value: Value, numel: float) -> float:
-        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter: it reads
-        parameter, gradient and states and writes parameter and states."""
-        moved = value.kept_dtype.itemsize * (3 + 2 * states_of(self.optimizer))
-        return self.moved(numel * moved) / self.passes
+        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter. Kernels go
+        over many parameters at once, so that what it takes to start them is not counted."""
+        own = update_of(self.optimizer, foreach=self.device.foreach)
+        work = Work("update", num_bytes=numel * value.kept_dtype.itemsize * own.passes, scalars=numel * own.scalars)
+        return (self.kernel(work) - self.device.kernel_latency) / self.passes
 
     def casts(self, value: Value, numel: float, updated: bool) -> float:
         """A pass's seconds of the casts of ``numel`` elements of what a device stores: read in one dtype and written in
@@ -111,6 +109,10 @@ class Prices:
             moved += arrives + stored
         return self.moved(numel * moved)
 
+    def kernel(self, work: Work) -> float:
+        """Seconds of one kernel."""
+        return kernel_seconds(self.device, work)
+
     def moved(self, num_bytes: float) -> float:
         """Seconds in which a device reads and writes so many bytes together."""
         return num_bytes / self.device.bytes_per_second()
@@ -121,7 +123,3 @@ class Prices:
 
     def __hash__(self) -> int:
         return self._hash
-
-
-def _dtypes(operands: Sequence[Value], results: Sequence[Value]) -> list[torch.dtype]:
-    return [value.dtype for value in (*operands, *results)]

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardwise.costs.compute import assumed_backward, is_one_kernel
+from shardwise.costs.kernels import Called, Priced, Work, work_of
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import busiest_program, memory_of_program
-from shardwise.costs.prices import LocalShapes, Prices
+from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
-from shardwise.graph.ir import Op, Value
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
+from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
 from shardwise.programs.steps import Step
@@ -28,14 +30,16 @@ BESIDE_COPIES = 0.05
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """``seconds``: of the whole step; ``compute``: of operators and the optimizer's update; ``communication``: of all
-    messages; ``exposed``: how long operators wait for messages; ``peak``: the most memory."""
+    """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
+    update; ``communication``: of all messages; ``exposed``: how long operators wait for messages; ``peak``: the most
+    memory."""
 
     seconds: float
     compute: float
     communication: float
     exposed: float
     peak: Peak
+    forward: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -44,43 +48,56 @@ class SimulatedStep:
 
 def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> SimulatedStep:
     """A step of the busiest rank. ``kinds``: those traced already."""
-    program = busiest_program(spmd, kinds or Kinds())
+    return simulate_program(busiest_program(spmd, kinds or Kinds()), prices)
+
+
+def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
+    """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well."""
     timeline = Timeline(program, prices)
     timeline.run()
     peak = memory_of_program(program, prices).peak
-    waited = timeline.now - timeline.compute
-    return SimulatedStep(timeline.now, timeline.compute, timeline.communication, max(waited, 0.0), peak)
+    waited = timeline.now - timeline.compute - timeline.starved
+    exposed = max(waited, 0.0)
+    return SimulatedStep(timeline.now, timeline.compute, timeline.communication, exposed, peak, timeline.forward)
 
 
 @dataclass
 class Timeline:
-    """A program's step, walked once. ``now``: when the operators so far are done; ``free``: axes of a group -> when its
-    messages so far are; ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the
-    copies there are done so far, and likewise every copy by itself."""
+    """A program's step, walked once. ``now``: when the kernels so far are done; ``host``: when the host has started
+    them; ``starved``: how long they waited for it; ``free``: axes of a group -> when its messages so far are;
+    ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the copies there are done so
+    far, and likewise every copy by itself; ``recorded``: tape of a call that autograd keeps -> what its backward does;
+    ``fused``: operators that are one kernel each way, of which ``done`` are those that have run."""
 
     program: Program
     prices: Prices
     now: float = 0.0
+    host: float = 0.0
+    forward: float = 0.0
     compute: float = 0.0
+    starved: float = 0.0
     communication: float = 0.0
     on_weights: float = 0.0  # of compute
     free: dict[tuple[str, ...], float] = field(default_factory=dict)
+    recorded: dict[str, tuple[Work, ...]] = field(default_factory=dict)
+    done: set[tuple[str, bool, bool]] = field(default_factory=set)
     arrivals: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
-        self.steps = {step.placed.op.name: step for step in self.spmd.steps if isinstance(step, Step)}
+        steps = (step for step in self.spmd.steps if isinstance(step, Step))
+        self.fused = {step.placed.op.name: step for step in steps if is_one_kernel(self.prices.device, step.placed.op)}
         self.parameters = {s.value: s for s in self.spmd.graph.sources if s.kind == "parameter"}
 
     def halves(self) -> tuple[float, float, float, float]:
         """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, of the update."""
         self._walk(self.program.forward)
-        forward = self.now
+        self.forward = self.now
         self._walk(self.program.backward)
-        backward = self.now - forward
+        backward = self.now - self.forward
         self._update()
-        return forward, self.on_weights, backward, self.now - forward - backward
+        return self.forward, self.on_weights, backward, self.now - self.forward - backward
 
     def run(self) -> None:
         """Walk the step."""
@@ -93,18 +110,11 @@ class Timeline:
                 self._work(self.prices.update(self.spmd.graph.by_name[name], numel))
 
     def _walk(self, instructions: tuple[Instruction, ...]) -> None:
-        parts = {(i.origin.op, i.origin.part) for i in instructions if isinstance(i, Compute)}
-        done: set[tuple[str, str]] = set()
         for instruction in instructions:
             if isinstance(instruction, Compute):
-                key = instruction.origin.op, instruction.origin.part
-                if key[1] == "cast":
-                    self._work(self._cast(instruction))
-                elif key not in done and key[0] in self.steps:
-                    seconds = self._seconds(*key, both={(key[0], "input"), (key[0], "weight")} <= parts)
-                    self._work(seconds)
-                    self.on_weights += seconds if key[1] == "weight" else 0.0
-                done.add(key)
+                before = self.compute
+                self._kernel(instruction)
+                self.on_weights += self.compute - before if instruction.origin.part == "weight" else 0.0
             elif isinstance(instruction, Convert):
                 self.now = self._message(sent_by(instruction))
             elif isinstance(instruction, Depart):
@@ -120,18 +130,42 @@ class Timeline:
 
     # -- what takes how long -------------------------------------------------------------------------------------------
 
-    def _seconds(self, op: str, part: str, *, both: bool) -> float:
-        """Seconds of one part of an operator. Backward is divided in halves where it has two parts. The sum with a bias
-        is part of its product and takes no time."""
-        call = self._call(op)
-        if part == "forward":
-            return self.prices.forward(*call)
-        return self.prices.backward(*call) / (2 if both else 1)
+    def _kernel(self, instruction: Compute) -> None:
+        """One kernel: it starts when the one before it is done, and the host has come to it."""
+        if instruction.results and all(name is not None for name in instruction.shares) and not instruction.writes:
+            return  # a view
+        if (step := self.fused.get(instruction.origin.op)) is not None:
+            key = instruction.origin.op, instruction.origin.part == "forward", instruction.origin.again
+            if key not in self.done:
+                self.done.add(key)
+                price = self.prices.forward if key[1] else self.prices.backward
+                self._start()
+                self._work(price(*priced_call(step, self.spmd.graph)))
+            return
+        forms = self.program.forms
+        made = [*instruction.forms, *(forms[name] for name in instruction.writes)]
+        operands = [forms[name] for name in instruction.operands]
+        call = Called(instruction.target, instruction.args, instruction.kwargs)
+        works: tuple[Work, ...]
+        if isinstance(call.target, Record):
+            whole = work_of(Called(*call.target.call), operands, made)
+            self.recorded[instruction.results[-1]] = assumed_backward(whole, operands)
+            works = (whole,)
+        elif isinstance(call.target, Differentiate):
+            works = self.recorded[instruction.operands[0]]
+        elif isinstance(call.target, Priced):
+            works = call.target.works
+        else:
+            works = (work_of(call, operands, made),)
+        for work in works:
+            self._start()
+            self._work(self.prices.kernel(work))
 
-    def _cast(self, cast: Compute) -> float:
-        """Seconds of a cast: what it reads, and what it writes."""
-        (operand,), (form,) = cast.operands, cast.forms
-        return self.prices.moved(self.program.forms[operand].num_bytes + form.num_bytes)
+    def _start(self) -> None:
+        """The host starts a kernel, which waits for it."""
+        self.host += self.prices.device.launch
+        self.starved += max(self.host - self.now, 0.0)
+        self.now = max(self.now, self.host)
 
     def _work(self, seconds: float) -> None:
         beside = max((self.copied.get(to, 0.0) for to in ("host", "device")), default=0.0) - self.now
@@ -148,6 +182,3 @@ class Timeline:
             self.free[collective.axes] = ready
             self.communication += seconds
         return ready
-
-    def _call(self, op: str) -> tuple[Op, list[Value], list[Value], LocalShapes]:
-        return priced_call(self.steps[op], self.spmd.graph)

@@ -27,6 +27,7 @@ UNITS: dict[str, dict[str, float]] = {
     "FLOP/s": {f"{prefix}{name}": factor for prefix, factor in _DECIMAL.items() for name in ("FLOP/s", "FLOPS")},
     "FLOP": {f"{prefix}FLOP": factor for prefix, factor in _DECIMAL.items()},
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "/s": {f"{prefix}/s": factor for prefix, factor in _DECIMAL.items()},
     "": {"": 1.0, "%": 1e-2},
 }
 
@@ -37,7 +38,17 @@ RANGES = {
     "FLOP/s": (1.0, 1e24),
     "FLOP": (1e-3, 1e24),
     "s": (1e-15, 1e6),
+    "/s": (1.0, 1e18),
     "": (1e-6, 1e6),
+}
+_EXAMPLES = {
+    "B": "80 GiB",
+    "B/s": "900 GB/s",
+    "FLOP/s": "312 TFLOP/s",
+    "FLOP": "2 GFLOP",
+    "s": "5 us",
+    "/s": "350 G/s",
+    "": "0.8",
 }
 _LONGEST = 64  # characters of a figure
 _QUANTITY = re.compile(r"([-+]?[0-9.][0-9_.]*(?:[eE][-+]?[0-9]+)?) *([A-Za-zµ/%]*)")
@@ -81,9 +92,7 @@ def parse_quantity(value: object, unit: str) -> float:
 
     Raises ShardwiseError for anything else, negative, and infinite numbers included.
     """
-    example = {"B": "80 GiB", "B/s": "900 GB/s", "FLOP/s": "312 TFLOP/s", "FLOP": "2 GFLOP", "s": "5 us", "": "0.8"}[
-        unit
-    ]
+    example = _EXAMPLES[unit]
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value.strip(" ")) if len(value) <= _LONGEST else None
         if match is None:

@@ -15,11 +15,13 @@ from shardwise.graph.schema import tensor_results
 class TypeInference:
     """Runs operators on fake tensors.
 
-    Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad.
+    Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad. What a call returns is known by its
+    signature (target, constants, types of operands, torch's default dtype), so that of repeated layers one is run.
     """
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode()
+        self._known: dict[object, tuple[Value, ...]] = {}
 
     def results(
         self,
@@ -32,18 +34,41 @@ class TypeInference:
 
         Requires_grad is what autograd says. Raises what the operator raises.
         """
+        signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
+        known = self._known.get(signature)
+        if known is None:
+            known = self._known[signature] = self._run(target, args, kwargs, value)
+        return list(known)
+
+    def _run(
+        self,
+        target: OpOverload,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        value: Callable[[str], Value],
+    ) -> tuple[Value, ...]:
         with self.mode, torch.enable_grad():
             operand = self.operand
             result = target(
                 *(_materialize(arg, value, operand) for arg in args),
                 **{key: _materialize(arg, value, operand) for key, arg in kwargs},
             )
-        return [Value("", tuple(t.shape), t.dtype, t.requires_grad) for t in tensor_results(result)]
+        return tuple(Value("", tuple(t.shape), t.dtype, t.requires_grad) for t in tensor_results(result))
 
     def operand(self, value: Value) -> torch.Tensor:
         """A fake tensor of the value's type."""
         with self.mode:
             return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+
+
+def _signature(arg: Arg, value: Callable[[str], Value]) -> object:
+    """An argument by types: 1, 1.0 and True are told apart, and so are 0.0 and -0.0."""
+    if isinstance(arg, Ref):
+        operand = value(arg.name)
+        return Ref, operand.shape, operand.dtype, operand.requires_grad
+    if isinstance(arg, tuple):
+        return tuple(_signature(item, value) for item in arg)
+    return type(arg), repr(arg) if isinstance(arg, (float, complex)) else arg
 
 
 def _materialize(arg: Arg, value: Callable[[str], Value], operand: Callable[[Value], torch.Tensor]) -> Arg:

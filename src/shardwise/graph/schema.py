@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
 
-from shardwise.graph.ir import Arg, Op
+from shardwise.graph.ir import Arg
+
+
+class AnyCall(Protocol):
+    """A call of an operator: an ``Op`` of a graph, or a kernel."""
+
+    @property
+    def target(self) -> Any: ...
+
+    @property
+    def args(self) -> tuple[Arg, ...]: ...
+
+    @property
+    def kwargs(self) -> tuple[tuple[str, Arg], ...]: ...
 
 
 def operator_name(target: OpOverload) -> str:
@@ -15,7 +28,7 @@ def operator_name(target: OpOverload) -> str:
     return str(target._schema.name).rpartition("::")[2]
 
 
-def arguments(op: Op) -> dict[str, Arg]:
+def arguments(op: AnyCall) -> dict[str, Arg]:
     """Every argument of the call by its schema name, defaults filled in (list defaults as tuples)."""
     named = dict(op.kwargs)
     bound: dict[str, Arg] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -25,10 +25,12 @@ from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, Ten
 from shardwise.plans.file import format_ranks
 from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
+from shardwise.plans.quantities import format_interval
 from shardwise.plans.quantities import format_seconds as format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.costs.prediction import Prediction
+    from shardwise.costs.cluster import Cluster
+    from shardwise.costs.prediction import Interval, Prediction
     from shardwise.plans.plan import Plan
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
@@ -52,7 +54,7 @@ def format_plan(plan: Plan) -> str:
         lines.insert(2, f"  precision {format_precision(plan.precision)}")
     lines += _not_kept(plan)
     if plan.prediction is not None:
-        lines += _predicted(plan.prediction, _reserved(plan))
+        lines += _predicted(plan, plan.prediction)
     if plan.is_pipeline:
         lines += _pipeline(plan)
     if sentence := only_priced(plan):
@@ -116,29 +118,39 @@ def _stage(stage: Stage) -> list[str]:
     return [*lines, "operators:", *_operators(stage)]
 
 
-def _reserved(plan: Plan) -> str:
+def _priced_cluster(plan: Plan) -> Cluster | None:
+    """The cluster that the plan was priced for; None where it was not, or where somebody edited it so that it cannot be
+    read (whoever asks for prices is told)."""
+    try:
+        return None if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster")
+    except ShardwiseError:
+        return None
+
+
+def _reserved(plan: Plan, cluster: Cluster | None) -> str:
     """Of the memory of a device that the plan was priced for, what no plan can have: ``+ reserve 5.3 GiB of 79.6 GiB``,
     after a blank."""
-    if plan.pricing is None:
-        return ""
-    try:
-        device = parse_cluster(plan.pricing.cluster, "the plan's cluster").device
-    except ShardwiseError:  # somebody edited it; whoever asks for prices is told
-        return " of a cluster that cannot be read"
-    reserve, whole = format_bytes(device.reserve_bytes), format_bytes(device.memory_bytes)
-    return f" + reserve {reserve} of {whole}" if device.reserve_bytes else ""
+    if cluster is None:
+        return "" if plan.pricing is None else " of a cluster that cannot be read"
+    reserve, whole = format_bytes(cluster.device.reserve_bytes), format_bytes(cluster.device.memory_bytes)
+    return f" + reserve {reserve} of {whole}" if cluster.device.reserve_bytes else ""
 
 
-def _predicted(own: Prediction, reserved: str) -> list[str]:
-    """What the plan was chosen for: the additive price and its bound, then what the simulation says. ``reserved``: what
-    else takes memory."""
+def _predicted(plan: Plan, own: Prediction) -> list[str]:
+    """What the plan was chosen for: the additive price and its bound, then what the simulation says. Seconds and bytes
+    that will be measured have intervals."""
+    cluster = _priced_cluster(plan)
+    reserved = _reserved(plan, cluster)
 
     def step(seconds: float) -> str:
         return format_seconds(own.passes * seconds)
 
+    def measured(seconds: float) -> str:
+        return step(seconds) if cluster is None else _interval(own.interval(seconds, cluster), format_seconds)
+
     passes = f" ({own.passes} passes of {format_seconds(own.pass_seconds)})" if own.passes > 1 else ""
     lines = [
-        f"  predicted step {format_seconds(own.step_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
+        f"  predicted step {measured(own.pass_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
         f"communication {format_seconds(own.exposed)}, parameter traffic {format_seconds(own.traffic)} "
         "(overlaps with compute)",
         f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}",
@@ -149,9 +161,10 @@ def _predicted(own: Prediction, reserved: str) -> list[str]:
     if own.optimality_gap is not None:
         proven = ", which the plan reaches: proven optimal" if not own.optimality_gap else ""
         lines.append(f"    bound {step(own.bound)}: no plan of 10^{own.log10_plans:.0f} has a lower price{proven}")
-    peak = f"peak memory {format_bytes(own.peak_bytes)}{reserved} in {own.peak_at}"
+    held = format_bytes(own.peak_bytes) if cluster is None else _interval(own.memory_interval(cluster), format_bytes)
+    peak = f"peak memory {held}{reserved} in {own.peak_at}"
     if own.simulated_seconds:
-        lines.append(f"    simulated step {step(own.simulated_seconds)}, with overlap and buckets; {peak}")
+        lines.append(f"    simulated step {measured(own.simulated_seconds)}, with overlap and buckets; {peak}")
     elif own.peak_bytes:  # too many operators to simulate
         lines.append(f"    {peak}")
     if own.passed_over is not None:
@@ -163,6 +176,10 @@ def _predicted(own: Prediction, reserved: str) -> list[str]:
             f"{step(other.additive_price)}, {takes}{'' if other.fits else ', which does not fit'}"
         )
     return lines
+
+
+def _interval(own: Interval, form: Callable[[float], str]) -> str:
+    return format_interval(own.value, own.low, own.high, form)
 
 
 def _operators(stage: Stage) -> list[str]:

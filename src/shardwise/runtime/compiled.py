@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardwise.costs.fusion import fused_works
+from shardwise.costs.kernels import Work
 from shardwise.graph.ir import Ref
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, with_operands
@@ -50,6 +52,11 @@ class Kernels(Boxed):
 
     function: Callable[[list[Tensor]], Sequence[Tensor]]
     strides: tuple[tuple[int, ...], ...]
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """What the section's kernels do, where that was asked for (``priced``)."""
+        return getattr(self.function, "works", ())
 
     def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
         for i, (operand, stride) in enumerate(zip(operands, self.strides, strict=True)):
@@ -447,3 +454,21 @@ def interpreted(
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """No code: the graph is run kernel by kernel."""
     return fx.Interpreter(module).boxed_run, [None] * len(next(reversed(module.graph.nodes)).args[0])
+
+
+@dataclass(frozen=True)
+class PricedSection:
+    """A section that is not run: what its kernels would do."""
+
+    works: tuple[Work, ...]
+
+    def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
+        raise AssertionError("a section that was only priced cannot be run")
+
+
+def priced(
+    module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
+) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
+    """No code, but what Inductor's kernels would do (``costs.fusion``): for the seconds and the memory of a compiled
+    step on a machine without the device."""
+    return PricedSection(fused_works(module)), [None] * len(next(reversed(module.graph.nodes)).args[0])

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.costs.compute import is_view
+from shardwise.costs.kernels import is_view
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout

@@ -1,0 +1,247 @@
+"""Kernels: what one does on a device, and how long it takes.
+
+A kernel takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson, "Roofline", CACM
+52(4), 2009), after what it takes to start. *Products* (matmuls, convolutions, attention) have arithmetic, everything
+else moves memory. A device's file says what part of its peaks a kind of kernel reaches, where that is less than a large
+matmul or a large element-wise operator (``Device.kernels``); the kinds are ``PRODUCTS`` and ``MOVES``.
+
+Element by element, and so at a rate of its own, goes what reads an operand of another size (a bias), what writes wider
+numbers than it reads (a cast to float32), and what reads along another dim than it writes (a transposed copy): kernels
+that do not load several numbers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.costs.cluster import Device
+from shardwise.costs.flops import done_by
+from shardwise.graph.ir import Arg, Ref
+from shardwise.graph.schema import arguments, operator_name
+from shardwise.programs.forms import Form
+
+aten = torch.ops.aten
+
+DTYPE_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8",
+    torch.float8_e5m2: "f8",
+    torch.complex64: "f32",
+    torch.complex128: "f64",
+}
+
+# Kinds whose figure is a part of the peak FLOP/s, and those whose figure is a part of the memory bandwidth.
+PRODUCTS = (
+    "attention",
+    "attention_backward",
+    "masked_attention",
+    "masked_attention_backward",
+    "convolution",
+    "convolution_backward",
+)
+MOVES = (
+    "reduction",
+    "column_reduction",
+    "fused_reduction",
+    "softmax",
+    "softmax_backward",
+    "log_softmax_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "batch_norm",
+    "batch_norm_backward",
+    "random",
+    "scatter",
+    "pool",
+    "pool_backward",
+    "update",
+)
+# Query rows of attention's backward take so many times those of forward (fitted with ``Device.attention_row``).
+ROWS_BACKWARD = 4.0
+
+# Fewer input channels of a convolution than these take as long as these, on devices with a figure for convolutions
+# (fitted: 3 channels take the time of some 32).
+_LEAST_CHANNELS = 32
+
+# Operators that read some rows of their first operand, and those that add rows to a result of zeros.
+READ_ROWS = frozenset(("embedding", "index_select", "gather", "index"))
+_ADD_ROWS = frozenset(
+    ("embedding_dense_backward", "index_put", "index_add", "scatter_add", "_unsafe_index_put", "embedding_backward")
+)
+# Copies that take several numbers at once.
+_COPIES_OF_PARTS = frozenset(("cat", "stack", "zeros", "fill", "full"))
+_REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "max", "min", "prod", "var_mean", "var", "std", "logsumexp"))
+_KIND_OF = {
+    "_softmax": "softmax",
+    "_log_softmax": "softmax",
+    "softmax": "softmax",
+    "log_softmax": "softmax",
+    "_softmax_backward_data": "softmax_backward",
+    "_log_softmax_backward_data": "log_softmax_backward",
+    "native_layer_norm": "layer_norm",
+    "layer_norm": "layer_norm",
+    "native_group_norm": "layer_norm",
+    "native_layer_norm_backward": "layer_norm_backward",
+    "native_group_norm_backward": "layer_norm_backward",
+    "rms_norm": "rms_norm",
+    "_fused_rms_norm": "rms_norm",
+    "_fused_rms_norm_backward": "rms_norm_backward",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "native_batch_norm_backward": "batch_norm_backward",
+    "native_dropout": "random",
+    "bernoulli": "random",
+    "dropout": "random",
+    "max_pool2d_with_indices": "pool",
+    "max_pool2d_with_indices_backward": "pool_backward",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a kernel does. ``flops``: of a product; ``num_bytes``: read and written; ``scalars``: elements that go one
+    by one; ``rows``: query rows of all heads of attention; ``dtype``: in which a product is computed (a name of
+    ``Device.flops``); ``written``: bytes that are set to zero first; ``channels``: of the input of
+    a convolution."""
+
+    kind: str = ""
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    scalars: float = 0.0
+    rows: float = 0.0
+    dtype: str = "f32"
+    written: float = 0.0
+    channels: int = _LEAST_CHANNELS
+
+    def scaled(self, size: float, flops: float, written: float) -> Work:
+        """The same kernel on other sizes: by which factors bytes, FLOPs and what is zeroed change."""
+        return replace(
+            self,
+            flops=self.flops * flops,
+            num_bytes=self.num_bytes * size,
+            scalars=self.scalars * size,
+            rows=self.rows * size,
+            written=self.written * written,
+        )
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """A target of an instruction that knows its kernels: a compiled section."""
+
+    @property
+    def works(self) -> tuple[Work, ...]: ...
+
+
+@lru_cache(maxsize=4096)
+def is_view(target: Any) -> bool:
+    """Whether the operator's result is another view of its operand's memory: it takes no time on the device."""
+    if not isinstance(target, OpOverload):
+        return False
+    if target in (aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.alias.default):
+        return True
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A call as ``costs.flops`` reads it."""
+
+    target: Any
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+
+
+def work_of(call: Called, operands: Sequence[Form], results: Sequence[Form]) -> Work:
+    """The work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch only what
+    it moves is known."""
+    shapes = tuple(form.shape for form in operands), tuple(form.shape for form in results)
+    num_bytes = float(sum(form.num_bytes for form in (*operands, *results)))
+    if not isinstance(call.target, OpOverload):
+        return Work(num_bytes=num_bytes)
+    name = operator_name(call.target)
+    dtype = next((DTYPE_NAMES[form.dtype] for form in operands if form.dtype in DTYPE_NAMES), "f32")
+    if flops := done_by(call, *shapes):
+        return _product(name, call, shapes[0], flops, num_bytes, dtype)
+    if name.startswith("nll_loss"):  # picks a number of each row, and fills what it makes in backward
+        labels = sum(float(form.num_bytes) for form in operands if not form.dtype.is_floating_point)
+        return Work(num_bytes=2 * labels, written=float(results[0].num_bytes) if name.endswith("backward") else 0.0)
+    if name in _ADD_ROWS:
+        table = float(results[0].num_bytes) if results else 0.0
+        return Work("scatter", num_bytes=2 * max((float(f.num_bytes) for f in operands), default=0.0), written=table)
+    if name in READ_ROWS and operands and results:
+        num_bytes += float(results[0].num_bytes) - float(operands[0].num_bytes)
+        return Work(num_bytes=num_bytes)
+    if name in _REDUCTIONS and operands and results and results[0].shape != operands[0].shape:
+        kept = bool(results[0].shape) and results[0].shape[-1:] == operands[0].shape[-1:]
+        return Work("column_reduction" if kept else "reduction", num_bytes=num_bytes)
+    kind = _KIND_OF.get(name, "")
+    return Work(kind, num_bytes=num_bytes, scalars=0.0 if kind else _scalars(name, operands, results))
+
+
+def _product(
+    name: str, call: Called, operands: tuple[tuple[int, ...], ...], flops: float, num_bytes: float, dtype: str
+) -> Work:
+    backward = "_backward" if name.endswith("backward") else ""
+    if "attention" in name:
+        named = arguments(call)
+        masked = "masked_" if isinstance(named.get("attn_mask", named.get("attn_bias")), Ref) else ""
+        query = operands[1 if backward else 0]
+        return Work(f"{masked}attention{backward}", flops, num_bytes, rows=float(prod(query[:-1])), dtype=dtype)
+    if "conv" not in name:
+        return Work("", flops, num_bytes, dtype=dtype)
+    weight = operands[2 if backward else 1]
+    return Work(f"convolution{backward}", flops, num_bytes, dtype=dtype, channels=min(weight[1], _LEAST_CHANNELS))
+
+
+def _scalars(name: str, operands: Sequence[Form], results: Sequence[Form]) -> float:
+    """Elements of an element-wise kernel that cannot load several at once: its operands differ in size or in the order
+    of their memory, or have gaps, or it writes wider numbers than it reads."""
+    if not results or name in _COPIES_OF_PARTS:
+        return 0.0
+    result = results[0]
+    large = [form for form in operands if prod(form.shape) > 1]
+    alike = all(form.shape == result.shape and form.stride == result.stride for form in large) and is_dense(result)
+    widens = any(form.dtype.itemsize < result.dtype.itemsize for form in large)
+    return float(prod(result.shape)) if large and (widens or not alike) else 0.0
+
+
+def is_dense(form: Form) -> bool:
+    """Whether the elements lie one after the other in memory, in any order of dims."""
+    step = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(form.stride, form.shape, strict=True) if size > 1
+    ):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def kernel_seconds(device: Device, work: Work) -> float:
+    """Seconds that a kernel keeps a device busy."""
+    share = device.kernels.get(work.kind, 0.0)
+    bandwidth = device.bytes_per_second()
+    moving = work.num_bytes / (device.memory_bandwidth * share if share and work.kind in MOVES else bandwidth)
+    if work.scalars and device.scalar_rate:
+        moving = max(moving, work.scalars / device.scalar_rate)
+    seconds = device.kernel_latency + work.written / bandwidth
+    if not work.flops:
+        return seconds + moving
+    rate = device.peak_flops(work.dtype) * share if share else device.matmul_flops(work.dtype)
+    arithmetic = work.flops / rate * (_LEAST_CHANNELS / work.channels if share else 1.0)
+    if work.rows and device.attention_row:
+        arithmetic += work.rows * device.attention_row * (ROWS_BACKWARD if work.kind.endswith("backward") else 1.0)
+    return seconds + max(device.matmul_ramp + arithmetic, moving)
