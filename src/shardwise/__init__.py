@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         ReplicaError,
         ShardwiseError,
     )
+    from shardwise.foreign.check import check
+    from shardwise.foreign.outcome import Checked
     from shardwise.graph.annotate import constrain, shard
     from shardwise.graph.precision import Precision
     from shardwise.graph.segments import recompute
@@ -59,6 +61,8 @@ _HOMES = {
         "ReplicaError",
         "ShardwiseError",
     ),
+    "shardwise.foreign.check": ("check",),
+    "shardwise.foreign.outcome": ("Checked",),
     "shardwise.graph.annotate": ("constrain", "shard"),
     "shardwise.graph.precision": ("Precision",),
     "shardwise.graph.segments": ("recompute",),
@@ -95,6 +99,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "CaptureError",
     "CaptureWarning",
+    "Checked",
     "Cluster",
     "CollectiveError",
     "LaunchError",
@@ -114,6 +119,7 @@ __all__ = [
     "ShardwiseError",
     "UnsplitWarning",
     "Zero",
+    "check",
     "check_rule",
     "clip_grad_norm",
     "compare",

@@ -63,7 +63,7 @@ def forward_seconds(
     results."""
     if is_view(op.target):
         return 0.0
-    return _seconds(device, *_work(op, operands, results, dtypes), dtypes)
+    return kernel_seconds(device, *_work(op, operands, results, dtypes), dtypes)
 
 
 def backward_seconds(
@@ -80,12 +80,12 @@ def backward_seconds(
     flops, num_bytes = _work(op, operands, results, dtypes)
     if not flops:
         zeros = prod(operands[0]) * dtypes[0].itemsize if op.target in _READ_ROWS and needed[0] else 0
-        return _seconds(device, 0, num_bytes * BACKWARD_TRAFFIC + zeros, dtypes)
+        return kernel_seconds(device, 0, num_bytes * BACKWARD_TRAFFIC + zeros, dtypes)
     if op.target == aten.scaled_dot_product_attention.default:
-        return _seconds(device, flops * ATTENTION_BACKWARD, num_bytes * 2, dtypes)
+        return kernel_seconds(device, flops * ATTENTION_BACKWARD, num_bytes * 2, dtypes)
     # The cotangent of a bias is a sum that the kernels of the others hide.
     contracted = sum(need for need, shape in zip(needed, operands, strict=True) if len(shape) > 1)
-    return max(contracted, 1) * _seconds(device, flops, num_bytes, dtypes)
+    return max(contracted, 1) * kernel_seconds(device, flops, num_bytes, dtypes)
 
 
 def _work(
@@ -100,7 +100,8 @@ def _work(
     return flops_of(op, tuple(operands), tuple(results)), num_bytes
 
 
-def _seconds(device: Device, flops: float, num_bytes: float, dtypes: Sequence[torch.dtype]) -> float:
+def kernel_seconds(device: Device, flops: float, num_bytes: float, dtypes: Sequence[torch.dtype]) -> float:
+    """Seconds of one kernel: its arithmetic, in the first dtype that devices have a rate for, or its traffic."""
     traffic = num_bytes / device.bytes_per_second()
     if not flops:
         return device.kernel_latency + traffic
