@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.advice.fits import Fits, fits
     from shardwise.api import compare, plan
     from shardwise.costs.cluster import Cluster
     from shardwise.errors import (
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "shardwise.advice.fits": ("Fits", "fits"),
     "shardwise.api": ("compare", "plan"),
     "shardwise.costs.cluster": ("Cluster",),
     "shardwise.errors": (
@@ -102,6 +104,7 @@ __all__ = [
     "Checked",
     "Cluster",
     "CollectiveError",
+    "Fits",
     "LaunchError",
     "Layout",
     "LayoutError",
@@ -127,6 +130,7 @@ __all__ = [
     "deferred",
     "elementwise_optimizer",
     "finish",
+    "fits",
     "init_ranks",
     "parallelize",
     "plan",

@@ -75,7 +75,7 @@ def built(name: str) -> Any:
     torch.manual_seed(0)
     with torch.device("meta"):
         size = sum(p.numel() for p in tf.AutoModelForCausalLM.from_config(config).parameters())
-    if size > 8_000_000:
+    if size > 3_000_000:
         raise ValueError(f"{size:,} parameters are not small")
     return tf.AutoModelForCausalLM.from_config(config)
 

@@ -20,6 +20,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.graph.called import call_module
 from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.widen import Reference
 
@@ -133,18 +134,18 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _line(frame: FrameType | None) -> str:
-    """``"model.py:41"`` of the model's line; "" for what a tool's own code calls."""
-    is_models = False
-    while frame is not None:
+    """``"model.py:41"`` of the model's line, or that of a module of PyTorch; "" for what a tool's own code calls."""
+    of_torch = ""
+    while frame is not None and frame.f_code is not call_module.__code__:  # outside of the model: who asks
         name = frame.f_code.co_filename
         if name.startswith(_OWN_FORWARD) and name != _CALLS_HOOKS:
-            is_models = True
-        elif name.startswith(TOOLS) and not is_models:
+            of_torch = of_torch or f"{Path(name).name}:{frame.f_lineno}"
+        elif name.startswith(TOOLS) and not of_torch:
             return ""
         elif not name.startswith((*NOT_USER_CODE, *TOOLS)):
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
-    return ""
+    return of_torch
 
 
 def raised_at(error: BaseException) -> str:

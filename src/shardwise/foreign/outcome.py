@@ -44,7 +44,7 @@ class Beside:
             return [*lines, f"sw.plan finds none to compare: {self.refused}"]
         own = self.own.prediction
         if own is not None:
-            seconds = own.simulated_seconds * own.passes or own.step_seconds
+            seconds = own.planned_seconds
             lines.append(f"under sw.plan's, {self.own.mesh}: {format_seconds(seconds)}, by the same prices")
         return lines
 
@@ -118,5 +118,5 @@ class Checked:
             "unused_rules": list(self.plan.unused),
             "notes": list(self.notes),
             "step_seconds": None if beside is None else beside.seconds,
-            "own_step_seconds": None if own is None else own.simulated_seconds * own.passes or own.step_seconds,
+            "own_step_seconds": None if own is None else own.planned_seconds,
         }

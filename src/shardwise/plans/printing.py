@@ -19,13 +19,14 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster_file import parse as parse_cluster
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError, listed, problem
 from shardwise.layouts.text import DTYPE_NAMES
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
 from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_seconds as format_seconds
+from shardwise.texts import shown
 
 if TYPE_CHECKING:
     from shardwise.costs.prediction import Prediction
@@ -153,6 +154,27 @@ def _operators(stage: Stage) -> list[str]:
     heads = _columns([(name, strategy, rule) for name, strategy, rule, *_ in merged])
     lines = [line for head, (_, _, _, *rest) in zip(heads, merged, strict=True) for line in (head, *rest)]
     return lines + (["delivered:", *delivered] if delivered else [])
+
+
+def format_entry(plan: Plan, name: str) -> str:
+    """What a plan does at an operator, or with a parameter, buffer or input: its strategy and rule, layouts and
+    conversions. Raises PlanError for a name that it has not."""
+    for stage in plan.stages:
+        names = {operator.name for operator in stage.operators}
+        for entry in (*stage.parameters, *stage.buffers, *stage.inputs):
+            if entry.name == name:
+                uses = [c for c in stage.conversions or () if c.value == name]
+                return "\n".join([f"{name}  {entry.layout}", *(f"{_conversion(c)}  for {c.op}" for c in uses)])
+        for operator in stage.operators:
+            if operator.name == name:
+                own = [c for c in stage.conversions or () if _owner(c.op, names) == name]
+                again = "  (again in backward)" if operator.again else ""
+                head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{again}"
+                return "\n".join([head, f"      {operator.source}", *map(_conversion, own)])
+    known = [operator.name for operator in plan.operators]
+    raise PlanError(
+        problem(f"the plan has no {shown(name)}", facts=[("it has", listed(known))], fix="print(plan) shows all names")
+    )
 
 
 def _owner(op: str, names: set[str]) -> str:
