@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.mesh import Mesh
 
-STALLED_SECONDS = 20.0  # without any rank arriving anywhere, once a rank has come to its end
+WAITING_SECONDS = 1.0  # of all that are left, in collectives, once a rank has come to its end or failed
+STALLED_SECONDS = 30.0  # the same, where one of them is somewhere else
 
 # What the classes of PyTorch's threaded groups do -> the name of the collective.
 _KINDS = {
@@ -53,14 +54,14 @@ class Message:
     num_elements: tuple[tuple[torch.dtype, int], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """What a rank's thread is given and leaves behind."""
 
     rank: int
     mesh: DeviceMesh | None = None
     messages: list[Message] = field(default_factory=list)
-    arrivals: int = 0  # at collectives
+    arrivals: int = 0  # at collectives, and departures from them: odd while it waits in one
     result: Any = None
     error: BaseException | None = None
 
@@ -123,12 +124,14 @@ class _Noted:
 
     def join(self, rank: int, data: Any) -> Any:
         own: Rank = _HERE.rank
-        own.arrivals += 1
         if self.kind:
             sides = data if self.kind in ("all_gather", "reduce_scatter", "all_to_all") else (data,)
             counted = max((_counted(side) for side in sides), key=lambda pairs: sum(n for _, n in pairs))
             own.messages.append(Message(self.kind, tuple(dist.get_process_group_ranks(self.group)), counted))
-        return self.exchange.join(rank, data)
+        own.arrivals += 1
+        joined = self.exchange.join(rank, data)
+        own.arrivals += 1
+        return joined
 
 
 def _counted(side: Any) -> tuple[tuple[torch.dtype, int], ...]:
@@ -142,8 +145,8 @@ def _counted(side: Any) -> tuple[tuple[torch.dtype, int], ...]:
 def on_ranks(mesh: Mesh, body: Callable[[Rank], Any]) -> list[Rank]:
     """Run ``body`` on every rank of a mesh, each in a thread of its own, with a device mesh of the same axes.
 
-    An error on one rank ends the others; it is in ``Rank.error`` of the rank that had it first. Ranks of which some
-    wait for others that are done get a DifferentExchangesError.
+    An error of a rank is in its ``Rank.error``; the others go on as far as they can without it. Where some wait for
+    one that is done, one of them gets a DifferentExchangesError.
     """
     names, sizes = tuple(name for name, _ in mesh.axes), tuple(size for _, size in mesh.axes)
     store, found = HashStore(), [Rank(rank) for rank in range(mesh.num_devices)]
@@ -160,8 +163,7 @@ def on_ranks(mesh: Mesh, body: Callable[[Rank], Any]) -> list[Rank]:
         except SystemExit:  # another rank has failed
             pass
         except BaseException as error:
-            own.error = error
-            threaded.ProcessLocalGroup.exception_handle(error)
+            own.error = error  # the others go on as far as they can without it
 
     with _ONE_AT_A_TIME, _noting(), _quiet():
         threaded._install_threaded_pg()
@@ -180,19 +182,22 @@ def on_ranks(mesh: Mesh, body: Callable[[Rank], Any]) -> list[Rank]:
 
 
 def _wait(threads: list[threading.Thread], ranks: list[Rank]) -> None:
-    """Until all are done, or none will be."""
+    """Until all are done. Ranks that wait for one that has failed, or that is done, are ended."""
     arrivals, since = -1, time.monotonic()
     while any(thread.is_alive() for thread in threads):
-        next(thread for thread in threads if thread.is_alive()).join(0.2)
-        alive = [thread.is_alive() for thread in threads]
+        next(thread for thread in threads if thread.is_alive()).join(0.02)
+        alive = [rank for rank, thread in zip(ranks, threads, strict=True) if thread.is_alive()]
         now = sum(rank.arrivals for rank in ranks)
-        if now != arrivals or all(alive):
+        if now != arrivals or len(alive) == len(ranks):
             arrivals, since = now, time.monotonic()
-        elif time.monotonic() - since > STALLED_SECONDS:
-            waiting = alive.index(True)
-            done = alive.index(False)
-            ranks[waiting].error = DifferentExchangesError(f"rank {waiting} waits in a collective, rank {done} is done")
-            threaded.ProcessLocalGroup.exception_handle(ranks[waiting].error)
+            continue
+        limit = WAITING_SECONDS if all(rank.arrivals % 2 for rank in alive) else STALLED_SECONDS
+        if alive and time.monotonic() - since > limit:
+            if all(rank.error is None for rank in ranks):
+                done = next(rank for rank in ranks if rank not in alive)
+                what = f"rank {alive[0].rank} waits in a collective, rank {done.rank} is done"
+                alive[0].error = DifferentExchangesError(what)
+            threaded.ProcessLocalGroup.exception_handle(SystemExit())
             for thread in threads:
                 thread.join(STALLED_SECONDS)
             return

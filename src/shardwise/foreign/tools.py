@@ -26,7 +26,7 @@ Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 KNOWN = (
     'give "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
     "DistributedConfig, a plan of torch's parallelize_module ({path: ParallelStyle}), {'fully_shard': [paths]}, an "
-    "accelerate ParallelismConfig, a MindSpore strategy file, or a function (module, device_mesh) that applies a plan"
+    "accelerate ParallelismConfig, or a function (module, device_mesh) that applies a plan"
 )
 
 

@@ -29,6 +29,7 @@ from shardwise.plans.quantities import format_seconds as format_seconds
 from shardwise.texts import shown
 
 if TYPE_CHECKING:
+    from shardwise.costs.cluster import Device
     from shardwise.costs.prediction import Prediction
     from shardwise.plans.plan import Plan
 
@@ -41,6 +42,7 @@ def format_plan(plan: Plan) -> str:
     meshes = ", ".join(str(stage.mesh) for stage in plan.stages)
     lines = [
         f"plan for {meshes}, {plan.num_ranks} devices",
+        *([] if plan.prediction is None else [f"  {format_figures(plan, plan.prediction)}"]),
         f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
@@ -50,7 +52,7 @@ def format_plan(plan: Plan) -> str:
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
     ]
     if not plan.precision.is_models:
-        lines.insert(2, f"  precision {format_precision(plan.precision)}")
+        lines.insert(2 + (plan.prediction is not None), f"  precision {format_precision(plan.precision)}")
     lines += _made_again(plan)
     if plan.prediction is not None:
         lines += _predicted(plan.prediction, _reserved(plan))
@@ -61,6 +63,19 @@ def format_plan(plan: Plan) -> str:
             lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranks(stage.placement.ranks)}")
         lines += _stage(stage)
     return "\n".join(lines)
+
+
+def format_figures(plan: Plan, own: Prediction) -> str:
+    """What a plan is about, in one line: step, tokens (or samples) a second, memory of what a device has, gap."""
+    seconds = own.planned_seconds
+    ids = next((e for e in plan.inputs if len(e.shape) == 2 and e.dtype in ("i64", "i32")), None)
+    count = prod(ids.shape) if ids is not None else plan.micro_batch
+    rate = f"{count * own.passes / seconds:,.0f} {'tokens' if ids is not None else 'samples'}/s" if count else ""
+    device = _device(plan)
+    limit = f" of {format_bytes(device.usable_bytes)}" if device is not None else ""
+    gap = "not known" if own.optimality_gap is None else f"{own.optimality_gap:.2%}"
+    memory = f"memory {format_bytes(own.memory_bytes)}{limit} a device"
+    return ", ".join(filter(None, (f"step {format_seconds(seconds)}", rate, memory, f"gap {gap}")))
 
 
 def _made_again(plan: Plan) -> list[str]:
@@ -94,12 +109,21 @@ def _reserved(plan: Plan) -> str:
     after a blank."""
     if plan.pricing is None:
         return ""
-    try:
-        device = parse_cluster(plan.pricing.cluster, "the plan's cluster").device
-    except ShardwiseError:  # somebody edited it; whoever asks for prices is told
+    device = _device(plan)
+    if device is None:
         return " of a cluster that cannot be read"
     reserve, whole = format_bytes(device.reserve_bytes), format_bytes(device.memory_bytes)
     return f" + reserve {reserve} of {whole}" if device.reserve_bytes else ""
+
+
+def _device(plan: Plan) -> Device | None:
+    """That which the plan was priced for; None: it was not, or somebody edited it (whoever asks for prices is told)."""
+    if plan.pricing is None:
+        return None
+    try:
+        return parse_cluster(plan.pricing.cluster, "the plan's cluster").device
+    except ShardwiseError:
+        return None
 
 
 def _predicted(own: Prediction, reserved: str) -> list[str]:
