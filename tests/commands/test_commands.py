@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,24 @@ def test_a_plan_with_settings_is_saved_explained_compared_and_proven(
     assert "the plan has no 'nothing'" in capsys.readouterr().err
     assert run("verify", "net.py:build", "plan.json", "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_a_trace_is_the_simulated_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["net.py:build", "--cluster", "h100-1x2", "--mesh", "dp=2"]
+    assert run("trace", *arguments, "-o", "step.json") == 0
+    assert run("plan", *arguments, "-o", "plan.json") == 0
+    prediction = sw.Plan.load("plan.json").prediction
+    assert prediction is not None
+    events = [e for e in json.loads((folder / "step.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    last = max(e["ts"] + e["dur"] for e in events)
+    assert last / 1e6 == pytest.approx(prediction.simulated_seconds, rel=1e-9)
+    rows = {e["tid"] for e in events}
+    for row in rows:  # one after the other on every stream
+        own = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == row)
+        assert all(a + b <= c + 1e-6 for (a, b), (c, _) in pairwise(own))
+    assert {e["args"]["part"] for e in events} == {"forward", "backward", "update"}
+    with pytest.raises(sw.PlanError, match="a plan file has no search in it"):
+        sw.Plan.load("plan.json").trace("step.json")
 
 
 def test_diff_has_an_exit_code_for_growth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

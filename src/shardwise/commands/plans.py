@@ -141,6 +141,18 @@ def _top(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace, for https://ui.perfetto.dev")
+
+
+def _trace(chosen: argparse.Namespace) -> int:
+    _searched(chosen).trace(chosen.output)
+    print(f"written to {chosen.output}: open it in https://ui.perfetto.dev")
+    return 0
+
+
 def _searched(chosen: argparse.Namespace) -> Plan:
     from shardwise.api import plan
 
@@ -277,6 +289,7 @@ PLAN_COMMANDS: tuple[Command, ...] = (
     Command("fits", "whether a model fits a cluster, how fast, and what to change", _add_fits, _fits),
     Command("explain", "why an operator is split as it is", _add_explain, _explain),
     Command("top", "the best plans of a search", _add_top, _top),
+    Command("trace", "a simulated step as a trace that one looks at", _add_trace, _trace),
     Command("diff", "what two plans do differently", _add_diff, _diff),
     Command("verify", "prove that a plan computes what one device computes", _add_verify, _verify),
     Command("check", "prove or refute a plan of another tool", _add_check, _check),

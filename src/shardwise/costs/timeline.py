@@ -23,15 +23,30 @@ from shardwise.programs.vjp import Kinds
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    """An operator, or a message of a group. ``stream``: the axes of the group; empty: operators. ``part``: "forward",
+    "backward" or "update"."""
+
+    name: str
+    part: str
+    stream: tuple[str, ...]
+    start: float
+    seconds: float
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedStep:
     """``seconds``: of the whole step; ``compute``: of operators and the optimizer's update; ``communication``: of all
-    messages; ``exposed``: how long operators wait for messages; ``peak``: the most memory."""
+    messages; ``exposed``: how long operators wait for messages; ``peak``: the most memory; ``events``: by their start
+    on every stream."""
 
     seconds: float
     compute: float
     communication: float
     exposed: float
     peak: Peak
+    events: tuple[Event, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -45,7 +60,8 @@ def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> Simulate
     timeline.run()
     peak = memory_of_program(program, prices).peak
     waited = timeline.now - timeline.compute
-    return SimulatedStep(timeline.now, timeline.compute, timeline.communication, max(waited, 0.0), peak)
+    exposed, events = max(waited, 0.0), tuple(timeline.events)
+    return SimulatedStep(timeline.now, timeline.compute, timeline.communication, exposed, peak, events)
 
 
 @dataclass
@@ -60,6 +76,8 @@ class _Timeline:
     communication: float = 0.0
     free: dict[tuple[str, ...], float] = field(default_factory=dict)
     arrivals: dict[str, float] = field(default_factory=dict)
+    part: str = "forward"
+    events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
@@ -68,11 +86,13 @@ class _Timeline:
 
     def run(self) -> None:
         self._walk(self.program.forward)
+        self.part = "backward"
         self._walk(self.program.backward)
+        self.part = "update"
         for name in self.parameters:
             if name in self.spmd.graph.updated:
                 numel = self.spmd.layouts[name].max_local_numel
-                self._work(self.prices.update(self.spmd.graph.by_name[name], numel))
+                self._work(name, self.prices.update(self.spmd.graph.by_name[name], numel))
 
     def _walk(self, instructions: tuple[Instruction, ...]) -> None:
         parts = {(i.origin.op, i.origin.part) for i in instructions if isinstance(i, Compute)}
@@ -81,9 +101,10 @@ class _Timeline:
             if isinstance(instruction, Compute):
                 key = instruction.origin.op, instruction.origin.part
                 if key[1] == "cast":
-                    self._work(self._cast(instruction))
+                    self._work(f"cast of {instruction.results[0]}", self._cast(instruction))
                 elif key not in done and key[0] in self.steps:
-                    self._work(self._seconds(*key, both={(key[0], "input"), (key[0], "weight")} <= parts))
+                    both = {(key[0], "input"), (key[0], "weight")} <= parts
+                    self._work(key[0], self._seconds(*key, both=both))
                 done.add(key)
             elif isinstance(instruction, Convert):
                 self.now = self._message(sent_by(instruction))
@@ -107,7 +128,8 @@ class _Timeline:
         (operand,), (form,) = cast.operands, cast.forms
         return self.prices.moved(self.program.forms[operand].num_bytes + form.num_bytes)
 
-    def _work(self, seconds: float) -> None:
+    def _work(self, name: str, seconds: float) -> None:
+        self.events.append(Event(name, self.part, (), self.now, seconds))
         self.now += seconds
         self.compute += seconds
 
@@ -116,7 +138,10 @@ class _Timeline:
         ready = self.now
         for collective in collectives:
             seconds = collective_seconds([collective], self.prices)
-            ready = max(ready, self.free.get(collective.axes, 0.0)) + seconds
+            start = max(ready, self.free.get(collective.axes, 0.0))
+            own = Event(collective.kind, self.part, collective.axes, start, seconds, collective.num_bytes)
+            self.events.append(own)
+            ready = start + seconds
             self.free[collective.axes] = ready
             self.communication += seconds
         return ready

@@ -183,6 +183,10 @@ class Plan:
         """Write what the search minimised. Raises as ``explain`` does."""
         raise self._without_search()
 
+    def trace(self, path: str | Path) -> None:
+        """Write a simulated pass as a trace for Perfetto. Raises as ``explain`` does."""
+        raise self._without_search()
+
     def _without_search(self) -> PlanError:
         why = "it was not chosen by price" if self.prediction is None else "a plan file has no search in it"
         return PlanError(

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError
+from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
+from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
+from shardwise.report.trace import write_trace
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
 
@@ -71,6 +75,13 @@ class Planned(Plan):
         """Write what the search minimised, with the chosen entries marked: JSON, or DOT if the path ends in
         ``.dot``."""
         write_cost_graph(self.finished_search, path)
+
+    def trace(self, path: str | Path) -> None:
+        """Write a simulated pass as a trace, which https://ui.perfetto.dev and chrome://tracing open: operators, and
+        the messages of every group of devices."""
+        domains = self.finished_search.cost.domains
+        spmd = program_of(self, domains.graph)
+        write_trace(path, simulate(spmd, prices_of(self)), self.mesh)
 
 
 def _entries(plan: Plan) -> dict[str, Any]:
