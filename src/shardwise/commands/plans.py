@@ -153,6 +153,24 @@ def _trace(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser, cluster=False)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the page: plan.html")
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from shardwise.plans.plan import Plan
+    from shardwise.report.page import write_page
+
+    if _is_plan(chosen.model):
+        write_page(chosen.output, Plan.load(chosen.model))
+    else:
+        _searched(chosen).report(chosen.output)
+    print(f"written to {chosen.output}")
+    return 0
+
+
 def _searched(chosen: argparse.Namespace) -> Plan:
     from shardwise.api import plan
 
@@ -289,6 +307,7 @@ PLAN_COMMANDS: tuple[Command, ...] = (
     Command("fits", "whether a model fits a cluster, how fast, and what to change", _add_fits, _fits),
     Command("explain", "why an operator is split as it is", _add_explain, _explain),
     Command("top", "the best plans of a search", _add_top, _top),
+    Command("report", "a plan as a page that one looks at, from a model or a plan file", _add_report, _report),
     Command("trace", "a simulated step as a trace that one looks at", _add_trace, _trace),
     Command("diff", "what two plans do differently", _add_diff, _diff),
     Command("verify", "prove that a plan computes what one device computes", _add_verify, _verify),

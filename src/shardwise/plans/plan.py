@@ -187,6 +187,11 @@ class Plan:
         """Write a simulated pass as a trace for Perfetto. Raises as ``explain`` does."""
         raise self._without_search()
 
+    def report(self, path: str | Path) -> None:
+        """Write the plan as a page that one looks at. Raises as ``explain`` does; ``shardwise report`` writes that of a
+        plan file, without a timeline."""
+        raise self._without_search()
+
     def _without_search(self) -> PlanError:
         why = "it was not chosen by price" if self.prediction is None else "a plan file has no search in it"
         return PlanError(

@@ -100,7 +100,7 @@ def _stage(stage: Stage) -> list[str]:
     lines = []
     for title, entries in (("inputs", stage.inputs), ("parameters", stage.parameters), ("buffers", stage.buffers)):
         if entries:
-            lines += [f"{title}:", *_columns(_merged((e.name, e.layout) for e in entries))]
+            lines += [f"{title}:", *_columns(merged_tensors(entries))]
     return [*lines, "operators:", *_operators(stage)]
 
 
@@ -162,7 +162,9 @@ def _predicted(own: Prediction, reserved: str) -> list[str]:
     return lines
 
 
-def _operators(stage: Stage) -> list[str]:
+def merged_operators(stage: Stage) -> tuple[list[tuple[str, ...]], list[str]]:
+    """(name, strategy, rule, conversions...) of every operator, equal ones of other layers in one; and the conversions
+    of what is delivered."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
     for conversion in stage.conversions or ():
@@ -173,10 +175,19 @@ def _operators(stage: Stage) -> list[str]:
         rule = f"{operator.rule}  (again in backward)" if operator.again else operator.rule
         lines = [_conversion(conversion, module) for conversion in under.get(operator.name, ())]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
-    delivered = [_conversion(conversion) for conversion in under.get("", ())]
-    merged = [(name, *text.split("\n")) for name, text in _merged(blocks)]
-    heads = _columns([(name, strategy, rule) for name, strategy, rule, *_ in merged])
-    lines = [line for head, (_, _, _, *rest) in zip(heads, merged, strict=True) for line in (head, *rest)]
+    merged: list[tuple[str, ...]] = [(name, *text.split("\n")) for name, text in _merged(blocks)]
+    return merged, [_conversion(conversion) for conversion in under.get("", ())]
+
+
+def merged_tensors(entries: Iterable[TensorEntry]) -> list[tuple[str, str]]:
+    """(name, layout) of tensors, equal ones of other layers in one."""
+    return _merged((entry.name, entry.layout) for entry in entries)
+
+
+def _operators(stage: Stage) -> list[str]:
+    merged, delivered = merged_operators(stage)
+    heads = _columns([row[:3] for row in merged])
+    lines = [line for head, row in zip(heads, merged, strict=True) for line in (head, *row[3:])]
     return lines + (["delivered:", *delivered] if delivered else [])
 
 
