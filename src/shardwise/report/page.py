@@ -20,6 +20,7 @@ from shardwise.plans.printing import format_figures, format_totals, merged_opera
 from shardwise.plans.quantities import format_bytes, format_seconds
 
 MOST_EVENTS = 2000
+MOST_LISTED = 20
 WIDTH = 1000  # of the timeline, in its own units
 ROW = 22
 
@@ -86,7 +87,12 @@ def _timeline(step: SimulatedStep, plan: Plan) -> dict[str, Any]:
         busy = sum(event.seconds for event in step.events if event.stream == stream)
         rows.append({"name": name, "busy": format_seconds(busy), "y": number * ROW, "boxes": list(_boxes(own, scale))})
     shown = "" if len(longest) == len(step.events) else f"the longest {len(longest):,} of {len(step.events):,} events"
+    table = [
+        (f"{event.part} of {event.name}", "messages" if event.stream else "operators", format_seconds(event.seconds))
+        for event in longest[:MOST_LISTED]
+    ]
     return {
+        "longest": table,
         "rows": rows,
         "height": len(rows) * ROW,
         "width": WIDTH,
