@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def check(*args: Any, **kwargs: Any) -> Any:
 def test_the_plan_that_ships_with_llama_is_proven(tied: bool) -> None:
     report = check(llama(tie_word_embeddings=tied), texts(), "auto", 2)
     assert report.ok, report
-    assert {d.kind for d in report.differences} == {"loss", "output", "gradient", "parameter"}
+    assert {d.kind for d in report.differences} == {"loss", "output", "gradient", "buffer", "parameter"}
     assert 0 < report.max_error < 1e-12
 
 
@@ -256,6 +257,34 @@ def test_fsdp_settings_and_a_mean_over_padding() -> None:
     x, labels = batch()
     labels[:2, 2:] = -100  # the mean of the ranks' means is not the mean over the tokens that count
     assert check(net(), (x, labels), {"fully_shard": []}, 2).verdict == "wrong"
+
+
+def test_statistics_of_a_part_of_the_batch_are_found() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    inputs = torch.randn(8, 8), torch.randn(8, 8)
+    report = check(model, inputs, {"fully_shard": []}, 2, loss=F.mse_loss)
+    assert report.first_wrong.what == "the result of 1/batch_norm"
+    assert {d.name for d in report.differences if d.kind == "buffer" and d.error > 1e-3} >= {"1.running_mean"}
+
+
+def test_logits_that_nobody_gathers_are_found_at_the_loss() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6))
+    inputs = torch.randn(4, 8), torch.randint(3, (4,))
+    plan = {"0": ColwiseParallel(output_layouts=Replicate()), "2": ColwiseParallel()}
+    report = check(model, inputs, plan, 2, loss=F.cross_entropy)
+    assert report.verdict == "wrong"
+    assert report.first_wrong.source == "loss="
+    assert report.first_wrong.operands == (("2/linear", "f64[4, 6@tp]"),)
+
+
+def test_a_process_group_of_the_caller_is_back_afterwards(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        assert check(net(), batch(), megatron(), 2).ok
+        assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_at_different_exchanges_are_an_answer_and_leave_nothing_behind() -> None:

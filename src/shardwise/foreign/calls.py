@@ -134,7 +134,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _line(frame: FrameType | None) -> str:
-    """``"model.py:41"`` of the model's line, or that of a module of PyTorch; "" for what a tool's own code calls."""
+    """``"model.py:41"`` of the model's line, or that of a module of PyTorch, or ``"loss="``; "" for what a tool's own
+    code calls."""
     of_torch = ""
     while frame is not None and frame.f_code is not call_module.__code__:  # outside of the model: who asks
         name = frame.f_code.co_filename
@@ -145,7 +146,7 @@ def _line(frame: FrameType | None) -> str:
         elif not name.startswith((*NOT_USER_CODE, *TOOLS)):
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
-    return of_torch
+    return of_torch or ("loss=" if frame is not None else "")
 
 
 def raised_at(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """``sw.check``: a plan of another tool, executed by that tool's own code on virtual ranks, against one device.
 
-Both sides run in float64: loss, outputs, every gradient, and parameters after steps of an optimizer must agree. Where
-they do not, both run once more and note every call of the model's own code; the first one whose result is in no layout
-of what one device has is where the plan is wrong (``seen``).
+Both sides run in float64: loss, outputs, every gradient, buffers, and parameters after steps of an optimizer must
+agree. Where they do not, both run once more and note every call of the model's own code; the first one whose result is
+in no layout of what one device has is where the plan is wrong (``seen``).
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class _Run:
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 values["gradient", name] = self.full(parameter.grad)
+        for name, buffer in self.module.named_buffers():
+            values["buffer", name] = self.full(buffer)
         if self.optimizer is not None:
             self.optimizer.step()
         for name, parameter in self.module.named_parameters():
