@@ -134,10 +134,11 @@ model = transformers.AutoModelForCausalLM.from_config(small_config)
 print(sw.check(model, {{"input_ids": ids, "labels": ids}}, "auto", 2))
 ```
 
-transformers' own code applies its plan on virtual ranks, in float64; loss, outputs, every gradient and parameters after
-two steps are compared ([how](decisions/0025-plans-of-other-tools-run-their-own-code.md)). Configurations are small (two
-layers, width 32, four heads of keys as of queries); dropout is off. A verdict is about training: inference takes other
-paths in these layers. Where a plan stops at a size that does not divide, other sizes may do.
+transformers' own code applies its plan on virtual ranks, in float64; loss, outputs, every gradient, buffers and
+parameters after two steps are compared ([how](decisions/0025-plans-of-other-tools-run-their-own-code.md)).
+Configurations are small (two layers, width 32, four heads of keys as of queries); dropout is off. A verdict is about
+training: inference takes other paths in these layers.
+Where a plan stops at a size that does not divide, other sizes may do.
 
 {counts}
 """
