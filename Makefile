@@ -10,6 +10,7 @@
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
 #   make bench-resnet-modes  ResNet-50 in data_parallel and in auto_parallel mode on eight ranks, step by step in turn (BENCH_ARGS='--ranks 4')
+#   make checked-plans  docs/checked-plans.md: every tp plan that ships with the installed transformers, proven or refuted (about 15 minutes)
 #   make operators  docs/operators.md, written from the rule tables
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
@@ -34,7 +35,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test test-long golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: checked-plans demo test test-long golden museum museum-page operators zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -83,6 +84,9 @@ golden: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.priced_plans
 	SHARDWISE_GOLDEN=write $(BIN)/python -m pytest -q tests/plans/test_printing.py
 	git --no-pager diff --stat -- tests/golden
+
+checked-plans: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m foreign.shipped --write
 
 operators: install
 	PYTHONPATH=tests $(BIN)/python -m docs.operators

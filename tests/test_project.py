@@ -19,7 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # What only some folders or files of the package may use (docs/architecture.md).
 ALLOWED = {
-    "torch.distributed": ("runtime/", "launch/", "train/", "mindspore/"),
+    "torch.distributed": ("runtime/", "launch/", "train/", "mindspore/", "foreign/"),
     "torch.export": ("graph/",),
     "os.environ": ("cli.py", "launch/launcher.py", "launch/ranks.py", "launch/bootstrap.py"),
     "os.getenv": (),

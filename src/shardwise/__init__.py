@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.advice.fits import Fits, fits
     from shardwise.api import compare, plan
     from shardwise.costs.cluster import Cluster
     from shardwise.errors import (
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
         ReplicaError,
         ShardwiseError,
     )
+    from shardwise.foreign.check import check
+    from shardwise.foreign.outcome import Checked
     from shardwise.graph.annotate import constrain, shard
     from shardwise.graph.precision import Precision
     from shardwise.graph.segments import offload, recompute
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "shardwise.advice.fits": ("Fits", "fits"),
     "shardwise.api": ("compare", "plan"),
     "shardwise.costs.cluster": ("Cluster",),
     "shardwise.errors": (
@@ -68,6 +72,8 @@ _HOMES = {
         "ReplicaError",
         "ShardwiseError",
     ),
+    "shardwise.foreign.check": ("check",),
+    "shardwise.foreign.outcome": ("Checked",),
     "shardwise.graph.annotate": ("constrain", "shard"),
     "shardwise.graph.precision": ("Precision",),
     "shardwise.graph.segments": ("offload", "recompute"),
@@ -111,11 +117,13 @@ def __dir__() -> list[str]:
 __all__ = [
     "CaptureError",
     "CaptureWarning",
+    "Checked",
     "Checkpoint",
     "CheckpointError",
     "Cluster",
     "CollectiveError",
     "DataLoader",
+    "Fits",
     "Keep",
     "LaunchError",
     "Layout",
@@ -135,6 +143,7 @@ __all__ = [
     "Trainer",
     "UnsplitWarning",
     "Zero",
+    "check",
     "check_rule",
     "clip_grad_norm",
     "compare",
@@ -142,6 +151,7 @@ __all__ = [
     "deferred",
     "elementwise_optimizer",
     "finish",
+    "fits",
     "init_ranks",
     "load_checkpoint",
     "offload",

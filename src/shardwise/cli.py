@@ -3,40 +3,29 @@
 ``shardwise run -n 8 train.py --lr 3e-4`` starts eight ranks of a script on this machine; ``shardwise run --hostfile
 hosts.txt train.py``, on each of several machines, the ranks that the file gives it. ``shardwise calibrate -o my.toml``
 measures this machine, ``shardwise clusters`` shows the clusters that are known. ``shardwise plan model.py:build
---cluster h100-16x8 -o plan.json`` plans what ``build()`` returns; ``--compare`` shows all searches side by side.
+--cluster h100-16x8 -o plan.json`` plans what ``build()`` returns; ``fits``, ``explain``, ``top``, ``diff``, ``verify``
+and ``check`` ask about models and plans (``commands.plans``).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
+from shardwise.commands.command import Command
+from shardwise.commands.plans import PLAN_COMMANDS
+from shardwise.commands.progress import BuildError
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.launch.calibrate import calibrate
 from shardwise.launch.launcher import launch
-from shardwise.texts import whole_number
 
 EXIT_USAGE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand: its arguments and what it does. ``execute`` returns the exit code."""
-
-    name: str
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    execute: Callable[[argparse.Namespace], int]
+EXIT_BUILD = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except BuildError as error:
+        error.show()
+        return EXIT_BUILD
     return code
 
 
@@ -155,99 +147,8 @@ def _clusters(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", metavar="FILE:BUILD", help="model.py:build or package.module:build; build() returns module, inputs")
-    add("--cluster", required=True, metavar="CLUSTER", help="a bundled name, a file, or a number of local devices")
-    add("--search", metavar="SEARCH", help="dynamic_programming, ilp, recursive_programming or sharding_propagation")
-    add("--compare", action="store_true", help="plan with every search and show them side by side")
-    add("--mesh", metavar="AXES", help="such as dp=16,tp=8 (chosen)")
-    add("--max-mesh-axes", type=int, default=2, metavar="N", help="of meshes that are chosen (2)")
-    add("--memory", metavar="BYTES", help='for tensors of a device, such as "60 GiB" (all but its reserve)')
-    add("--optimizer", default="adamw", help="whose states are counted (adamw)")
-    add("-o", "--output", metavar="FILE", help="write the plan, with --compare the fastest, as JSON")
-
-
-def _plan(chosen: argparse.Namespace) -> int:
-    from shardwise.api import compare, plan
-    from shardwise.costs.units import parse_quantity
-    from shardwise.layouts.mesh import Mesh
-
-    if chosen.compare and chosen.search:
-        raise ShardwiseError(problem("--compare plans with every search", fix="leave out --search or --compare"))
-    try:
-        memory_bytes = None if chosen.memory is None else parse_quantity(chosen.memory, "B")
-    except ValueError as error:
-        raise ShardwiseError(problem(f"--memory: {error}", fix='such as --memory "60 GiB"')) from error
-    cluster = (
-        Cluster.load(chosen.cluster) if whole_number(chosen.cluster) is None else Cluster.local(int(chosen.cluster))
-    )
-    settings: dict[str, Any] = {
-        "mesh": None if chosen.mesh is None else Mesh.parse(chosen.mesh),
-        "max_mesh_axes": chosen.max_mesh_axes,
-        "memory_bytes": memory_bytes,
-        "optimizer": chosen.optimizer,
-    }
-    module, inputs, loss = _built(chosen.model)
-    if chosen.compare:
-        comparison = compare(module, inputs, cluster, loss=loss, **settings)
-        print(comparison)
-        best = comparison.best
-        found = None if best is None else best.plan
-    else:
-        search = chosen.search or "dynamic_programming"
-        found = plan(module, inputs, cluster, loss=loss, search=search, **settings)
-        print(found)
-    if found is None:
-        return 1
-    if chosen.output:
-        found.save(chosen.output)
-        print(f"\nwritten to {chosen.output}: sw.Plan.load({chosen.output!r})")
-    return 0
-
-
-def _built(text: str) -> tuple[Any, Any, Any]:
-    """Module, example inputs and loss (or None) of ``model.py:build``."""
-    place, _, name = text.rpartition(":")
-    if not place or not name:
-        raise ShardwiseError(problem(f"{text!r} names no function", fix="write FILE:FUNCTION, such as model.py:build"))
-    build = getattr(_imported(place), name, None)
-    if not callable(build):
-        raise ShardwiseError(problem(f"{place} has no function {name}", fix="define it, or name another one"))
-    made = build()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        kind = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        fix = "return module, example_inputs or module, example_inputs, loss"
-        raise ShardwiseError(problem(f"{text} returned {kind}", fix=fix))
-    return made[0], made[1], made[2] if len(made) == 3 else None
-
-
-def _imported(place: str) -> Any:
-    """A module by file or by name; its folder (the current one) may hold what it imports."""
-    path = Path(place)
-    is_file = path.suffix == ".py"
-    sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
-    if not is_file:
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-                raise
-            fix = f"{place}.py:build, if it is a file"
-            raise ShardwiseError(problem(f"there is no module {error.name}", fix=fix)) from error
-    if not path.is_file():
-        raise ShardwiseError(problem(f"there is no file {place}", fix="check the path"))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "a file that ends in .py has a loader"
-    assert spec.loader is not None, "a file that ends in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 COMMANDS: tuple[Command, ...] = (
-    Command("plan", "choose how to split a model over a cluster", _add_plan_arguments, _plan),
+    *PLAN_COMMANDS,
     Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run),
     Command("calibrate", "measure this machine and write a cluster file", _add_calibrate_arguments, _calibrate),
     Command("clusters", "show the clusters that plans can be made for", _add_clusters_arguments, _clusters),

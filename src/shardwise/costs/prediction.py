@@ -90,6 +90,16 @@ class Prediction:
         return Interval(self.peak_bytes, self.peak_bytes / share, self.peak_bytes * share)
 
     @property
+    def planned_seconds(self) -> float:
+        """Of a step, simulated where it was."""
+        return self.passes * (self.simulated_seconds or self.pass_seconds)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of a device: the peak where it was simulated."""
+        return self.peak_bytes or self.num_bytes
+
+    @property
     def optimality_gap(self) -> float | None:
         """By which share the additive price is above the bound; 0: proven to be the lowest; None: no bound."""
         return _above(self.additive_price, self.bound) if self.bound else None

@@ -29,10 +29,24 @@ BESIDE_COPIES = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    """A kernel of an operator, a message of a group, or a copy. ``stream``: the axes of the group; empty: kernels.
+    ``part``: "forward",
+    "backward" or "update"."""
+
+    name: str
+    part: str
+    stream: tuple[str, ...]
+    start: float
+    seconds: float
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedStep:
     """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
     update; ``communication``: of all messages; ``exposed``: how long operators wait for messages; ``peak``: the most
-    memory."""
+    memory; ``events``: by their start on every stream."""
 
     seconds: float
     compute: float
@@ -40,6 +54,7 @@ class SimulatedStep:
     exposed: float
     peak: Peak
     forward: float = 0.0
+    events: tuple[Event, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -57,8 +72,10 @@ def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
     timeline.run()
     peak = memory_of_program(program, prices).peak
     waited = timeline.now - timeline.compute - timeline.starved
-    exposed = max(waited, 0.0)
-    return SimulatedStep(timeline.now, timeline.compute, timeline.communication, exposed, peak, timeline.forward)
+    exposed, events = max(waited, 0.0), tuple(timeline.events)
+    return SimulatedStep(
+        timeline.now, timeline.compute, timeline.communication, exposed, peak, timeline.forward, events
+    )
 
 
 @dataclass
@@ -83,6 +100,8 @@ class Timeline:
     done: set[tuple[str, bool, bool]] = field(default_factory=set)
     arrivals: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
+    part: str = "forward"
+    events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
@@ -94,8 +113,10 @@ class Timeline:
         """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, of the update."""
         self._walk(self.program.forward)
         self.forward = self.now
+        self.part = "backward"
         self._walk(self.program.backward)
         backward = self.now - self.forward
+        self.part = "update"
         self._update()
         return self.forward, self.on_weights, backward, self.now - self.forward - backward
 
@@ -107,7 +128,7 @@ class Timeline:
         for name in self.parameters:
             if name in self.spmd.graph.updated:
                 numel = self.spmd.layouts[name].max_local_numel
-                self._work(self.prices.update(self.spmd.graph.by_name[name], numel))
+                self._work(name, self.prices.update(self.spmd.graph.by_name[name], numel))
 
     def _walk(self, instructions: tuple[Instruction, ...]) -> None:
         for instruction in instructions:
@@ -125,6 +146,9 @@ class Timeline:
                 seconds = self.prices.device.host_seconds(instruction.form.num_bytes)
                 landed = max(self.now, self.copied.get(instruction.to, 0.0)) + seconds
                 self.copied[instruction.to] = self.copied[instruction.result] = landed
+                stream, size = (f"copies to the {instruction.to}",), instruction.form.num_bytes
+                name = f"{instruction.value} to the {instruction.to}"
+                self.events.append(Event(name, self.part, stream, landed - seconds, seconds, size))
             elif isinstance(instruction, Land):
                 self.now = max(self.now, self.copied.pop(instruction.copy))
 
@@ -140,7 +164,7 @@ class Timeline:
                 self.done.add(key)
                 price = self.prices.forward if key[1] else self.prices.backward
                 self._start()
-                self._work(price(*priced_call(step, self.spmd.graph)))
+                self._work(key[0], price(*priced_call(step, self.spmd.graph)))
             return
         forms = self.program.forms
         made = [*instruction.forms, *(forms[name] for name in instruction.writes)]
@@ -157,9 +181,10 @@ class Timeline:
             works = call.target.works
         else:
             works = (work_of(call, operands, made),)
+        name = f"cast of {instruction.results[0]}" if instruction.origin.part == "cast" else instruction.origin.op
         for work in works:
             self._start()
-            self._work(self.prices.kernel(work))
+            self._work(name, self.prices.kernel(work))
 
     def _start(self) -> None:
         """The host starts a kernel, which waits for it."""
@@ -167,9 +192,10 @@ class Timeline:
         self.starved += max(self.host - self.now, 0.0)
         self.now = max(self.now, self.host)
 
-    def _work(self, seconds: float) -> None:
+    def _work(self, name: str, seconds: float) -> None:
         beside = max((self.copied.get(to, 0.0) for to in ("host", "device")), default=0.0) - self.now
         seconds += BESIDE_COPIES * min(seconds, max(beside, 0.0))
+        self.events.append(Event(name, self.part, (), self.now, seconds))
         self.now += seconds
         self.compute += seconds
 
@@ -178,7 +204,10 @@ class Timeline:
         ready = self.now
         for collective in collectives:
             seconds = collective_seconds([collective], self.prices)
-            ready = max(ready, self.free.get(collective.axes, 0.0)) + seconds
+            start = max(ready, self.free.get(collective.axes, 0.0))
+            own = Event(collective.kind, self.part, collective.axes, start, seconds, collective.num_bytes)
+            self.events.append(own)
+            ready = start + seconds
             self.free[collective.axes] = ready
             self.communication += seconds
         return ready

@@ -57,7 +57,14 @@ _ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
 def reference_mode(seed: int, passes: Sequence[int] = (), *, widens: bool = True) -> Iterator[None]:
     """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
     its own. ``passes``: the samples of micro-batches, where batch norm in training takes its statistics of each, one
-    after another.
+    after another."""
+    with functions_opened(), Reference(seed, tuple(passes), widens):
+        yield
+
+
+@contextmanager
+def functions_opened() -> Iterator[None]:
+    """While it lasts, a function mode sees what is inside of functions. It is not to be entered by several threads.
 
     A function mode sees a call of ``torch.nn.functional`` as one, and none of those inside it, such as the dropout of
     ``multi_head_attention_forward``. So these functions are told meanwhile that there is no mode, and their insides
@@ -68,7 +75,7 @@ def reference_mode(seed: int, passes: Sequence[int] = (), *, widens: bool = True
     functions.update(dict.fromkeys(asked, lambda *operands: False))
     token = _ACTIVE.set(True)
     try:
-        with _Reference(seed, tuple(passes), widens), checkpoints_kept():
+        with checkpoints_kept():
             yield
     finally:
         _ACTIVE.reset(token)
@@ -89,7 +96,7 @@ def widened_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return func(*args, **kwargs)
 
 
-class _Reference(TorchFunctionMode):
+class Reference(TorchFunctionMode):
     """Rewrites torch calls: types to float64, unless they are wanted as they are, and dropout and random numbers to the
     hashed ones, numbered in the order of execution."""
 
@@ -128,26 +135,26 @@ class _Reference(TorchFunctionMode):
 
 
 def _dropout(
-    mode: _Reference, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    mode: Reference, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
     if not training or p == 0:
         return input
     return mode.drop(input, p)
 
 
-def _feature_dropout(mode: _Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _feature_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Drops whole channels."""
     if not train or p == 0:
         return input
     return input * mode.drop(torch.ones(*input.shape[:2], *[1] * (input.dim() - 2), dtype=torch.float64), p)
 
 
-def _dropout_(mode: _Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _dropout_(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return input.copy_(_dropout(mode, input, p, train))
 
 
 def _attention(
-    mode: _Reference,
+    mode: Reference,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -178,23 +185,23 @@ def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
-def _rand(mode: _Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
+def _rand(mode: Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
     return mode.uniform(_size(kwargs.get("size") or size))
 
 
-def _randn(mode: _Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
+def _randn(mode: Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
     return mode.normal(_size(kwargs.get("size") or size))
 
 
-def _rand_like(mode: _Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _rand_like(mode: Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return mode.uniform(tuple(input.shape))
 
 
-def _randn_like(mode: _Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _randn_like(mode: Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return mode.normal(tuple(input.shape))
 
 
-def _randint(mode: _Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+def _randint(mode: Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
     named = dict(zip(("low", "high", "size") if len(args) == 3 else ("high", "size"), args, strict=False)) | kwargs
     low, shape = named.get("low", 0), tuple(named["size"])
     drawn: torch.Tensor = (mode.uniform(shape) * (named["high"] - low)).floor()
@@ -202,22 +209,22 @@ def _randint(mode: _Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> 
 
 
 def _randint_like(
-    mode: _Reference, input: torch.Tensor, *bounds: int, high: int | None = None, low: int = 0, **kwargs: Any
+    mode: Reference, input: torch.Tensor, *bounds: int, high: int | None = None, low: int = 0, **kwargs: Any
 ) -> torch.Tensor:
     first, last = bounds if len(bounds) == 2 else (low, bounds[0] if bounds else high)
     return _randint(mode, first, last, tuple(input.shape), dtype=kwargs.get("dtype") or input.dtype)
 
 
-def _randperm(mode: _Reference, n: int, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+def _randperm(mode: Reference, n: int, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
     return mode.uniform((n,)).argsort().to(dtype or torch.int64)
 
 
-def _uniform_(mode: _Reference, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> torch.Tensor:
+def _uniform_(mode: Reference, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> torch.Tensor:
     low, high = kwargs.get("from", low), kwargs.get("to", high)
     return _filled(x, mode.uniform(tuple(x.shape)) * (high - low) + low)
 
 
-def _exponential_(mode: _Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs: Any) -> torch.Tensor:
+def _exponential_(mode: Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs: Any) -> torch.Tensor:
     return _filled(x, torch.log1p(-mode.uniform(tuple(x.shape))) / -lambd)
 
 
@@ -227,33 +234,33 @@ def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return drawn if x.dtype in NARROW else x
 
 
-def _normal_(mode: _Reference, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> torch.Tensor:
+def _normal_(mode: Reference, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> torch.Tensor:
     return _filled(x, mode.normal(tuple(x.shape)) * std + mean)
 
 
-def _log_normal_(mode: _Reference, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, **kwargs: Any) -> torch.Tensor:
+def _log_normal_(mode: Reference, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, **kwargs: Any) -> torch.Tensor:
     return _filled(x, (mode.normal(tuple(x.shape)) * std + mean).exp())
 
 
-def _cauchy_(mode: _Reference, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, **kwargs: Any) -> torch.Tensor:
+def _cauchy_(mode: Reference, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, **kwargs: Any) -> torch.Tensor:
     return _filled(x, torch.tan((mode.uniform(tuple(x.shape)) - 0.5) * pi) * sigma + median)
 
 
-def _geometric_(mode: _Reference, x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
+def _geometric_(mode: Reference, x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
     return _filled(x, (torch.log1p(-mode.uniform(tuple(x.shape))) / log1p(-p)).floor() + 1)
 
 
-def _random_(mode: _Reference, x: torch.Tensor, to: int, **kwargs: Any) -> torch.Tensor:
+def _random_(mode: Reference, x: torch.Tensor, to: int, **kwargs: Any) -> torch.Tensor:
     return _filled(x, (mode.uniform(tuple(x.shape)) * to).floor())
 
 
-def _bernoulli_(mode: _Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
+def _bernoulli_(mode: Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
     if isinstance(p, torch.Tensor):
         return _filled(x, (mode.uniform(tuple(x.shape)) < p).double())
     return _filled(x, _bernoulli(mode, x, p).double())
 
 
-def _normal_of(mode: _Reference, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
+def _normal_of(mode: Reference, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
     shapes = [tuple(arg.shape) for arg in (mean, std) if isinstance(arg, torch.Tensor)]
     mean, std = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
     drawn: torch.Tensor = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * std + mean
@@ -261,7 +268,7 @@ def _normal_of(mode: _Reference, mean: Any, std: Any = 1.0, size: Any = None, **
 
 
 def _multinomial(
-    mode: _Reference, input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
+    mode: Reference, input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
 ) -> torch.Tensor:
     shape = tuple(input.shape)
     if num_samples == 1 or not replacement:
@@ -271,7 +278,7 @@ def _multinomial(
 
 
 def _rrelu(
-    mode: _Reference, input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+    mode: Reference, input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
 ) -> torch.Tensor:
     if not training:
         return torch.rrelu(input, lower, upper, False)
@@ -279,7 +286,7 @@ def _rrelu(
 
 
 def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
-    def run(mode: _Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    def run(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if not train or p == 0:
             return input
         if p == 1:
@@ -291,7 +298,7 @@ def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
     return run
 
 
-def _bernoulli(mode: _Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
+def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
     """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
     if p is None:
         return (mode.uniform(tuple(input.shape)) < input).to(input.dtype)
@@ -301,7 +308,7 @@ def _bernoulli(mode: _Reference, input: torch.Tensor, p: float | None = None, **
 def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Layer by layer where there is dropout between them."""
 
-    def run(mode: _Reference, *args: Any) -> tuple[torch.Tensor, ...]:
+    def run(mode: Reference, *args: Any) -> tuple[torch.Tensor, ...]:
         if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
             return function(*args)
         x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
@@ -323,7 +330,7 @@ def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..
 
 
 def _grouped_mm(
-    mode: _Reference, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
+    mode: Reference, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor:
     """PyTorch has none for float64: the rows of one expert after the other, and zeros past the last."""
     if x.dim() != 2 or weight.dim() != 3 or offs is None:
@@ -337,7 +344,7 @@ def _grouped_mm(
 CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 
 
-def _batch_norm(mode: _Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Over micro-batches, if there are several."""
     if len(mode.passes) < 2 or input.shape[0] != sum(mode.passes):
         result: torch.Tensor = widened_call(torch.batch_norm, (input, *args), kwargs)

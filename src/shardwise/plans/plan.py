@@ -196,6 +196,15 @@ class Plan:
         """Write what the search minimised. Raises as ``explain`` does."""
         raise self._without_search()
 
+    def trace(self, path: str | Path) -> None:
+        """Write a simulated pass as a trace for Perfetto. Raises as ``explain`` does."""
+        raise self._without_search()
+
+    def report(self, path: str | Path) -> None:
+        """Write the plan as a page that one looks at. Raises as ``explain`` does; ``shardwise report`` writes that of a
+        plan file, without a timeline."""
+        raise self._without_search()
+
     def _without_search(self) -> PlanError:
         why = "it was not chosen by price" if self.prediction is None else "a plan file has no search in it"
         return PlanError(

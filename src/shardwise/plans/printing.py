@@ -19,7 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster_file import parse as parse_cluster
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError, listed, problem
 from shardwise.layouts.text import DTYPE_NAMES
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
@@ -27,6 +27,7 @@ from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_interval
 from shardwise.plans.quantities import format_seconds as format_seconds
+from shardwise.texts import shown
 
 if TYPE_CHECKING:
     from shardwise.costs.cluster import Cluster
@@ -42,6 +43,7 @@ def format_plan(plan: Plan) -> str:
     meshes = ", ".join(str(stage.mesh) for stage in plan.stages)
     lines = [
         f"plan for {meshes}, {plan.num_ranks} devices",
+        *([] if plan.prediction is None else [f"  {format_figures(plan, plan.prediction)}"]),
         f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
@@ -51,7 +53,7 @@ def format_plan(plan: Plan) -> str:
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
     ]
     if not plan.precision.is_models:
-        lines.insert(2, f"  precision {format_precision(plan.precision)}")
+        lines.insert(2 + (plan.prediction is not None), f"  precision {format_precision(plan.precision)}")
     lines += _not_kept(plan)
     if plan.prediction is not None:
         lines += _predicted(plan, plan.prediction)
@@ -89,6 +91,19 @@ def _pipeline(plan: Plan) -> list[str]:
     return lines + _columns(rows)
 
 
+def format_figures(plan: Plan, own: Prediction) -> str:
+    """What a plan is about, in one line: step, tokens (or samples) a second, memory of what a device has, gap."""
+    seconds = own.planned_seconds
+    ids = next((e for e in plan.inputs if len(e.shape) == 2 and e.dtype in ("i64", "i32")), None)
+    count = prod(ids.shape) if ids is not None else plan.micro_batch
+    rate = f"{count * own.passes / seconds:,.0f} {'tokens' if ids is not None else 'samples'}/s" if count else ""
+    cluster = _priced_cluster(plan)
+    limit = f" of {format_bytes(cluster.device.usable_bytes)}" if cluster is not None else ""
+    gap = "not known" if own.optimality_gap is None else f"{own.optimality_gap:.2%}"
+    memory = f"memory {format_bytes(own.memory_bytes)}{limit} a device"
+    return ", ".join(filter(None, (f"step {format_seconds(seconds)}", rate, memory, f"gap {gap}")))
+
+
 def _not_kept(plan: Plan) -> list[str]:
     """What backward makes again, and what waits on the host, instead of being kept."""
     operators = sum(entry.again for entry in plan.operators)
@@ -114,7 +129,7 @@ def _stage(stage: Stage) -> list[str]:
     lines = []
     for title, entries in (("inputs", stage.inputs), ("parameters", stage.parameters), ("buffers", stage.buffers)):
         if entries:
-            lines += [f"{title}:", *_columns(_merged((e.name, e.layout) for e in entries))]
+            lines += [f"{title}:", *_columns(merged_tensors(entries))]
     return [*lines, "operators:", *_operators(stage)]
 
 
@@ -182,7 +197,9 @@ def _interval(own: Interval, form: Callable[[float], str]) -> str:
     return format_interval(own.value, own.low, own.high, form)
 
 
-def _operators(stage: Stage) -> list[str]:
+def merged_operators(stage: Stage) -> tuple[list[tuple[str, ...]], list[str]]:
+    """(name, strategy, rule, conversions...) of every operator, equal ones of other layers in one; and the conversions
+    of what is delivered."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
     for conversion in stage.conversions or ():
@@ -193,11 +210,41 @@ def _operators(stage: Stage) -> list[str]:
         rule = f"{operator.rule}  ({operator.backward})" if operator.backward else operator.rule
         lines = [_conversion(conversion, module) for conversion in under.get(operator.name, ())]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
-    delivered = [_conversion(conversion) for conversion in under.get("", ())]
-    merged = [(name, *text.split("\n")) for name, text in _merged(blocks)]
-    heads = _columns([(name, strategy, rule) for name, strategy, rule, *_ in merged])
-    lines = [line for head, (_, _, _, *rest) in zip(heads, merged, strict=True) for line in (head, *rest)]
+    merged: list[tuple[str, ...]] = [(name, *text.split("\n")) for name, text in _merged(blocks)]
+    return merged, [_conversion(conversion) for conversion in under.get("", ())]
+
+
+def merged_tensors(entries: Iterable[TensorEntry]) -> list[tuple[str, str]]:
+    """(name, layout) of tensors, equal ones of other layers in one."""
+    return _merged((entry.name, entry.layout) for entry in entries)
+
+
+def _operators(stage: Stage) -> list[str]:
+    merged, delivered = merged_operators(stage)
+    heads = _columns([row[:3] for row in merged])
+    lines = [line for head, row in zip(heads, merged, strict=True) for line in (head, *row[3:])]
     return lines + (["delivered:", *delivered] if delivered else [])
+
+
+def format_entry(plan: Plan, name: str) -> str:
+    """What a plan does at an operator, or with a parameter, buffer or input: its strategy and rule, layouts and
+    conversions. Raises PlanError for a name that it has not."""
+    for stage in plan.stages:
+        names = {operator.name for operator in stage.operators}
+        for entry in (*stage.parameters, *stage.buffers, *stage.inputs):
+            if entry.name == name:
+                uses = [c for c in stage.conversions or () if c.value == name]
+                return "\n".join([f"{name}  {entry.layout}", *(f"{_conversion(c)}  for {c.op}" for c in uses)])
+        for operator in stage.operators:
+            if operator.name == name:
+                own = [c for c in stage.conversions or () if _owner(c.op, names) == name]
+                again = "  (again in backward)" if operator.again else ""
+                head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{again}"
+                return "\n".join([head, f"      {operator.source}", *map(_conversion, own)])
+    known = [operator.name for operator in plan.operators]
+    raise PlanError(
+        problem(f"the plan has no {shown(name)}", facts=[("it has", listed(known))], fix="print(plan) shows all names")
+    )
 
 
 def _owner(op: str, names: set[str]) -> str:

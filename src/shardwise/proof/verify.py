@@ -120,14 +120,14 @@ def verify(
     dtypes are compared where ``example_inputs`` are a single micro-batch.
     """
     args, named = call_arguments(example_inputs, kwargs)
-    _need_values((args, named))
+    need_values((args, named))
     # As planned: in float64 other casts are no-ops.
     check_ambient(plan.precision.autocast, "around sw.verify")
     captured = capture(module, args, named, loss=loss, precision=plan.precision)
     graph, own_inputs = widen(captured.graph), (args, named)
     call = Example(module, own_inputs, loss, precision=plan.precision)
     args, named = pytree.tree_map_only(torch.Tensor, widened, own_inputs)
-    initial = _with_values(module, seed)
+    initial = with_values(module, seed)
     reference = copy.deepcopy(initial).double()
     if plan.is_pipeline:
         return _pipeline_report(plan, captured, reference, call, (args, named), steps, tolerance)
@@ -274,17 +274,18 @@ def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> 
     )
 
 
-def _need_values(inputs: Any) -> None:
+def need_values(inputs: Any, what: str = "verify") -> None:
+    """Raises ShardwiseError for inputs without values."""
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in flatten(inputs)[0]):
         raise ShardwiseError(
             problem(
-                "verify needs inputs with values, not meta tensors",
+                f"{what} needs inputs with values, not meta tensors",
                 fix="pass a real batch; planning takes meta tensors",
             )
         )
 
 
-def _with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
+def with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """A copy on the CPU with the module's (initial) values."""
     held = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in held):
@@ -303,4 +304,4 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
 
 
-__all__ = ["Difference", "Report", "verify"]
+__all__ = ["Difference", "Report", "need_values", "verify", "with_values"]

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shardwise.costs.timeline import SimulatedStep, simulate
 from shardwise.errors import PlanError
+from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
+from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
+from shardwise.report.page import write_page
+from shardwise.report.trace import write_trace
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
 
@@ -71,6 +76,19 @@ class Planned(Plan):
         """Write what the search minimised, with the chosen entries marked: JSON, or DOT if the path ends in
         ``.dot``."""
         write_cost_graph(self.finished_search, path)
+
+    def trace(self, path: str | Path) -> None:
+        """Write a simulated pass as a trace, which https://ui.perfetto.dev and chrome://tracing open: operators, and
+        the messages of every group of devices."""
+        write_trace(path, self._simulated(), self.mesh)
+
+    def report(self, path: str | Path) -> None:
+        """Write the plan as a page that one looks at, with the timeline of a simulated pass and what memory is made of
+        at its peak; a single file without anything from a network."""
+        write_page(path, self, self._simulated())
+
+    def _simulated(self) -> SimulatedStep:
+        return simulate(program_of(self, self.finished_search.cost.domains.graph), prices_of(self))
 
 
 def _entries(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""What a command is about: ``model.py:build``, ``package.module:build``, or a transformers configuration on disk."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from shardwise.commands.progress import BuildError, doing
+from shardwise.errors import ShardwiseError, problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module with its example inputs, and the loss beside them (or None)."""
+
+    module: nn.Module
+    inputs: Any
+    loss: Callable[..., Any] | None
+
+
+def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
+    """The arguments that name a model. ``values``: whether it must have some."""
+    made = "" if values else "; meta tensors will do"
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"model.py:build or package.module:build; build() returns module, inputs[, loss]{made}. Or a transformers "
+        "config.json (or its folder)",
+    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples, for a configuration (8)")
+    parser.add_argument("--sequence", type=int, default=1024, metavar="N", help="tokens of each (1024)")
+
+
+def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
+    """The model of ``add_model``. Raises ShardwiseError for what is none, BuildError for an error inside of it."""
+    with doing("building the model"):
+        place = Path(chosen.model)
+        if place.suffix == ".json" or place.is_dir():
+            return _of_config(place / "config.json" if place.is_dir() else place, chosen, values)
+        made = called(chosen.model)
+        if not isinstance(made, tuple) or len(made) not in (2, 3):
+            kind = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+            fix = "return module, example_inputs or module, example_inputs, loss"
+            raise ShardwiseError(problem(f"{chosen.model} returned {kind}", fix=fix))
+        return Model(made[0], made[1], made[2] if len(made) == 3 else None)
+
+
+def called(text: str) -> Any:
+    """What the function ``model.py:build`` returns."""
+    build = named(text)
+    if not callable(build):
+        place, _, name = text.rpartition(":")
+        raise ShardwiseError(problem(f"{place} has no function {name}", fix="define it, or name another one"))
+    with _as_the_users():
+        return build()
+
+
+def named(text: str) -> Any:
+    """What ``model.py:name`` is, or None."""
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise ShardwiseError(
+            problem(
+                f"{text!r} names no function",
+                fix="write FILE:FUNCTION, such as model.py:build, or a config.json on disk (nothing is downloaded)",
+            )
+        )
+    return getattr(_imported(place), name, None)
+
+
+class _as_the_users:
+    """Errors of the user's code leave it as his own; those that say what he can mend are left alone."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, step: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ShardwiseError):
+            while step is not None and (
+                step.tb_frame.f_code.co_filename == __file__ or "importlib" in step.tb_frame.f_code.co_filename
+            ):
+                step = step.tb_next
+            raise BuildError(error, step) from None
+
+
+def _imported(place: str) -> Any:
+    """A module by file or by name; its folder (the current one) may hold what it imports."""
+    path = Path(place)
+    is_file = path.suffix == ".py"
+    sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
+    if not is_file:
+        try:
+            with _as_the_users():
+                return importlib.import_module(place)
+        except BuildError as failed:
+            error = failed.error
+            if not isinstance(error, ModuleNotFoundError) or error.name is None:
+                raise
+            if not (place == error.name or place.startswith(f"{error.name}.")):
+                raise
+            fix = f"{place}.py:build, if it is a file"
+            raise ShardwiseError(problem(f"there is no module {error.name}", fix=fix)) from error
+    if not path.is_file():
+        raise ShardwiseError(problem(f"there is no file {place}", fix="check the path"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a file that ends in .py has a loader"
+    assert spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    with _as_the_users():
+        spec.loader.exec_module(module)
+    return module
+
+
+def _of_config(path: Path, chosen: argparse.Namespace, values: bool) -> Model:
+    """The model of a transformers configuration: the class that it names, or the causal one, with token ids."""
+    import torch
+
+    if not path.is_file():
+        raise ShardwiseError(problem(f"there is no file {path}", fix="check the path; nothing is downloaded"))
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ShardwiseError(problem("transformers is not installed", fix="pip install transformers")) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else path)
+    except (OSError, ValueError) as error:
+        raise ShardwiseError(
+            problem(
+                f"{path} is no configuration that transformers knows: {str(error).splitlines()[0]}",
+                fix="give its config.json, or FILE:BUILD",
+            )
+        ) from error
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    names: list[str] = getattr(config, "architectures", None) or []
+    head = getattr(transformers, names[0], None) if names else None
+    device = torch.device("cpu" if values else "meta")
+    with device:
+        module = transformers.AutoModelForCausalLM.from_config(config) if head is None else head(config)
+        ids = torch.zeros(chosen.batch, chosen.sequence, dtype=torch.int64)
+        if values:
+            ids = torch.randint(getattr(config.get_text_config(), "vocab_size", 2), ids.shape)
+    inputs: Mapping[str, Any] = {"input_ids": ids, "labels": ids}
+    return Model(module, inputs, None)

@@ -1,0 +1,315 @@
+"""Commands about plans: make one, ask whether it fits, explain, compare, prove, and check those of other tools.
+
+Each imports what it needs when it runs: ``shardwise run`` starts ranks without loading torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.commands.command import Command
+from shardwise.commands.models import add_model, model_of, named
+from shardwise.commands.progress import doing
+from shardwise.commands.settings import add_settings, cluster_of, settings_of
+from shardwise.errors import ShardwiseError, problem
+
+if TYPE_CHECKING:
+    from shardwise.plans.plan import Plan
+
+
+def _print(found: Any, chosen: argparse.Namespace, data: Any) -> None:
+    """For a person, or with --json for a program."""
+    print(json.dumps(data, indent=1) if chosen.json else found)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser)
+    parser.add_argument("--compare", action="store_true", help="plan with every search and show them side by side")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan, with --compare the fastest, as JSON")
+    _add_json(parser)
+
+
+def _plan(chosen: argparse.Namespace) -> int:
+    from shardwise.api import compare, plan
+
+    if chosen.compare and chosen.search:
+        raise ShardwiseError(problem("--compare plans with every search", fix="leave out --search or --compare"))
+    cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
+    model = model_of(chosen)
+    found: Plan | None
+    if chosen.compare:
+        with doing("planning with every search"):
+            comparison = compare(model.module, model.inputs, cluster, loss=model.loss, **settings)
+        best = comparison.best
+        found = None if best is None else best.plan
+        rows = [
+            {
+                "search": row.search,
+                "planning_seconds": row.planning_seconds,
+                "step_seconds": None if row.step is None else row.step.seconds,
+                "error": row.error or None,
+            }
+            for row in comparison
+        ]
+        _print(comparison, chosen, rows)
+    else:
+        if not {"search", "mode", "strategies"} & settings.keys():
+            settings["search"] = "dynamic_programming"
+        with doing(f"planning for {chosen.cluster}"):
+            found = plan(model.module, model.inputs, cluster, loss=model.loss, **settings)
+        _print(found, chosen, json.loads(found.to_json()))
+    if found is None:
+        return 1
+    if chosen.output:
+        found.save(chosen.output)
+        if not chosen.json:
+            print(f"\nwritten to {chosen.output}: sw.Plan.load({chosen.output!r})")
+    return 0
+
+
+# -- fits --------------------------------------------------------------------------------------------------------------
+
+
+def _add_fits(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser)
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="for mends or changes (30)")
+    parser.add_argument("--price", type=float, metavar="X", help="of a device and hour, for the price of 1e9 tokens")
+    _add_json(parser)
+
+
+def _fits(chosen: argparse.Namespace) -> int:
+    from shardwise.advice.fits import fits
+
+    cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
+    model = model_of(chosen)
+    with doing(f"planning for {chosen.cluster}, and what would change it"):
+        found = fits(
+            model.module,
+            model.inputs,
+            cluster,
+            loss=model.loss,
+            seconds=chosen.seconds,
+            price_per_hour=chosen.price,
+            **settings,
+        )
+    _print(found, chosen, found.as_data())
+    return 0 if found.ok else 1
+
+
+# -- explain, top, diff ------------------------------------------------------------------------------------------------
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="an operator or a parameter, as the plan prints it")
+    add_model(parser)
+    add_settings(parser, cluster=False)
+
+
+def _explain(chosen: argparse.Namespace) -> int:
+    from shardwise.plans.plan import Plan
+    from shardwise.plans.printing import format_entry
+
+    if _is_plan(chosen.model):  # its search is gone: what it does there, not what else it might do
+        print(format_entry(Plan.load(chosen.model), chosen.name))
+        return 0
+    print(_searched(chosen).explain(chosen.name))
+    return 0
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser)
+    parser.add_argument("-k", type=int, default=5, help="how many plans (5)")
+
+
+def _top(chosen: argparse.Namespace) -> int:
+    found = _searched(chosen)
+    with doing("ranking plans"):
+        print(found.top(chosen.k))
+    return 0
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace, for https://ui.perfetto.dev")
+
+
+def _trace(chosen: argparse.Namespace) -> int:
+    _searched(chosen).trace(chosen.output)
+    print(f"written to {chosen.output}: open it in https://ui.perfetto.dev")
+    return 0
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser, cluster=False)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the page: plan.html")
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from shardwise.plans.plan import Plan
+    from shardwise.report.page import write_page
+
+    if _is_plan(chosen.model):
+        write_page(chosen.output, Plan.load(chosen.model))
+    else:
+        _searched(chosen).report(chosen.output)
+    print(f"written to {chosen.output}")
+    return 0
+
+
+def _searched(chosen: argparse.Namespace) -> Plan:
+    from shardwise.api import plan
+
+    if chosen.cluster is None:
+        raise ShardwiseError(problem("a model is planned for a cluster", fix="--cluster h100-1x8, or name a plan file"))
+    model = model_of(chosen)
+    with doing(f"planning for {chosen.cluster}"):
+        settings = {"search": "dynamic_programming", **settings_of(chosen)}
+        return plan(model.module, model.inputs, cluster_of(chosen.cluster), loss=model.loss, **settings)
+
+
+def _is_plan(text: str) -> bool:
+    """Whether a file is a plan, and no configuration of a model."""
+    path = Path(text)
+    return path.suffix == ".json" and path.is_file() and '"shardwise-plan"' in path.read_text("utf-8")[:200]
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="a plan file")
+    parser.add_argument("other", metavar="OTHER", help="another, which may not be worse")
+    parser.add_argument(
+        "--max-growth",
+        type=float,
+        metavar="PERCENT",
+        help="exit with 1 if predicted step or memory grow by more; and if they are not predicted",
+    )
+    _add_json(parser)
+
+
+def _diff(chosen: argparse.Namespace) -> int:
+    from shardwise.plans.plan import Plan
+
+    first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
+    found = first.diff(second)
+    growth: dict[str, float] = {}
+    if first.prediction is not None and second.prediction is not None:
+        for name, figure in (("step", "planned_seconds"), ("memory", "memory_bytes")):
+            before, after = getattr(first.prediction, figure), getattr(second.prediction, figure)
+            growth[name] = after / before - 1 if before else 0.0
+    data = {
+        "growth": growth or None,
+        **{title: [list(e) for e in getattr(found, title)] for title in ("settings", "layouts", "strategies")},
+        "communication": [list(entry) for entry in found.communication],
+    }
+    lines = [f"predicted {name}: {share:+.2%}" for name, share in growth.items()]
+    _print("\n".join([str(found), *lines]), chosen, data)
+    if chosen.max_growth is None:
+        return 0
+    if not growth:
+        raise ShardwiseError(
+            problem("one of the plans has no prediction", fix="plan with a search by price, or leave out --max-growth")
+        )
+    return int(any(share > chosen.max_growth / 100 for share in growth.values()))
+
+
+# -- verify, check -----------------------------------------------------------------------------------------------------
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, values=True)
+    parser.add_argument("plan", metavar="PLAN", help="a plan file")
+    parser.add_argument("--steps", type=int, default=3, help="of the optimizer (3)")
+    _add_json(parser)
+
+
+def _verify(chosen: argparse.Namespace) -> int:
+    from shardwise.plans.plan import Plan
+    from shardwise.proof.verify import verify
+
+    own = Plan.load(chosen.plan)
+    model = model_of(chosen, values=True)
+    with doing(f"running {own.num_ranks} ranks and one device"):
+        report = verify(model.module, model.inputs, own, loss=model.loss, steps=chosen.steps)
+    data = {
+        "ok": report.ok,
+        "max_error": report.max_error,
+        "tolerance": report.tolerance,
+        "first_wrong": report.first_wrong or None,
+    }
+    _print(report, chosen, data)
+    return 0 if report.ok else 1
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, values=True)
+    parser.add_argument(
+        "--plan",
+        default="auto",
+        metavar="PLAN",
+        help="auto (the tp plan that ships with a transformers model), a JSON file of {path: style}, or plan.py:NAME: "
+        "a plan of parallelize_module, {'fully_shard': [...]}, a config of transformers or accelerate, or a function",
+    )
+    parser.add_argument("--devices", type=int, default=8, metavar="N", help="virtual ranks (8)")
+    parser.add_argument("--mesh", metavar="AXES", help="such as dp=2,tp=4 (tp over all devices)")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="for prices (nodes of eight H100)")
+    parser.add_argument("--no-price", action="store_true", help="leave out what it costs, and our own plan")
+    _add_json(parser)
+
+
+def _check(chosen: argparse.Namespace) -> int:
+    from shardwise.foreign.check import check
+    from shardwise.layouts.mesh import Mesh
+
+    plan: Any = chosen.plan
+    if Path(plan).suffix == ".json":
+        try:
+            plan = json.loads(Path(plan).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ShardwiseError(
+                problem(f"cannot read {plan}: {error}", fix='a JSON file of {"path": "style"}')
+            ) from error
+    elif plan != "auto":
+        plan = named(plan)
+    mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
+    cluster = None if chosen.cluster is None else cluster_of(chosen.cluster)
+    model = model_of(chosen, values=True)
+    with doing(f"running {chosen.devices} ranks and one device"):
+        found = check(
+            model.module,
+            model.inputs,
+            plan,
+            chosen.devices,
+            mesh=mesh,
+            loss=model.loss,
+            cluster=cluster,
+            beside=not chosen.no_price,
+        )
+    _print(found, chosen, found.as_data())
+    return {"equal": 0, "wrong": 1, "not run": 3}[found.verdict]
+
+
+PLAN_COMMANDS: tuple[Command, ...] = (
+    Command("plan", "choose how to split a model over a cluster", _add_plan, _plan),
+    Command("fits", "whether a model fits a cluster, how fast, and what to change", _add_fits, _fits),
+    Command("explain", "why an operator is split as it is", _add_explain, _explain),
+    Command("top", "the best plans of a search", _add_top, _top),
+    Command("report", "a plan as a page that one looks at, from a model or a plan file", _add_report, _report),
+    Command("trace", "a simulated step as a trace that one looks at", _add_trace, _trace),
+    Command("diff", "what two plans do differently", _add_diff, _diff),
+    Command("verify", "prove that a plan computes what one device computes", _add_verify, _verify),
+    Command("check", "prove or refute a plan of another tool", _add_check, _check),
+)

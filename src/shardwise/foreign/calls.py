@@ -1,0 +1,160 @@
+"""The calls of a model's own code, on one device and on ranks, in float64 and under the same names.
+
+A call is known by the path of its module, its function, its line and its number among those; what a tool's own code
+does in between (its hooks, its exchanges) is not the model's and is not noted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.graph.called import call_module
+from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.widen import Reference
+
+_TORCH = Path(torch.__file__).parent
+_SITE = _TORCH.parent
+_OWN_FORWARD, _CALLS_HOOKS = str(_TORCH / "nn" / "modules"), str(_TORCH / "nn" / "modules" / "module.py")
+TOOLS = (
+    str(_TORCH / "distributed"),
+    *(str(_SITE / name) for name in ("transformers/distributed", "transformers/integrations", "accelerate")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``module``: its path; ``index``: among the calls of this function on this line in this module."""
+
+    module: str
+    function: str
+    source: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        """As operators of plans are called: ``blocks.0.up/linear``."""
+        return f"{self.module}/{self.function}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a call returned: copies, without DTensor's wrapper. ``differentiable``: it has gradients. ``operands``: what
+    it read, as calls, parameters (their names) or "an input"."""
+
+    results: tuple[Tensor, ...]
+    differentiable: bool
+    operands: tuple[Call | str, ...]
+
+
+class Calls(Reference):
+    """Runs a model without dropout, in float64 (``widens``), and notes its calls (``records``). One per thread."""
+
+    def __init__(self, records: bool = False, widens: bool = True) -> None:
+        super().__init__(0, (), widens)
+        self.records, self.made = records, dict[Call, Made]()
+        self.drops = self.draws = False
+        self.names: dict[int, str] = {}  # parameters
+        self._path: list[str] = [""]
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._makers: dict[int, Call] = {}
+        self._kept: list[Any] = []  # ids are of living tensors
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        self.drops = True
+        return x
+
+    def uniform(self, shape: Any) -> Tensor:
+        self.draws = True
+        return super().uniform(shape)
+
+    def follow(self, module: nn.Module) -> None:
+        """Note in which module a call is made. To be called before a tool adds hooks of its own."""
+        for path, part in module.named_modules():
+            part.register_forward_pre_hook(partial(self._enter, path))
+            part.register_forward_hook(self._leave, always_call=True)
+
+    def know(self, module: nn.Module) -> None:
+        """The module's parameters as they are now, by name."""
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def _enter(self, path: str, *_: Any) -> None:
+        self._path.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self._path.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not self.records or _is_pending(result):
+            return result
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        line = _line(sys._getframe(1)) if results else ""
+        if line:
+            self._note(func, line, results, (args, kwargs))
+        return result
+
+    def _note(self, func: Callable[..., Any], line: str, results: list[Tensor], given: Any) -> None:
+        key = self._path[-1], getattr(func, "__name__", str(func)).strip("_"), line
+        call = Call(*key, self._counts[key])
+        self._counts[key] += 1
+        operands = tuple(
+            self._makers.get(id(leaf)) or self.names.get(id(leaf), "an input")
+            for leaf in pytree.tree_leaves(given)
+            if isinstance(leaf, Tensor)
+        )
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            copies = tuple(local(one).clone() for one in results)
+        self.made[call] = Made(copies, any(one.requires_grad for one in results), operands)
+        self._kept.append(results)
+        self._makers.update((id(one), call) for one in results)
+
+
+def _is_pending(result: Any) -> bool:
+    """Whether it is DTensor's masked lookup, whose parts make sense only when they are reduced."""
+    return any("Mask" in type(placement).__name__ for placement in getattr(result, "placements", ()))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, DTensor or not."""
+    held: Tensor = getattr(tensor, "_local_tensor", tensor)
+    wait = getattr(held, "wait", None)
+    return (wait() if callable(wait) else held).detach()
+
+
+def _line(frame: FrameType | None) -> str:
+    """``"model.py:41"`` of the model's line, or that of a module of PyTorch, or ``"loss="``; "" for what a tool's own
+    code calls."""
+    of_torch = ""
+    while frame is not None and frame.f_code is not call_module.__code__:  # outside of the model: who asks
+        name = frame.f_code.co_filename
+        if name.startswith(_OWN_FORWARD) and name != _CALLS_HOOKS:
+            of_torch = of_torch or f"{Path(name).name}:{frame.f_lineno}"
+        elif name.startswith(TOOLS) and not of_torch:
+            return ""
+        elif not name.startswith((*NOT_USER_CODE, *TOOLS)):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return of_torch or ("loss=" if frame is not None else "")
+
+
+def raised_at(error: BaseException) -> str:
+    """The model's line at which an error was raised, if there is one."""
+    line, step = "", error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if not name.startswith((*NOT_USER_CODE, *TOOLS)):
+            line = f"{Path(name).name}:{step.tb_lineno}"
+        step = step.tb_next
+    return line

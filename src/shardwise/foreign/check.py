@@ -1,0 +1,323 @@
+"""``sw.check``: a plan of another tool, executed by that tool's own code on virtual ranks, against one device.
+
+Both sides run in float64: loss, outputs, every gradient, buffers, and parameters after steps of an optimizer must
+agree. Where they do not, both run once more and note every call of the model's own code; the first one whose result is
+in no layout of what one device has is where the plan is wrong (``seen``).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.errors import ShardwiseError, problem
+from shardwise.foreign.calls import Calls, local
+from shardwise.foreign.locate import FirstWrong, first_wrong, stopped, wrong_call
+from shardwise.foreign.outcome import Beside, Checked
+from shardwise.foreign.ranks import Rank, on_ranks
+from shardwise.foreign.seen import seen
+from shardwise.foreign.tools import ForeignPlan, recognise
+from shardwise.foreign.work import Work, sent
+from shardwise.graph.batch import num_samples
+from shardwise.graph.called import call_arguments, call_module, find_loss
+from shardwise.graph.trees import flatten_output
+from shardwise.graph.widen import functions_opened
+from shardwise.layouts.mesh import Mesh
+from shardwise.proof.comparison import Difference, Key, compare, difference, magnitude
+from shardwise.proof.runs import Values, widened
+from shardwise.proof.verify import TOLERANCE, need_values, with_values
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is run: the module with its values in float64, its inputs and loss."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[..., Any] | None
+
+
+@dataclass
+class _Run:
+    """A model in training, on one device or on one rank. ``full``: what a rank knows of a whole tensor."""
+
+    call: _Call
+    module: nn.Module
+    calls: Calls
+    full: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=1e-2, momentum=0.9, foreach=False) if trained else None
+
+    def step(self) -> Values:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.calls.know(self.module)
+        with self.calls:
+            output = call_module(self.module, self.call.args, self.call.kwargs, self.call.loss)
+        loss = find_loss(output)
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+        values: Values = {}
+        for i, leaf in enumerate(flatten_output(output)[0]):
+            if isinstance(leaf, Tensor):
+                values["loss" if leaf is loss else "output", f"[{i}]"] = self.full(leaf)
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                values["gradient", name] = self.full(parameter.grad)
+        for name, buffer in self.module.named_buffers():
+            values["buffer", name] = self.full(buffer)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for name, parameter in self.module.named_parameters():
+            values["parameter", name] = self.full(parameter)
+        return values
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """A rank's values of every step, the calls of its model, the number of messages of the first step, and the elements
+    of its parameters."""
+
+    values: list[Values]
+    calls: Calls
+    num_messages: int
+    num_held: int
+
+
+def check(
+    module: nn.Module,
+    example_inputs: Any,
+    plan: Any,
+    devices: int = 8,
+    *,
+    mesh: Mesh | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    cluster: Cluster | None = None,
+    beside: bool = True,
+    tolerance: float = TOLERANCE,
+    seed: int | None = None,
+) -> Checked:
+    """Whether ``module`` under a plan of another tool computes what one device computes; nothing of it needs a GPU, a
+    launcher, or a plan of this package.
+
+    ``plan``: ``"auto"`` (the tp plan that ships with a transformers model), a transformers ``tp_plan`` dict, a
+    ``DistributedConfig``, accelerate's ``ParallelismConfig``, a plan of ``parallelize_module`` (paths to
+    ``ParallelStyle``), ``{"fully_shard": [paths], ...}``, or a function ``(module, device_mesh)`` that applies one. The
+    tool's own code applies it on ``devices`` virtual ranks (threads of this process) and makes its own exchanges.
+    ``mesh``: by default one axis ``tp`` (``dp`` of FSDP2). Ranks along axes called dp, fsdp, data, batch, ddp or
+    replica have samples of their own: every tensor whose dim 0 has the size of the first one's is divided among them,
+    and the loss is the mean of theirs. ``example_inputs``, ``kwargs``, ``loss``: as for ``sw.verify``, with values.
+    ``beside``: also say what a step costs, on ``cluster`` (by default nodes of eight H100), and what under the plan
+    that ``sw.plan`` finds there.
+
+    Both sides are in float64 and without dropout. Raises ShardwiseError for a plan that is not known, or that names
+    nothing in the module.
+    """
+    args, named = call_arguments(example_inputs, kwargs)
+    need_values((args, named), "check")
+    foreign = recognise(module, plan, devices, mesh)
+    initial = with_values(module, seed)
+    plain = _Call(initial, tuple(args), dict(named), loss)
+    args, named = pytree.tree_map_only(Tensor, widened, (args, named))
+    call = _Call(copy.deepcopy(initial).double(), tuple(args), dict(named), loss)
+    parts = _divided(call, foreign)
+    with warnings.catch_warnings(), functions_opened():
+        warnings.simplefilter("ignore")  # tools announce what they are told to do
+        expected, one = _one_device(call, records=False)
+        work = None if not beside else Work((cluster or _h100(devices)).device, _dtype(module))
+        ranks = _ranks(parts, foreign, records=False, work=work)
+        failed = next((rank for rank in ranks if rank.error is not None), None)
+        if failed is not None:
+            _, recorded = _one_device(call, records=True)
+            again = _ranks(parts, foreign, records=True, work=None)
+            where = wrong_call(recorded, again, foreign.mesh, tolerance)
+            failure = stopped(failed)
+            if failure.refutes and not _stops(_divided(plain, foreign), foreign):
+                failure = replace(failure, refutes=False, error=f"in float64, not in its own dtypes: {failure.error}")
+            return Checked(foreign, failure=failure, first_wrong=where, notes=_notes(foreign, [one]))
+        differences, layouts = _differences(expected, ranks, foreign, tolerance)
+        wrong = [difference for difference in differences if not difference.error <= tolerance]
+        found: FirstWrong | None = None
+        if wrong:
+            _, recorded = _one_device(call, records=True)
+            again = _ranks(parts, foreign, records=True, work=None)
+            found = first_wrong(recorded, again, wrong, _gradients(expected, ranks), foreign.mesh, tolerance)
+    return Checked(
+        foreign,
+        differences=tuple(differences),
+        tolerance=tolerance,
+        first_wrong=found,
+        layouts=tuple(layouts),
+        notes=_notes(foreign, [one, *(rank.result.calls for rank in ranks)])
+        + (() if any(kind == "loss" for kind, _ in expected[0]) else ("there is no loss: gradients are not compared",)),
+        beside=None
+        if work is None
+        else _beside(module, example_inputs, call, ranks[0], work, foreign, kwargs, cluster),
+    )
+
+
+def _h100(devices: int) -> Cluster:
+    return Cluster.load("h100-1x8").with_devices(devices)
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _one_device(call: _Call, records: bool) -> tuple[list[Values], Calls]:
+    calls = Calls(records)
+    module = copy.deepcopy(call.module)
+    calls.follow(module)
+    run = _Run(call, module, calls, lambda tensor: tensor.detach().clone())
+    return [run.step() for _ in range(1 if records else STEPS)], calls
+
+
+def _ranks(
+    parts: Sequence[_Call], foreign: ForeignPlan, *, records: bool, work: Work | None, widens: bool = True
+) -> list[Rank]:
+    """Every rank, with an ``_OfRank`` as its result, also where it failed."""
+    copies = [copy.deepcopy(part.module) for part in parts]
+
+    def body(rank: Rank) -> _OfRank:
+        assert rank.mesh is not None, "ranks have a device mesh"
+        calls = Calls(records, widens)
+        rank.result = _OfRank([], calls, 0, 0)
+        module = copies[rank.rank]
+        calls.follow(module)
+        module = foreign.apply(module, rank.mesh) or module
+        own_work = work if rank.rank == 0 else None
+        run = _Run(parts[rank.rank], module, calls, partial(_full, rank, own_work))
+        held = sum(local(parameter).numel() for parameter in module.parameters())
+        rank.messages.clear()
+        with ExitStack() as stack:
+            if own_work is not None:
+                stack.enter_context(own_work)
+            values = [run.step()]
+        count = len(rank.messages)
+        values += [] if records else [run.step() for _ in range(STEPS - 1)]
+        return _OfRank(values, calls, count, held)
+
+    return on_ranks(foreign.mesh, body)
+
+
+def _stops(parts: Sequence[_Call], foreign: ForeignPlan) -> bool:
+    """Whether ranks stop in the model's own dtypes, too."""
+    return any(rank.error is not None for rank in _ranks(parts, foreign, records=False, work=None, widens=False))
+
+
+def _full(rank: Rank, work: Work | None, tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, by its own exchange, which is none of the step; another tensor is what this rank has."""
+    gather = getattr(tensor, "full_tensor", None)
+    before = len(rank.messages)
+    with ExitStack() as stack:
+        if work is not None:
+            stack.enter_context(work.paused())
+        own = gather() if callable(gather) else tensor
+        own = local(own).clone()
+    del rank.messages[before:]
+    return own
+
+
+def _divided(call: _Call, foreign: ForeignPlan) -> list[_Call]:
+    """The call of every rank: its samples, where the mesh has axes for data."""
+    axes = tuple(axis for name in foreign.data_axes for axis in foreign.mesh.expand(name))
+    count = foreign.mesh.size_of(axes)
+    if count == 1:
+        return [call] * foreign.mesh.num_devices
+    samples = num_samples((call.args, call.kwargs))
+    if samples is None or samples % count:
+        raise ShardwiseError(
+            problem(f"{samples} samples are not divided by {count} groups of ranks", fix=f"give a multiple of {count}")
+        )
+
+    def part(index: int) -> _Call:
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.chunk(count)[index] if tensor.dim() and tensor.shape[0] == samples else tensor
+
+        args, kwargs = pytree.tree_map_only(Tensor, own, (call.args, call.kwargs))
+        return _Call(call.module, args, kwargs, call.loss)
+
+    return [part(foreign.mesh.index_along(axes, rank)) for rank in range(foreign.mesh.num_devices)]
+
+
+def _differences(
+    expected: Sequence[Values], ranks: Sequence[Rank], foreign: ForeignPlan, tolerance: float
+) -> tuple[list[Difference], list[str]]:
+    """Worst first; and the outputs and gradients that ranks have in parts, with their layouts."""
+    worst: dict[Key, Difference] = {}
+    layouts: dict[str, str] = {}
+    for step, want in enumerate(expected):
+        have = [dict(rank.result.values[step]) for rank in ranks]
+        for key, whole in want.items():
+            held = [values[key] for values in have if key in values]
+            scale = magnitude(whole)
+            if len(held) < len(have) or all(difference(whole, one, scale) <= tolerance for one in held):
+                continue
+            layout = seen(whole, held, foreign.mesh, tolerance)
+            if layout is not None and not layout.is_summand:
+                for values in have:
+                    values[key] = whole
+                if layout.splits:
+                    layouts[f"{key[0]} {key[1]}"] = str(layout)
+        compare(want, have, lambda key, tensor, rank: tensor, worst)
+    return sorted(worst.values(), key=lambda d: -d.error), [f"{name}: {text}" for name, text in layouts.items()]
+
+
+def _gradients(expected: Sequence[Values], ranks: Sequence[Rank]) -> dict[str, tuple[Tensor, list[Tensor]]]:
+    """Of the first step: what it should be, and what ranks have."""
+    return {
+        name: (whole, [rank.result.values[0][kind, name] for rank in ranks if (kind, name) in rank.result.values[0]])
+        for (kind, name), whole in expected[0].items()
+        if kind == "gradient"
+    }
+
+
+def _notes(foreign: ForeignPlan, calls: Sequence[Calls]) -> tuple[str, ...]:
+    notes = list(foreign.notes)
+    if any(one.drops for one in calls):
+        notes.append("dropout is off on both sides: a tool draws other masks than one device")
+    if any(one.draws for one in calls):
+        notes.append("the model draws random numbers: of the shapes that it asks for, the same on every rank")
+    return tuple(notes)
+
+
+def _beside(
+    module: nn.Module,
+    example_inputs: Any,
+    call: _Call,
+    rank: Rank,
+    work: Work,
+    foreign: ForeignPlan,
+    kwargs: Mapping[str, Any] | None,
+    cluster: Cluster | None,
+) -> Beside:
+    """What a step costs, and what under a plan of our own."""
+    from shardwise.api import plan as find_plan
+
+    own_cluster = cluster or _h100(foreign.mesh.num_devices)
+    messages = sent(rank.messages[: rank.result.num_messages], Links(own_cluster, foreign.mesh), _dtype(module))
+    held = rank.result.num_held * _dtype(module).itemsize
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            own = find_plan(module, example_inputs, own_cluster, kwargs=kwargs, loss=call.loss)
+    except ShardwiseError as error:
+        return Beside(own_cluster.name, work.seconds, messages, held, None, str(error).partition("\n")[0])
+    return Beside(own_cluster.name, work.seconds, messages, held, own)

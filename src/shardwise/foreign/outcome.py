@@ -1,0 +1,122 @@
+"""What ``sw.check`` found, for reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.foreign.locate import FirstWrong, Stopped
+from shardwise.foreign.tools import ForeignPlan
+from shardwise.foreign.work import Sent
+from shardwise.plans.plan import Plan
+from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.proof.comparison import Difference
+
+_MOST = 3
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A step of rank 0 under the other tool's plan, whose messages nothing hides, and the plan that ``sw.plan`` finds
+    (or why it finds none). ``compute``: forward, backward and the update, every kernel by the same roofline;
+    ``held_bytes``: of parameters."""
+
+    cluster: str
+    compute: float
+    messages: Sent
+    held_bytes: int
+    own: Plan | None
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.messages.seconds
+
+    def lines(self) -> list[str]:
+        sent = self.messages
+        unpriced = f" and {', '.join(sent.unpriced)}, which have no price" if sent.unpriced else ""
+        lines = [
+            f"a step on {self.cluster}: {format_seconds(self.seconds)}: kernels {format_seconds(self.compute)}, "
+            f"{sent.count} messages {format_bytes(sent.num_bytes)} {format_seconds(sent.seconds)}{unpriced}; "
+            f"a rank holds {format_bytes(self.held_bytes)} of parameters"
+        ]
+        if self.own is None:
+            return [*lines, f"sw.plan finds none to compare: {self.refused}"]
+        own = self.own.prediction
+        if own is not None:
+            seconds = own.planned_seconds
+            lines.append(f"under sw.plan's, {self.own.mesh}: {format_seconds(seconds)}, by the same prices")
+        return lines
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Whether a plan of another tool computes what one device computes.
+
+    ``failure``: it cannot be run: an error on a rank, and where. ``differences``: worst first; ``first_wrong``: where
+    it goes wrong; ``layouts``: outputs and gradients that ranks hold in parts, which is no fault.
+    """
+
+    plan: ForeignPlan
+    differences: tuple[Difference, ...] = ()
+    tolerance: float = 0.0
+    first_wrong: FirstWrong | None = None
+    failure: Stopped | None = None
+    layouts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    beside: Beside | None = None
+
+    @property
+    def max_error(self) -> float:
+        return self.differences[0].error if self.differences else 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and bool(self.differences) and self.max_error <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """``"equal"``, ``"wrong"``, or ``"not run"`` where it raises what says nothing about the plan."""
+        if self.failure is not None:
+            return "wrong" if self.failure.refutes else "not run"
+        return "equal" if self.ok else "wrong"
+
+    def __str__(self) -> str:
+        head = f"{self.plan.kind} on {self.plan.mesh}"
+        if self.failure is not None:
+            word = {"wrong": "WRONG", "not run": "NOT RUN"}[self.verdict]
+            lines = [f"{word}: {head} stops: {self.failure}"]
+        else:
+            lines = [
+                f"{'equal' if self.ok else 'WRONG'}: {head}: worst relative error {self.max_error:.2g} over "
+                f"{len(self.differences)} tensors (tolerance {self.tolerance:g})"
+            ]
+        wrong = [d for d in self.differences if not d.error <= self.tolerance]
+        lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in wrong[:_MOST]]
+        lines += [f"  and {len(wrong) - _MOST} more"] if len(wrong) > _MOST else []
+        lines += [f"  {line}" for line in self.first_wrong.lines()] if self.first_wrong else []
+        lines += [f"  delivered in parts: {text}" for text in self.layouts[:_MOST]]
+        lines += [f"  rules that name nothing: {', '.join(self.plan.unused)}"] if self.plan.unused else []
+        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {line}" for line in self.beside.lines()] if self.beside else []
+        return "\n".join(lines)
+
+    def as_data(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        first, beside = self.first_wrong, self.beside
+        own = None if beside is None or beside.own is None else beside.own.prediction
+        return {
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "plan": self.plan.kind,
+            "mesh": dict(self.plan.mesh.axes),
+            "max_error": self.max_error,
+            "tolerance": self.tolerance,
+            "num_tensors": len(self.differences),
+            "failure": None if self.failure is None else str(self.failure),
+            "first_wrong": None if first is None else first.as_data(),
+            "unused_rules": list(self.plan.unused),
+            "notes": list(self.notes),
+            "step_seconds": None if beside is None else beside.seconds,
+            "own_step_seconds": None if own is None else own.planned_seconds,
+        }

@@ -1,0 +1,285 @@
+"""Plans of other tools, recognised: on which mesh they run, and how the tool's own code applies them to a module.
+
+Nothing is translated here. transformers applies its own layers, PyTorch its own ``parallelize_module`` and
+``fully_shard``; what they then do on ranks is what is checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.layouts.mesh import Mesh
+from shardwise.search.modes import DATA_AXES
+from shardwise.texts import shown
+
+Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
+
+KNOWN = (
+    'give "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
+    "DistributedConfig, a plan of torch's parallelize_module ({path: ParallelStyle}), {'fully_shard': [paths]}, an "
+    "accelerate ParallelismConfig, or a function (module, device_mesh) that applies a plan"
+)
+
+
+@dataclass(frozen=True)
+class ForeignPlan:
+    """``kind``: what it is, in words; ``unused``: rules that name nothing in the module; ``notes``: what is done in
+    another way than its tool would."""
+
+    kind: str
+    mesh: Mesh
+    apply: Apply
+    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks have samples of their own."""
+        return tuple(name for name, _ in self.mesh.axes if name in DATA_AXES or name.startswith("dp"))
+
+
+def recognise(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None) -> ForeignPlan:
+    """What a plan of another tool is. Raises ShardwiseError for what no tool that is known takes, and for a plan of
+    which no rule names anything in the module."""
+    if mesh is not None and mesh.num_devices != devices:
+        raise ShardwiseError(
+            problem(f"{mesh} has {mesh.num_devices} devices, {devices} are asked for", fix="leave out one of the two")
+        )
+    kind = type(plan).__name__
+    if plan == "auto" or _is_texts(plan):
+        return _of_transformers(module, plan, mesh or Mesh(tp=devices))
+    if kind == "DistributedConfig":
+        return _of_config(plan, devices)
+    if kind == "ParallelismConfig":
+        return _of_accelerate(module, plan, devices)
+    if isinstance(plan, Mapping) and "fully_shard" in plan:
+        return _of_fsdp(module, plan, mesh or Mesh(dp=devices))
+    if isinstance(plan, Mapping) and plan and all(_is_style(style) for style in plan.values()):
+        return _of_styles(module, plan, mesh or Mesh(tp=devices))
+    if callable(plan):
+        return ForeignPlan(f"the function {getattr(plan, '__name__', kind)}", mesh or Mesh(tp=devices), plan)
+    raise ShardwiseError(problem(f"{shown(plan)} is no plan that is known", fix=KNOWN))
+
+
+def _is_texts(plan: Any) -> bool:
+    return isinstance(plan, Mapping) and bool(plan) and all(isinstance(x, str) for x in (*plan, *plan.values()))
+
+
+def _is_style(style: Any) -> bool:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    return isinstance(style, ParallelStyle)
+
+
+def _axis(device_mesh: DeviceMesh, *, data: bool) -> DeviceMesh:
+    """The part of a device mesh over which samples are split, or the one over which they are not."""
+    names = device_mesh.mesh_dim_names or ()
+    own = tuple(n for n in names if (n in DATA_AXES or n.startswith("dp")) == data)
+    if not own:
+        raise ShardwiseError(
+            problem(
+                f"the mesh {list(names)} has no axis for {'data' if data else 'tensor'} parallelism",
+                fix="name axes that split samples dp, and others tp: mesh=sw.Mesh(dp=2, tp=4)",
+            )
+        )
+    return device_mesh[own if len(own) > 1 else own[0]]
+
+
+def _nothing(unused: list[str], what: str, module: nn.Module) -> ShardwiseError:
+    there = [name for name, _ in module.named_modules() if name]
+    return ShardwiseError(
+        problem(
+            f"the {what} names nothing in {type(module).__name__}: {listed(unused)}",
+            facts=[("there is", listed(there))],
+            fix="write paths from the module that is checked, layers by a star: model.layers.*.mlp.up_proj",
+        )
+    )
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return importlib.import_module(f"transformers.{name}")
+    except ImportError as error:
+        raise ShardwiseError(
+            problem(
+                f"the plan is one of transformers, which is not there: {error}", fix="pip install 'transformers>=5.20'"
+            )
+        ) from error
+
+
+def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:
+    parallel = _transformers("distributed.tensor_parallel")
+    wildcard = _transformers("distributed.parallel_utils").replace_layer_number_by_wildcard
+    if plan == "auto":
+        shipped = dict(getattr(module, "_tp_plan", None) or {})
+        if not shipped:
+            raise ShardwiseError(
+                problem(f"{type(module).__name__} ships no tp plan", fix="give one: {path of a module: style}")
+            )
+        plan = shipped
+    styles = parallel.ALL_PARALLEL_STYLES
+    unknown = sorted({style for style in plan.values() if style not in styles})
+    if unknown:
+        raise ShardwiseError(
+            problem(f"transformers has no style {listed(unknown)}", fix=f"one of {', '.join(sorted(styles))}")
+        )
+    names = {wildcard(n) for n, _ in (*module.named_modules(), *module.named_parameters())}
+    prefix = getattr(module, "base_model_prefix", "")
+    if prefix and not plan.keys() & names and {f"{prefix}.{key}" for key in plan} & names:
+        plan = {f"{prefix}.{key}": style for key, style in plan.items()}  # base_model_tp_plan of a model with a head
+    unused = sorted(plan.keys() - names)
+    if len(unused) == len(plan):
+        raise _nothing(unused, "tp plan", module)
+    expand = _transformers("modeling_utils").PreTrainedModel._expand_parallel_plan
+
+    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        tp = _axis(device_mesh, data=False)
+        _untie(own)
+        parallel.apply_tensor_parallelism(own, tp, expand(own, plan))
+        return _tied(own)
+
+    return ForeignPlan("transformers tp plan", mesh, apply, tuple(unused))
+
+
+def _untie(module: nn.Module) -> None:
+    """transformers distributes a model before it ties its parameters: each name has one of its own until then."""
+    known: set[int] = set()
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) in known:
+            path, _, last = name.rpartition(".")
+            setattr(module.get_submodule(path), last, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        known.add(id(parameter))
+
+
+def _tied(module: nn.Module) -> nn.Module:
+    """Tied parameters are tied again, as transformers does when it has loaded a model."""
+    tie = getattr(module, "tie_weights", None)
+    if callable(tie) and getattr(module, "all_tied_weights_keys", None):
+        tie(recompute_mapping=False)
+    return module
+
+
+def _of_config(config: Any, devices: int) -> ForeignPlan:
+    managed = _transformers("distributed.utils").TransformersDeviceMesh
+    if config.pp_size > 1:
+        raise ShardwiseError(
+            problem("pipelines of transformers are not run here", fix="check the plan of one stage: pp_size=1")
+        )
+    mesh = Mesh({"dp_replicate": config.dp_replicate_size, "fsdp": config.fsdp_size, "tp": config.tp_size})
+    if mesh.num_devices != devices:
+        raise ShardwiseError(problem(f"the config is for {mesh.num_devices} devices, not {devices}", fix="devices=..."))
+
+    def apply(own: Any, device_mesh: DeviceMesh) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = ("pp", "dp_replicate", "fsdp", "tp")
+        dense = init_device_mesh("cpu", (1, *device_mesh.mesh.shape), mesh_dim_names=names)
+        sizes = (1, config.dp_replicate_size, config.efsdp_size, config.ep_size)
+        expert = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+        _untie(own)
+        return _tied(own.maybe_distribute_model(own, config, managed(dense, expert)))
+
+    return ForeignPlan("transformers DistributedConfig", mesh, apply)
+
+
+# -- accelerate --------------------------------------------------------------------------------------------------------
+
+
+def _of_accelerate(module: nn.Module, config: Any, devices: int) -> ForeignPlan:
+    sizes = {axis: getattr(config, f"{axis}_size") or 1 for axis in ("dp_replicate", "dp_shard", "cp", "sp", "tp")}
+    for axis in ("cp", "sp"):
+        if sizes.pop(axis) > 1:
+            raise ShardwiseError(
+                problem(f"{axis}_size > 1 needs attention kernels of GPUs", fix=f"check the rest with {axis}_size=1")
+            )
+    mesh = Mesh(sizes)
+    if mesh.num_devices != devices:
+        raise ShardwiseError(problem(f"the config is for {mesh.num_devices} devices, not {devices}", fix="devices=..."))
+    tensor = _of_transformers(module, "auto", mesh) if sizes["tp"] > 1 else None
+    blocks = _repeated(module)
+    sharded = _of_fsdp(module, {"fully_shard": blocks}, mesh) if sizes["dp_shard"] > 1 else None
+    if sharded is None and sizes["dp_replicate"] > 1:
+        raise ShardwiseError(
+            problem(
+                "dp_replicate_size without dp_shard_size is DDP, outside of this config", fix="dp_shard_size=2, say"
+            )
+        )
+
+    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for part in (tensor, sharded):
+            own = own if part is None else part.apply(own, device_mesh)
+        return own
+
+    notes = (f"fully_shard wraps {listed(blocks)} and the root",) if sharded else ()
+    return ForeignPlan("accelerate ParallelismConfig", mesh, apply, tensor.unused if tensor else (), notes)
+
+
+def _repeated(module: nn.Module) -> list[str]:
+    """The blocks that accelerate's transformer policy wraps: classes that must not be split, or lists of modules."""
+    classes = set(getattr(module, "_no_split_modules", None) or ())
+    found = {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, part in module.named_modules() if type(part).__name__ in classes}
+    lists = (n for n, part in module.named_modules() if isinstance(part, nn.ModuleList))
+    return sorted(found) or [f"{name}.*" for name in lists]
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def _matching(module: nn.Module, pattern: str) -> list[str]:
+    return [name for name, _ in module.named_modules() if name == pattern or (name and fnmatchcase(name, pattern))]
+
+
+def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> ForeignPlan:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    unused = [path for path in plan if not _matching(module, path)]
+    if len(unused) == len(plan):
+        raise _nothing(unused, "plan", module)
+
+    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        import copy
+
+        used = {path: copy.copy(style) for path, style in plan.items() if path not in unused}
+        return parallelize_module(own, _axis(device_mesh, data=False), used)
+
+    return ForeignPlan("parallelize_module plan", mesh, apply, tuple(unused))
+
+
+def _of_fsdp(module: nn.Module, settings: Mapping[str, Any], mesh: Mesh) -> ForeignPlan:
+    from torch.distributed.fsdp import fully_shard
+
+    options = {key: value for key, value in settings.items() if key != "fully_shard"}
+    notes = []
+    if options.pop("mp_policy", None) is not None:
+        notes.append("compared in float64: mp_policy is left out")
+    unknown = options.keys() - {"reshard_after_forward", "offload_policy", "shard_placement_fn", "ignored_params"}
+    if unknown:
+        raise ShardwiseError(problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="see its signature"))
+    wanted = settings["fully_shard"]
+    paths = [wanted] if isinstance(wanted, str) else list(wanted)
+    unused = [path for path in paths if path and not _matching(module, path)]
+    if paths and len(unused) == len(paths):
+        raise _nothing(unused, "list of fully_shard", module)
+    names = {name for path in paths if path for name in _matching(module, path)}
+
+    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        data = _axis(device_mesh, data=True)
+        parts = dict(own.named_modules())
+        for name in sorted(names, key=lambda name: -name.count(".")):
+            fully_shard(parts[name], mesh=data, **options)
+        fully_shard(own, mesh=data, **options)
+        return own
+
+    return ForeignPlan("FSDP2 settings", mesh, apply, tuple(unused), tuple(notes))

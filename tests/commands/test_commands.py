@@ -1,0 +1,186 @@
+"""The subcommands about plans: what they print, their exit codes, and a user's own errors shown as his."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise import cli
+from shardwise.commands.progress import doing
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+
+def build():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return net, (torch.randn(8, 8), torch.randint(4, (8,))), F.cross_entropy
+
+
+tp = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+wrong = {"0": ColwiseParallel()}
+
+
+def broken():
+    return widths(3)
+
+
+def widths(count):
+    raise KeyError("no width for " + str(count))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    return cli.main(arguments)
+
+
+def test_a_plan_with_settings_is_saved_explained_compared_and_proven(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--cluster", "2", "--global-batch", "8", "--micro-batch", "4", "--zero", "2", "--optimizer", "sgd"]
+    assert run("plan", "net.py:build", *settings, "-o", "plan.json") == 0
+    plan = sw.Plan.load("plan.json")
+    assert (plan.micro_batches, plan.optimizer) == (2, "sgd")
+    by_hand = ["--cluster", "2", "--mesh", "tp=2", "--strategy", "0=n@tp", "--precision", "compute=bf16,parameter=f32"]
+    assert run("plan", "net.py:build", *by_hand, "-o", "other.json") == 0
+    other = sw.Plan.load("other.json")
+    assert other.strategies["0/linear"] == "n@tp"
+    assert str(other.precision.compute) == "torch.bfloat16"
+    capsys.readouterr()
+    assert run("explain", "0/linear", "other.json") == 0
+    assert "n@tp" in capsys.readouterr().out
+    assert run("explain", "0.weight", "other.json") == 0
+    assert "[16@tp, 8]" in capsys.readouterr().out
+    assert run("explain", "nothing", "other.json") == 2
+    assert "the plan has no 'nothing'" in capsys.readouterr().err
+    assert run("verify", "net.py:build", "plan.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_a_trace_is_the_simulated_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["net.py:build", "--cluster", "h100-1x2", "--mesh", "dp=2"]
+    assert run("trace", *arguments, "-o", "step.json") == 0
+    assert run("plan", *arguments, "-o", "plan.json") == 0
+    prediction = sw.Plan.load("plan.json").prediction
+    assert prediction is not None
+    events = [e for e in json.loads((folder / "step.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    last = max(e["ts"] + e["dur"] for e in events)
+    assert last / 1e6 == pytest.approx(prediction.simulated_seconds, rel=1e-9)
+    rows = {e["tid"] for e in events}
+    for row in rows:  # one after the other on every stream
+        own = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == row)
+        assert all(a + b <= c + 1e-6 for (a, b), (c, _) in pairwise(own))
+    assert {e["args"]["part"] for e in events} == {"forward", "backward", "update"}
+    with pytest.raises(sw.PlanError, match="a plan file has no search in it"):
+        sw.Plan.load("plan.json").trace("step.json")
+
+
+def test_diff_has_an_exit_code_for_growth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for optimizer in ("sgd", "adamw"):
+        assert (
+            run("plan", "net.py:build", "--cluster", "h100-1x2", "--optimizer", optimizer, "-o", f"{optimizer}.json")
+            == 0
+        )
+    capsys.readouterr()
+    assert run("diff", "sgd.json", "adamw.json") == 0
+    assert "predicted memory: +" in capsys.readouterr().out
+    assert run("diff", "sgd.json", "adamw.json", "--max-growth", "1", "--json") == 1
+    data = json.loads(capsys.readouterr().out)
+    small, large = (sw.Plan.load(f"{name}.json").prediction for name in ("sgd", "adamw"))
+    assert small is not None
+    assert large is not None
+    assert data["growth"]["memory"] == pytest.approx(large.memory_bytes / small.memory_bytes - 1)
+    assert run("diff", "adamw.json", "sgd.json", "--max-growth", "1") == 0
+    assert run("plan", "net.py:build", "--cluster", "2", "--mode", "data_parallel", "-o", "unpriced.json") == 0
+    assert run("diff", "adamw.json", "unpriced.json", "--max-growth", "1") == 2
+    assert "has no prediction" in capsys.readouterr().err
+
+
+def test_check_says_equal_or_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--devices", "2", "--no-price", "--json"]
+    assert run("check", "net.py:build", "--plan", "net.py:tp", *few) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "equal"
+    assert run("check", "net.py:build", "--plan", "net.py:wrong", *few) == 1
+    assert json.loads(capsys.readouterr().out)["first_wrong"]["what"] == "2/linear"
+    (folder / "styles.json").write_text("{]")
+    assert run("check", "net.py:build", "--plan", "styles.json", *few) == 2
+    assert "cannot read styles.json" in capsys.readouterr().err
+
+
+def test_fits_of_a_configuration_on_disk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps({**config, **heads}))
+    arguments = [
+        "--cluster",
+        "h100-1x2",
+        "--batch",
+        "4",
+        "--sequence",
+        "8",
+        "--mesh",
+        "tp=2",
+        "--seconds",
+        "0",
+        "--json",
+    ]
+    assert run("fits", "config.json", *arguments) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"] is True
+    assert data["tokens_per_second"] == pytest.approx(32 / data["step_seconds"])
+    assert sum(data["peak_parts"].values()) == data["peak_bytes"]
+    assert run("fits", "meta-llama/Llama-3.1-8B", "--cluster", "2") == 2
+    assert "nothing is downloaded" in capsys.readouterr().err
+
+
+def test_fits_has_an_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fits", "net.py:build", "--cluster", "2", "--memory", "1 KiB", "--seconds", "0", "--json") == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"] is False
+    assert "no plan fits" in data["refused"]
+
+
+def test_an_error_of_the_users_own_function_is_shown_from_his_line_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", "net.py:broken", "--cluster", "2") == 1
+    shown = capsys.readouterr().err
+    assert "in broken" in shown
+    assert "KeyError: 'no width for 3'" in shown
+    assert "shardwise/commands" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--strategy", "0"], "has no ="),
+        (["--precision", "compute=int8"], "is not understood"),
+        (["--memory", "much"], "--memory"),
+    ],
+)
+def test_settings_that_cannot_be_read_say_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert run("plan", "net.py:build", "--cluster", "2", *arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_progress_is_quiet_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with doing("something long"):
+        pass
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,182 @@
+"""Every tensor-parallel plan that ships with the installed transformers, checked on small configurations.
+
+``make checked-plans``, or ``python -m foreign.shipped --write`` in tests/: each causal model (or masked, or pair of
+texts) whose class ships a tp plan, on 2 ranks and, where its heads divide, on 4. The page ``docs/checked-plans.md`` is
+written from what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+import shardwise as sw
+from models.breadth import ARCHITECTURES, FIELDS, OMITTED, _small_fields
+from models.tiny_models import VOCABULARY
+
+PAGE = Path(__file__).parents[2] / "docs/checked-plans.md"
+LIMIT_SECONDS = 90
+RANKS = (2, 4)
+
+# What SMALL makes inconsistent, for architectures that the breadth sweep does not have.
+EXTRA: dict[str, dict[str, Any]] = {"dots1": {"n_shared_experts": 1}, "lfm2_moe": {"full_attn_idxs": [1]}}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``verdict``: of ``sw.check``, or "not built" where no small configuration was found; ``said``: what it prints."""
+
+    name: str
+    ranks: int
+    verdict: str
+    said: str
+
+
+def architectures() -> list[str]:
+    """Types of models with a causal head and a tp plan, of the configuration or of the class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    found = []
+    for name in sorted(CAUSAL):
+        try:
+            config = tf.AutoConfig.for_model(name)
+        except Exception:  # it needs what is not installed
+            continue
+        if getattr(config, "base_model_tp_plan", None):
+            found.append(name)
+    return found
+
+
+def built(name: str) -> Any:
+    """A small model with random values."""
+    default = tf.AutoConfig.for_model(name)
+    fields = _small_fields(default) | {"num_attention_heads": 4, "num_key_value_heads": 4}
+    given = {
+        **FIELDS.get(name, {}),
+        **EXTRA.get(name, {}),
+        **(ARCHITECTURES[name].fields if name in ARCHITECTURES else {}),
+    }
+    for key, value in given.items():
+        if "." not in key:
+            fields[key] = value
+    config = type(default)(**{key: value for key, value in fields.items() if value is not OMITTED})
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in tf.AutoModelForCausalLM.from_config(config).parameters())
+    if size > 3_000_000:
+        raise ValueError(f"{size:,} parameters are not small")
+    return tf.AutoModelForCausalLM.from_config(config)
+
+
+def checked(name: str, ranks: int) -> Outcome:
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LIMIT_SECONDS)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            try:
+                model = built(name)
+            except Exception as error:
+                return Outcome(name, ranks, "not built", f"{type(error).__name__}: {str(error)[:120]}")
+            ids = torch.randint(3, VOCABULARY, (4, 8))
+            batch = {"input_ids": ids, "labels": ids}
+            try:
+                found = sw.check(model, batch, "auto", ranks, beside=False)
+            except Exception as error:
+                return Outcome(name, ranks, "not run", f"{type(error).__name__}: {str(error)[:200]}")
+            return Outcome(name, ranks, found.verdict, str(found))
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"more than {LIMIT_SECONDS} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", action="store_true", help="write docs/checked-plans.md")
+    options = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    outcomes = []
+    for name in options.names or architectures():
+        for ranks in RANKS:
+            outcome = checked(name, ranks)
+            outcomes.append(outcome)
+            print(f"{name} on {ranks}: {outcome.said}", flush=True)
+    if options.write:
+        PAGE.write_text(page(outcomes), encoding="utf-8")
+    counts = {v: sum(o.verdict == v for o in outcomes) for v in ("equal", "wrong", "not run", "not built")}
+    print(counts, file=sys.stderr)
+
+
+HEAD = """# Checked plans
+
+Which tensor-parallel plans that ship with transformers {version} compute what one device computes. Written by
+`make checked-plans`; every line can be had again:
+
+```text
+model = transformers.AutoModelForCausalLM.from_config(small_config)
+print(sw.check(model, {{"input_ids": ids, "labels": ids}}, "auto", 2))
+```
+
+transformers' own code applies its plan on virtual ranks, in float64; loss, outputs, every gradient, buffers and
+parameters after two steps are compared ([how](decisions/0025-plans-of-other-tools-run-their-own-code.md)).
+Configurations are small (two layers, width 32, four heads of keys as of queries); dropout is off. A verdict is about
+training: inference takes other paths in these layers.
+Where a plan stops at a size that does not divide, other sizes may do.
+
+{counts}
+"""
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """The whole page: counts, what is wrong with its first wrong operator, and the names of the rest."""
+    names = {v: sorted({o.name for o in outcomes if o.verdict == v}) for v in ("wrong", "not run", "not built")}
+    bad = {name for group in names.values() for name in group}
+    equal = sorted({o.name for o in outcomes} - bad)
+    rows = [f"| {v} | {sum(o.verdict == v for o in outcomes)} |" for v in ("equal", "wrong", "not run", "not built")]
+    lines = [
+        HEAD.format(
+            version=tf.__version__, counts="\n".join(["| verdict | checks (2 and 4 ranks) |", "|---|---|", *rows])
+        )
+    ]
+    titles = {
+        "wrong": "## Wrong",
+        "not run": "## Not run: nothing is claimed",
+        "not built": "## No small configuration was found",
+    }
+    for verdict, title in titles.items():
+        lines.append(title + "\n")
+        for name in names[verdict]:
+            said = {o.ranks: o.said for o in outcomes if o.name == name and o.verdict == verdict}
+            ranks, text = next(iter(said.items()))
+            on = " and ".join(map(str, said))
+            shown = text if verdict == "wrong" else text.split("\n")[0]
+            shown = "\n".join(line for line in shown.split("\n") if "rules that name nothing" not in line)
+            lines.append(f"`{name}` on {on} ranks (shown: {ranks}):\n\n```text\n{shown}\n```\n")
+    lines.append("## Equal\n\n" + ", ".join(f"`{name}`" for name in equal) + "\n")
+    unused = {o.name: rules.group(1) for o in outcomes if (rules := re.search("rules that name nothing: (.*)", o.said))}
+    lines.append(
+        "## Rules that name nothing\n\nIn the configuration that was checked; another one may have these modules.\n"
+    )
+    lines += [f"* `{name}`: {', '.join(f'`{rule}`' for rule in rules.split(', '))}" for name, rules in unused.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
