@@ -150,10 +150,12 @@ def test_a_plan_says_what_it_makes_again_and_reads_it_back() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(sw.ShardwiseError, match="unknown way to recompute 'all'"):
-        sw.recompute(nn.Linear(2, 2), "all")  # type: ignore[arg-type]
-    with pytest.raises(sw.ShardwiseError, match="takes a module, not function"):
-        sw.recompute(lambda x: x)  # type: ignore[type-var]
+    with pytest.raises(sw.ShardwiseError, match="unknown way to recompute 'every'"):
+        sw.recompute(nn.Linear(2, 2), "every")  # type: ignore[arg-type]
+    with pytest.raises(sw.ShardwiseError, match="takes a module, not int"):
+        sw.recompute(7)  # type: ignore[type-var]
+    with pytest.raises(sw.ShardwiseError, match="unknown messages 'some'"):
+        sw.recompute(nn.Linear(2, 2), messages="some")  # type: ignore[arg-type]
     with pytest.raises(sw.ShardwiseError, match="unknown way to recompute 'some'"):
         planned(Net(), recompute="some")
     with pytest.raises(sw.ShardwiseError, match="no repeated blocks"):

@@ -48,4 +48,7 @@ PATHS = {
 def install() -> None:
     """Let these paths be imported."""
     for path, own in PATHS.items():
-        sys.modules.setdefault(f"{HERE}.{path}", import_module(f"{HERE}.{own}"))
+        module = import_module(f"{HERE}.{own}")
+        sys.modules.setdefault(f"{HERE}.{path}", module)
+        parent, _, leaf = path.rpartition(".")
+        vars(sys.modules[f"{HERE}.{parent}"]).setdefault(leaf, module)  # import parent.leaf as name

@@ -379,6 +379,11 @@ def _parameter_plans(cell: nn.Module) -> dict[str, Any]:
     return found
 
 
+def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
+    """The plan of a cell for whole batches, by the context; no ranks are needed."""
+    return _plan(cell, _whole_copy(cell), args, kwargs, {}, context.options())
+
+
 def _has_strategies(model: nn.Module) -> bool:
     """Whether a primitive, or a function or cell that ``ms.shard`` was given, has a strategy."""
     objects = (candidate for module in model.modules() for candidate in (module, *vars(module).values()))

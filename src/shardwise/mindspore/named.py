@@ -6,6 +6,7 @@ An entry of a table is a function whose positional arguments are tensors and who
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -63,6 +64,12 @@ def translated(name: str, function: Function) -> Function:
     return call
 
 
+def _is_import(frame: Any) -> bool:
+    """Whether code runs ``from module import name``."""
+    at, code = frame.f_lasti, frame.f_code
+    return code.co_name == "_handle_fromlist" or (at >= 0 and dis.opname[code.co_code[at]] == "IMPORT_FROM")
+
+
 def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:
     """``__getattr__`` of a module: an error that says the nearest name that exists. ``elsewhere``: what stands for some
     names that do not."""
@@ -76,7 +83,7 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "see")
         fix = f"{instead} (docs/from-mindspore.md lists what exists)"
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
-        if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # "from module import name" would swallow the text
+        if _is_import(sys._getframe(1)) or _is_import(sys._getframe(2)):  # which would swallow the text
             raise ImportError(text)
         raise AttributeError(text)
 

@@ -95,16 +95,18 @@ class Parameter(nn.Parameter):
         return parameter
 
     param_name: str | None
+    path: str | None = None  # in the cell whose parameters were asked for
     layerwise_parallel: bool
     parallel_optimizer: bool
 
     @property
     def name(self) -> str:
-        return self.param_name or ""
+        """The one in checkpoints."""
+        return self.path or self.param_name or ""
 
     @name.setter
     def name(self, value: str) -> None:
-        self.param_name = value
+        self.param_name, self.path = value, None
 
     def init_data(self, *settings: Any, **named: Any) -> Parameter:
         """The parameter, which has its values already."""

@@ -101,13 +101,17 @@ class Cell(nn.Module):
     # Parameters under the reference's names.
 
     def get_parameters(self, expand: bool = True) -> Iterator[nn.Parameter]:
-        return self.parameters(recurse=expand)
+        """All parameters, which know their names in this cell from then on."""
+        for name, parameter in checkpoint_names(self, expand).items():
+            if isinstance(parameter, Parameter) and len(name) > len(parameter.name):
+                parameter.path = name
+            yield parameter
 
     def trainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
-        return [parameter for parameter in self.parameters(recurse) if parameter.requires_grad]
+        return [parameter for parameter in self.get_parameters(recurse) if parameter.requires_grad]
 
     def untrainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
-        return [parameter for parameter in self.parameters(recurse) if not parameter.requires_grad]
+        return [parameter for parameter in self.get_parameters(recurse) if not parameter.requires_grad]
 
     def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
         """Name in checkpoints -> parameter."""
@@ -308,13 +312,13 @@ class GraphCell(Cell):
 
     def __init__(self, graph: Any, params_init: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__()
-        self.graph = graph
+        self._graph = (graph,)  # which can not be set to train
         with torch.no_grad():
             for name, value in (params_init or {}).items():
-                self.graph.get_parameter(name).copy_(value)
+                graph.get_parameter(name).copy_(value)
 
     def construct(self, *inputs: Any) -> Any:
-        return self.graph(*inputs)
+        return self._graph[0](*inputs)
 
 
 def _without_wrappers(module: nn.Module, path: str) -> str:

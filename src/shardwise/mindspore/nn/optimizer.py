@@ -206,7 +206,7 @@ def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any
     kept = [
         parameter
         for parameter in parameters
-        if any(word in getattr(parameter, "name", "") for word in ("beta", "gamma"))
+        if any(word in (getattr(parameter, "name", None) or "") for word in ("beta", "gamma"))
     ]
     return [
         ([parameter for parameter in parameters if not any(parameter is other for other in kept)], weight_decay),

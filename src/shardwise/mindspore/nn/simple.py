@@ -179,7 +179,7 @@ LOSSES: dict[str, Function] = {
     "HingeEmbeddingLoss": lambda logits, labels, *, margin=1.0, reduction="mean": F.hinge_embedding_loss(
         logits, labels, margin, reduction=reduction),
     "HuberLoss": lambda logits, labels, *, reduction="mean", delta=1.0: F.huber_loss(logits, labels, reduction, delta),
-    "KLDivLoss": lambda logits, labels, *, reduction="mean": F.kl_div(logits, labels, reduction=reduction),
+    "KLDivLoss": lambda logits, labels, *, reduction="mean": FUNCTIONS["kl_div"](logits, labels, reduction),
     "MarginRankingLoss": lambda input1, input2, target, *, margin=0.0, reduction="mean": F.margin_ranking_loss(
         input1, input2, target, margin, reduction=reduction),
     "MultiLabelSoftMarginLoss": lambda x, target, *, weight=None, reduction="mean": F.multilabel_soft_margin_loss(

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise.mindspore.common.seed import generator
 from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.tensor import Parameter
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
@@ -21,7 +22,12 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Modu
     seed = int(torch.randint(2**31, (), generator=generator()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return make(*args, **kwargs)
+        module = make(*args, **kwargs)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if not isinstance(parameter, Parameter):
+                setattr(part, name, Parameter(parameter, name, parameter.requires_grad))
+    return module
 
 
 class Wrapped(Cell):

@@ -68,7 +68,7 @@ def _squeezed(x: Tensor, axis: Any) -> Tensor:
 def _parts(x: Tensor, sizes: Any, axis: int, output_num: int | None) -> tuple[Tensor, ...]:
     """Parts of so many elements, of several sizes, or (the older form) so many parts."""
     if output_num is not None or sizes == 0:
-        along, count = (sizes or 0, output_num) if output_num is not None else (0, axis)
+        along, count = (axis, output_num) if output_num is not None else (0, axis)
         if count is None or x.shape[along] % count:
             raise ValueError(problem(f"{x.shape[along]} elements in {count} parts", fix="a number that divides them"))
         return x.tensor_split(count, along)
@@ -120,6 +120,14 @@ def _clipped_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonf
         raise RuntimeError(problem(f"the norm is {float(norm)}", fix="error_if_nonfinite=False"))
     scaled = [t * (max_norm / (norm + 1e-6)).clamp(max=1.0) for t in listed]
     return scaled[0] if isinstance(x, Tensor) else type(x)(scaled)
+
+
+def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Of Kullback and Leibler, from logarithms; torch's "mean" will change its meaning."""
+    each = F.kl_div(logits, labels, reduction="none")
+    if reduction == "none":
+        return each
+    return each.sum() / {"sum": 1, "mean": each.numel(), "batchmean": each.shape[0]}[reduction]
 
 
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -498,7 +506,7 @@ FUNCTIONS: dict[str, Function] = {
     "hinge_embedding_loss": lambda inputs, targets, margin=1.0, reduction="mean": F.hinge_embedding_loss(
         inputs, targets, margin, reduction=reduction),
     "huber_loss": lambda input, target, reduction="mean", delta=1.0: F.huber_loss(input, target, reduction, delta),
-    "kl_div": lambda logits, labels, reduction="mean": F.kl_div(logits, labels, reduction=reduction),
+    "kl_div": lambda logits, labels, reduction="mean": _divergence(logits, labels, reduction),
     "l1_loss": lambda input, target, reduction="mean": F.l1_loss(input, target, reduction=reduction),
     "margin_ranking_loss": lambda input1, input2, target, margin=0.0, reduction="mean": F.margin_ranking_loss(
         input1, input2, target, margin, reduction=reduction),

@@ -105,7 +105,7 @@ SIMPLE: dict[str, Function] = {
     "ResizeNearestNeighbor": lambda x, *, size, align_corners=False: F.interpolate(x, tuple(size)),
     "RmsNorm": lambda x, gamma, *, epsilon=1e-6: FUNCTIONS["rms_norm"](x, gamma, epsilon),
     # -- losses
-    "KLDivLoss": lambda logits, labels, *, reduction="mean": F.kl_div(logits, labels, reduction=reduction),
+    "KLDivLoss": lambda logits, labels, *, reduction="mean": FUNCTIONS["kl_div"](logits, labels, reduction),
     "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
         F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
     "SmoothL1Loss": lambda prediction, target, *, beta=1.0, reduction="none": F.smooth_l1_loss(
