@@ -44,7 +44,8 @@ CALLS: list[tuple[Any, Any]] = [
     (ops.sum(X, dim=1, keepdim=True), X.sum(1, True)), (ops.reduce_sum(X, axis=1, keep_dims=True), X.sum(1, True)),
     (ops.mean(x=X, axis=(0, 1)), X.mean()), (ops.mean(input=X, dim=0, keepdims=True), X.mean(0, True)),
     (ops.split(X, 2, axis=1), X.split(2, 1)), (ops.split(X, axis=1, output_num=3), X.split(2, 1)),
-    (ops.topk(X, k=2, dim=0), tuple(X.topk(2, 0))), (ops.gather_elements(X, 1, IDS[:, None]), X.gather(1, IDS[:, None])),
+    (ops.topk(X, k=2, dim=0), tuple(X.topk(2, 0))),
+    (ops.gather_elements(X, 1, IDS[:, None]), X.gather(1, IDS[:, None])),
     (ops.one_hot(IDS, 6, 1.0, 0.0), torch.eye(6)[IDS]), (ops.clip_by_norm(X, 1.0), X / (X.norm() + 1e-6)),
     (ops.rms_norm(X, Y[0])[0], X * (X.square().mean(-1, True) + 1e-6).rsqrt() * Y[0]),
     (ops.scatter_nd(IDS[:, None], X[:, 0], (6,)), torch.zeros(6).double().index_add(0, IDS, X[:, 0])),
@@ -55,7 +56,8 @@ CALLS: list[tuple[Any, Any]] = [
     (ops.conv2d(IMAGE, r(3, 4, 3, 3), pad_mode="same"), F.conv2d(IMAGE, r(3, 4, 3, 3), padding=1)),
     (ops.l2_normalize(X), F.normalize(X)), (ops.tensor_dot(X, Y, ((0, 1), (0, 1))), (X * Y).sum()),
     (ops.batch_dot(X, Y), (X * Y).sum(1)), (ops.logsumexp(X, 1), X.exp().sum(1).log()),
-    (ops.full((2, 3), 1.5), torch.full((2, 3), 1.5)), (ops.norm(X), X.norm()), (ops.isclose(X, X), torch.ones(4, 6) > 0),
+    (ops.full((2, 3), 1.5), torch.full((2, 3), 1.5)), (ops.norm(X), X.norm()),
+    (ops.isclose(X, X), torch.ones(4, 6) > 0),
     (ops.stack((X, Y), axis=-1), torch.stack((X, Y), -1)), (ops.cumsum(x=X, axis=1), X.cumsum(1)),
     (ops.expand_dims(X, 0), X[None]), (ops.transpose(CUBE, (2, 0, 1)), CUBE.permute(2, 0, 1)),
     (ops.clamp(X, min=0), X.clamp(min=0)), (ops.size(X), 24), (ops.shape(X), (4, 6)), (ops.unstack(X), X.unbind(0)),
@@ -74,7 +76,8 @@ CALLS: list[tuple[Any, Any]] = [
     (nn.SiLU()(X), F.silu(X)), (nn.GLU(0)(X), F.glu(X, 0)), (nn.Hardtanh(-0.5, 0.5)(X), X.clamp(-0.5, 0.5)),
     (nn.AdaptiveAvgPool2d(3)(IMAGE), IMAGE.reshape(2, 4, 3, 2, 3, 2).mean((3, 5))),
     (nn.MaxPool1d(3, 2, "same")(CUBE), F.max_pool1d(F.pad(CUBE, (0, 1), value=-1e9), 3, 2)),
-    (nn.AvgPool1d(2, 2)(CUBE), CUBE.reshape(2, 4, 3, 2).mean(-1)), (nn.Pad(((1, 1), (0, 2)))(X), F.pad(X, (0, 2, 1, 1))),
+    (nn.AvgPool1d(2, 2)(CUBE), CUBE.reshape(2, 4, 3, 2).mean(-1)),
+    (nn.Pad(((1, 1), (0, 2)))(X), F.pad(X, (0, 2, 1, 1))),
     (nn.MaxPool2d(3, 2, "pad", 1)(IMAGE), F.max_pool2d(IMAGE, 3, 2, 1)), (nn.ClipByNorm()(X, 1.0), X / X.norm()),
     (nn.PixelShuffle(2)(IMAGE), F.pixel_shuffle(IMAGE, 2)), (nn.Norm(1)(X), X.norm(dim=1)), (nn.Tril()(X), X.tril()),
     (nn.Moments(axis=0)(X), (X.mean(0), X.var(0, correction=0))), (nn.ZeroPad2d(1)(IMAGE), F.pad(IMAGE, (1,) * 4)),
@@ -115,7 +118,8 @@ def test_every_function_and_simple_name_can_be_called_and_described() -> None:
 def test_absent_names_say_the_nearest_one() -> None:
     for path, name, nearest in (
         ("ops", "Mattmul", "MatMul"), ("ops", "reduce_summ", "reduce_sum"), ("nn", "Dence", "Dense"),
-        ("nn", "SoftmaxCrossEntropy", "SoftmaxCrossEntropyWithLogits"), ("dataset", "TFRecordDataset", "GeneratorDataset"),
+        ("nn", "SoftmaxCrossEntropy", "SoftmaxCrossEntropyWithLogits"),
+        ("dataset", "TFRecordDataset", "GeneratorDataset"),
         ("dataset.vision", "RandomCropp", "RandomCrop"), ("train", "SummaryCollector", "LossMonitor"),
         ("ops.operations", "Sigmoidd", "Sigmoid"), ("numpy", "aranje", "arange"), ("", "set_contxt", "set_context"),
         ("", "transform_checkpoints", "load_distributed_checkpoint"),
@@ -133,6 +137,7 @@ def test_long_paths_of_imports_lead_here() -> None:
         module = importlib.import_module(f"shardwise.mindspore.{path}")
         assert module is importlib.import_module(f"shardwise.mindspore.{own}")
     from shardwise.mindspore.nn.optim.momentum import Momentum
+
     from shardwise.mindspore.ops import functional as Fn
     from shardwise.mindspore.train.callback import EarlyStopping
 

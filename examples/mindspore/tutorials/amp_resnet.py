@@ -1,12 +1,12 @@
-"""A residual network on CIFAR-10's files with augmentations, amp_level O2 and a learning rate per step; and an LSTM that
+"""A residual network on CIFAR-10's files with augmentations, amp_level O2 and a rate per step; and an LSTM that
 classifies sentences (rows B16, B17, D9)."""
 
 import numpy as np
+import shardwise.mindspore.dataset.transforms.c_transforms as C2
+import shardwise.mindspore.dataset.vision.c_transforms as C
 
 import shardwise.mindspore as ms
 import shardwise.mindspore.dataset as ds
-import shardwise.mindspore.dataset.transforms.c_transforms as C2
-import shardwise.mindspore.dataset.vision.c_transforms as C
 from shardwise.mindspore import nn, ops
 from shardwise.mindspore.train.callback import Callback, LearningRateScheduler, TimeMonitor
 

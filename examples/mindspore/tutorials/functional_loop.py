@@ -74,7 +74,8 @@ def main(folder, steps=4):
     ms.save_checkpoint(net, f"{folder}/{rank}/wide_deep.ckpt", append_dict={"epoch": 1})
     fresh = WideDeep()
     missing, unused = ms.load_param_into_net(fresh, ms.load_checkpoint(f"{folder}/{rank}/wide_deep.ckpt"))
-    assert not missing and not unused
+    assert not missing
+    assert not unused
     roc = nn.ROC(pos_label=1)
     ids, label = next(batches(1, 0, 1))
     score = ops.sigmoid(fresh.set_train(False)(ids))

@@ -1,5 +1,5 @@
-"""GPT's training with strategies, the parallel optimizer, recomputation and mixed precision of one's choice (rows B9, B27,
-C6): semi-automatic on several ranks, the same program on one."""
+"""GPT with strategies, the parallel optimizer and recomputation (rows B9, B27, C6): semi-automatic on several
+ranks, the same program on one."""
 
 import numpy as np
 

@@ -31,18 +31,17 @@ from shardwise.graph.trees import leaf_name
 from shardwise.graph.widen import in_reference_mode
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.text import format_layout, parse_layout
+from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, strict
-from shardwise.mindspore.checks import closest
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.options import Options
+from shardwise.mindspore.storage import copied_axes, parameter_plans, shard_axes
 from shardwise.mindspore.tensor import Tensor, plain
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.shards import shard
 
 STRATEGIES = "_shardwise_strategies"  # the attribute of what ms.shard was given
-PARAMETERS = "_shardwise_parameter_plan"  # and of what it says of parameters
 PRICED = ("dynamic_programming", "recursive_programming")
 _INSIDE: ContextVar[bool] = ContextVar("shardwise_inside_cell", default=False)
 
@@ -329,54 +328,15 @@ def _plan(
     if priced and memory is not None:
         settings["memory_bytes"] = memory
     layouts: dict[str, Any] = {name: format_layout(entry.layout) for name, entry in kept.items()}
-    layouts |= {name: own for name, own in _parameter_plans(cell).items() if name not in layouts}
+    layouts |= {name: own for name, own in parameter_plans(cell).items() if name not in layouts}
     settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
     made = partial(sw.plan, model, args, options.devices, kwargs=kwargs or None, **settings)
     if not options.enable_parallel_optimizer or kept:
         return made()
     zero = options.zero(max((p.element_size() for p in model.parameters()), default=1))
     if options.weight_shards > 0:
-        zero = replace(zero, over=_shard_axes(made(), options.weight_shards))
+        zero = replace(zero, over=shard_axes(made(), options.weight_shards))
     return made(zero=zero)
-
-
-def _shard_axes(plan: sw.Plan, ranks: int) -> tuple[str, ...]:
-    """The axes of the nearest ``ranks`` copies of parameters. Raises ValueError where there are not so many."""
-    copied = _copied(plan)
-    axes = [axis for axis in plan.mesh.sub_axes if any(axis in own for own in copied.values())]
-    most, taken = plan.mesh.size_of(axes), list[str]()
-    while axes and plan.mesh.size_of(taken) < ranks:
-        taken.insert(0, axes.pop())
-    if plan.mesh.size_of(taken) != ranks:
-        what = f"optimizer_weight_shard_size is {ranks}, and parameters have at most {most} copies"
-        raise ValueError(problem(what, fix=f"a power of two that divides {most}; -1: all of them"))
-    return tuple(taken)
-
-
-def _copied(plan: sw.Plan) -> dict[str, frozenset[str]]:
-    """Parameter -> the axes along which the ranks that use it have equal copies."""
-    stored, found = plan.layouts, dict[str, frozenset[str]]()
-    for entry in plan.conversions:
-        if entry.value in stored:
-            states = parse_layout(entry.target, plan.mesh).state_of
-            replicated = {axis for axis, state in states.items() if state == "R"}
-            found[entry.value] = found.get(entry.value, frozenset()) | replicated
-    return found
-
-
-def _parameter_plans(cell: nn.Module) -> dict[str, Any]:
-    """The split counts that ``ms.shard(parameter_plan=)`` gave to parameters. Raises ValueError for unknown ones."""
-    named, found = dict(cell.named_parameters()), dict[str, Any]()
-    for module in cell.modules():
-        for candidate in (module, *vars(module).values()):
-            own = getattr(candidate, "__dict__", {}).get(PARAMETERS) or {}
-            for key, counts in own.items():
-                path = key.removeprefix("self.")
-                names = [n for n, p in named.items() if f".{n}".endswith(f".{path}") or getattr(p, "name", "") == path]
-                if not names:
-                    raise ValueError(problem(f"parameter_plan names {key!r}", fix=closest(path, named)))
-                found |= dict.fromkeys(names, counts)
-    return found
 
 
 def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
@@ -426,7 +386,7 @@ def _whole_copy(cell: nn.Module) -> nn.Module:
 def _install(par: sw.Parallel, cell: nn.Module) -> None:
     """Let the cell's own parameters and buffers be those of the program, holding this rank's shards of rank 0's
     values."""
-    coordinates, copied = par.plan.mesh.coordinates(dist.get_rank()), _copied(par.plan)
+    coordinates, copied = par.plan.mesh.coordinates(dist.get_rank()), copied_axes(par.plan)
     for tensors, at in ((cell.named_parameters(remove_duplicate=False), "_parameters"),
                         (cell.named_buffers(remove_duplicate=False), "_buffers")):  # fmt: skip
         for name, tensor in tensors:

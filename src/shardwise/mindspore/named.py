@@ -67,7 +67,7 @@ def translated(name: str, function: Function) -> Function:
 def _is_import(frame: Any) -> bool:
     """Whether code runs ``from module import name``."""
     at, code = frame.f_lasti, frame.f_code
-    return code.co_name == "_handle_fromlist" or (at >= 0 and dis.opname[code.co_code[at]] == "IMPORT_FROM")
+    return bool(code.co_name == "_handle_fromlist" or (at >= 0 and dis.opname[code.co_code[at]] == "IMPORT_FROM"))
 
 
 def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:

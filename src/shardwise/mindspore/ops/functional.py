@@ -14,6 +14,7 @@ from shardwise.mindspore import context, engine, strict
 from shardwise.mindspore.engine import STRATEGIES
 from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
+from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, plain
 
 
@@ -155,13 +156,13 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
     if isinstance(fn, nn.Module):
         fn.register_forward_pre_hook(lambda _, args: enter(args))
         fn.register_forward_hook(lambda _, args, result: leave(result))
-        vars(fn)[STRATEGIES], vars(fn)[engine.PARAMETERS] = (inputs, outputs), parameters
+        vars(fn)[STRATEGIES], vars(fn)[PARAMETERS] = (inputs, outputs), parameters
         return fn
 
     def sharded(*args: Any, **kwargs: Any) -> Any:
         return leave(fn(*enter(args), **kwargs))
 
-    vars(sharded)[STRATEGIES], vars(sharded)[engine.PARAMETERS] = (inputs, outputs), parameters
+    vars(sharded)[STRATEGIES], vars(sharded)[PARAMETERS] = (inputs, outputs), parameters
     return sharded
 
 

@@ -17,7 +17,6 @@ from shardwise.errors import problem
 from shardwise.mindspore import engine
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
-from shardwise.mindspore.ops.images import Conv2D
 from shardwise.mindspore.ops.indexing import (
     Gather,
     GatherNd,
@@ -26,7 +25,7 @@ from shardwise.mindspore.ops.indexing import (
     TensorScatterUpdate,
     UnsortedSegmentSum,
 )
-from shardwise.mindspore.ops.normalization import LayerNorm
+from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
 from shardwise.mindspore.ops.shape import Slice, StridedSlice, Tile
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number
@@ -41,10 +40,6 @@ def _dims(x: Any, axis: Any) -> tuple[int, ...]:
 
 def _type(dtype: Any) -> torch.dtype | None:
     return None if dtype is None else dtype_of(dtype)
-
-
-def _sizes(size: Any) -> tuple[int, ...]:
-    return (size,) if isinstance(size, int) else tuple(int(one) for one in size)
 
 
 def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[Tensor, Tensor]:
@@ -81,30 +76,15 @@ def _assigned(variable: Any, change: Any) -> Any:
     return variable
 
 
-def _padding(pad_mode: str, padding: Any) -> Any:
-    """The padding of a convolution in torch's words."""
-    if pad_mode == "pad":
-        sizes = _sizes(padding)
-        return sizes if len(sizes) in (1, 3) else (sizes[0], sizes[-1])
-    return pad_mode
-
-
-def _convolved(x: Any, weight: Any, bias: Any, stride: Any, mode: str, padding: Any, dilation: Any, groups: int) -> Any:
-    pad = padding if isinstance(padding, int) or len(padding) == 4 else (padding[0],) * 2 + (padding[1],) * 2
-    kernel = tuple(weight.shape[2:])
-    y = Conv2D(weight.shape[0], kernel, 1, mode, pad, stride, dilation, groups)(x, weight)
-    return y if bias is None else y + bias.reshape(-1, 1, 1)
-
-
 def _normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, seed: Any = None, dtype: Any = None) -> Any:
-    numbers = torch.randn(_sizes(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
+    numbers = torch.randn(sizes_of(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
     return numbers * stddev + mean
 
 
 def _uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, seed: Any = None, dtype: Any = None) -> Any:
     if _type(dtype) in (torch.int32, torch.int64):
-        return torch.randint(int(minval), int(maxval), _sizes(shape), generator=drawn(seed), dtype=_type(dtype))
-    numbers = torch.rand(_sizes(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
+        return torch.randint(int(minval), int(maxval), sizes_of(shape), generator=drawn(seed), dtype=_type(dtype))
+    numbers = torch.rand(sizes_of(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
     return numbers * (maxval - minval) + minval
 
 
@@ -120,23 +100,6 @@ def _clipped_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonf
         raise RuntimeError(problem(f"the norm is {float(norm)}", fix="error_if_nonfinite=False"))
     scaled = [t * (max_norm / (norm + 1e-6)).clamp(max=1.0) for t in listed]
     return scaled[0] if isinstance(x, Tensor) else type(x)(scaled)
-
-
-def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """Of Kullback and Leibler, from logarithms; torch's "mean" will change its meaning."""
-    each = F.kl_div(logits, labels, reduction="none")
-    if reduction == "none":
-        return each
-    return each.sum() / {"sum": 1, "mean": each.numel(), "batchmean": each.shape[0]}[reduction]
-
-
-def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    inverse = torch.rsqrt(torch.mean(torch.square(x), -1, keepdim=True) + epsilon)
-    return x * inverse * gamma, inverse
-
-
-def _as_int(x: Tensor) -> Tensor:
-    return x.to(torch.int64)
 
 
 def _binary(function: Any) -> Function:
@@ -374,7 +337,7 @@ FUNCTIONS: dict[str, Function] = {
     "var_mean": lambda input, axis=None, ddof=0, keepdims=False: torch.var_mean(
         input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
     # -- shapes
-    "broadcast_to": lambda input, shape: torch.broadcast_to(input, _sizes(shape)),
+    "broadcast_to": lambda input, shape: torch.broadcast_to(input, sizes_of(shape)),
     "cat": lambda tensors, axis=0: torch.cat(tuple(tensors), axis),
     "channel_shuffle": lambda x, groups: F.channel_shuffle(x, groups),
     "chunk": lambda input, chunks, axis=0: tuple(torch.chunk(input, chunks, axis)),
@@ -384,7 +347,7 @@ FUNCTIONS: dict[str, Function] = {
     "diff": lambda x, n=1, axis=-1: torch.diff(x, n, axis),
     "dsplit": lambda input, indices_or_sections: torch.dsplit(input, indices_or_sections),
     "dstack": lambda inputs: torch.dstack(tuple(inputs)),
-    "expand": lambda input_x, size: input_x.expand(_sizes(size)),
+    "expand": lambda input_x, size: input_x.expand(sizes_of(size)),
     "expand_dims": lambda input_x, axis: torch.unsqueeze(input_x, axis),
     "flatten": lambda input, order="C", *, start_dim=1, end_dim=-1: torch.flatten(input, start_dim, end_dim),
     "flip": lambda input, dims: torch.flip(input, _dims(input, dims)),
@@ -393,14 +356,14 @@ FUNCTIONS: dict[str, Function] = {
     "meshgrid": lambda *inputs, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
     "moveaxis": lambda x, source, destination: torch.movedim(x, source, destination),
     "narrow": lambda input, axis, start, length: torch.narrow(input, axis, start, length),
-    "pad": lambda input_x, padding, mode="constant", value=None: F.pad(input_x, _sizes(padding), mode, value),
+    "pad": lambda input_x, padding, mode="constant", value=None: F.pad(input_x, sizes_of(padding), mode, value),
     "permute": lambda input, axis: torch.permute(input, tuple(axis)),
     "pixel_shuffle": lambda input, upscale_factor: F.pixel_shuffle(input, upscale_factor),
     "pixel_unshuffle": lambda input, downscale_factor: F.pixel_unshuffle(input, downscale_factor),
     "ravel": lambda input: torch.ravel(input),
     "repeat_elements": lambda x, rep, axis=0: torch.repeat_interleave(x, rep, axis),
     "repeat_interleave": lambda input, repeats, axis=None: torch.repeat_interleave(input, repeats, axis),
-    "reshape": lambda input, shape: torch.reshape(input, _sizes(shape)),
+    "reshape": lambda input, shape: torch.reshape(input, sizes_of(shape)),
     "reverse": lambda x, axis: torch.flip(x, _dims(x, axis)),
     "roll": lambda input, shifts, dims=None: torch.roll(input, shifts, dims),
     "rot90": lambda input, k, dims: torch.rot90(input, k, dims),
@@ -428,111 +391,53 @@ FUNCTIONS: dict[str, Function] = {
         input, torch.as_tensor(boundaries), right=right),
     "gather": lambda input_params, input_indices, axis, batch_dims=0: Gather(batch_dims)(
         input_params, input_indices, axis),
-    "gather_elements": lambda input, dim, index: torch.gather(input, dim, _as_int(index)),
+    "gather_elements": lambda input, dim, index: torch.gather(input, dim, as_int(index)),
     "gather_nd": lambda input_x, indices: GatherNd()(input_x, indices),
     "index_add": lambda x, indices, y, axis: torch.index_add(x, axis, indices, y),
-    "index_fill": lambda x, axis, index, value: torch.index_fill(x, axis, _as_int(index), value),
+    "index_fill": lambda x, axis, index, value: torch.index_fill(x, axis, as_int(index), value),
     "index_select": lambda input, axis, index: torch.index_select(input, axis, index),
     "intopk": lambda x1, x2, k: (torch.topk(x1, k).indices == x2.unsqueeze(-1)).any(-1),
     "masked_select": lambda input, mask: torch.masked_select(input, mask),
     "one_hot": lambda indices, depth, on_value=1, off_value=0, axis=-1: OneHot(axis)(
         indices, depth, on_value, off_value),
-    "scatter": lambda input, axis, index, src: torch.scatter(input, axis, _as_int(index), src),
+    "scatter": lambda input, axis, index, src: torch.scatter(input, axis, as_int(index), src),
     "scatter_add": lambda input_x, indices, updates: _assigned(
-        input_x, lambda own: own.index_put((_as_int(indices),), updates, accumulate=True)),
+        input_x, lambda own: own.index_put((as_int(indices),), updates, accumulate=True)),
     "scatter_nd": lambda indices, updates, shape: TensorScatterAdd()(
-        torch.zeros(_sizes(shape), dtype=updates.dtype), _as_int(indices), updates),
+        torch.zeros(sizes_of(shape), dtype=updates.dtype), as_int(indices), updates),
     "scatter_update": lambda input_x, indices, updates: _assigned(
-        input_x, lambda own: own.index_put((_as_int(indices),), updates)),
+        input_x, lambda own: own.index_put((as_int(indices),), updates)),
     "searchsorted": lambda sorted_sequence, values, *, right=False: torch.searchsorted(
         sorted_sequence, values, right=right),
     "sequence_mask": lambda lengths, maxlen=None: torch.arange(
         int(lengths.max()) if maxlen is None else maxlen) < lengths.unsqueeze(-1),
     "sort": lambda input_x, axis=-1, descending=False: tuple(torch.sort(input_x, axis, descending)),
-    "tensor_scatter_add": lambda input_x, indices, updates: TensorScatterAdd()(input_x, _as_int(indices), updates),
+    "tensor_scatter_add": lambda input_x, indices, updates: TensorScatterAdd()(input_x, as_int(indices), updates),
     "tensor_scatter_elements": lambda input_x, indices, updates, axis=0: torch.scatter(
-        input_x, axis, _as_int(indices), updates),
+        input_x, axis, as_int(indices), updates),
     "tensor_scatter_update": lambda input_x, indices, updates: TensorScatterUpdate()(
-        input_x, _as_int(indices), updates),
+        input_x, as_int(indices), updates),
     "unique": lambda input: torch.unique(input, return_inverse=True),
     "unique_consecutive": lambda input, return_idx=False, return_counts=False, axis=None: torch.unique_consecutive(
         input, return_idx, return_counts, axis),
     "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: UnsortedSegmentSum()(
         input_x, segment_ids, num_segments),
-    # -- networks
-    "adaptive_avg_pool1d": lambda input, output_size: F.adaptive_avg_pool1d(input, output_size),
-    "adaptive_avg_pool2d": lambda input, output_size: F.adaptive_avg_pool2d(input, output_size),
-    "adaptive_max_pool2d": lambda input, output_size: F.adaptive_max_pool2d(input, output_size),
-    "avg_pool2d": lambda x, kernel_size=1, stride=1, padding=0: F.avg_pool2d(x, kernel_size, stride, padding),
-    "batch_norm": lambda input_x, running_mean, running_var, weight, bias, training=False, momentum=0.1, eps=1e-5:
-    F.batch_norm(input_x, running_mean, running_var, weight, bias, training, momentum, eps),
-    "conv1d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
-    F.conv1d(input, weight, bias, stride, _padding(pad_mode, padding), dilation, groups),
-    "conv2d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
-    _convolved(input, weight, bias, stride, pad_mode, padding, dilation, groups),
-    "conv3d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
-    F.conv3d(input, weight, bias, stride, _padding(pad_mode, padding), dilation, groups),
-    "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: F.cosine_similarity(x1, x2, dim, eps),
-    "dropout": lambda input, p=0.5, training=True, seed=None: F.dropout(input, p, training),
-    "dropout1d": lambda input, p=0.5, training=True: F.dropout1d(input, p, training),
-    "dropout2d": lambda input, p=0.5, training=True: F.dropout2d(input, p, training),
-    "dropout3d": lambda input, p=0.5, training=True: F.dropout3d(input, p, training),
-    "embedding": lambda input, weight, padding_idx=None: F.embedding(input, weight, padding_idx),
-    "grid_sample": lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
-        input, grid, mode, padding_mode, align_corners),
-    "group_norm": lambda input, num_groups, weight=None, bias=None, eps=1e-5: F.group_norm(
-        input, num_groups, weight, bias, eps),
-    "interpolate": lambda input, size=None, scale_factor=None, mode="nearest", align_corners=None,
-    recompute_scale_factor=None: F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor),
-    "l2_normalize": lambda input, axis=-1, epsilon=1e-4: input * torch.rsqrt(torch.clamp(torch.sum(
-        torch.square(input), axis, keepdim=True), min=epsilon)),
-    "layer_norm": lambda input_x, gamma, beta, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7: LayerNorm(
-        begin_norm_axis, begin_params_axis, epsilon)(input_x, gamma, beta),
-    "max_pool2d": lambda x, kernel_size, stride=None, padding=0, dilation=1, return_indices=False, ceil_mode=False:
-    F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices),
-    "rms_norm": lambda x, gamma, epsilon=1e-6: _rms_norm(x, gamma, epsilon),
-    # -- losses
-    "binary_cross_entropy": lambda logits, labels, weight=None, reduction="mean": F.binary_cross_entropy(
-        logits, labels, weight, reduction=reduction),
-    "binary_cross_entropy_with_logits": lambda logits, label, weight=None, pos_weight=None, reduction="mean":
-    F.binary_cross_entropy_with_logits(logits, label, weight, reduction=reduction, pos_weight=pos_weight),
-    "cosine_embedding_loss": lambda input1, input2, target, margin=0.0, reduction="mean": F.cosine_embedding_loss(
-        input1, input2, target, margin, reduction=reduction),
-    "cross_entropy": lambda input, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
-    F.cross_entropy(input, target if target.is_floating_point() else _as_int(target), weight,
-                    ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing),
-    "ctc_loss": lambda log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean",
-    zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
-    "hinge_embedding_loss": lambda inputs, targets, margin=1.0, reduction="mean": F.hinge_embedding_loss(
-        inputs, targets, margin, reduction=reduction),
-    "huber_loss": lambda input, target, reduction="mean", delta=1.0: F.huber_loss(input, target, reduction, delta),
-    "kl_div": lambda logits, labels, reduction="mean": _divergence(logits, labels, reduction),
-    "l1_loss": lambda input, target, reduction="mean": F.l1_loss(input, target, reduction=reduction),
-    "margin_ranking_loss": lambda input1, input2, target, margin=0.0, reduction="mean": F.margin_ranking_loss(
-        input1, input2, target, margin, reduction=reduction),
-    "mse_loss": lambda input, target, reduction="mean": F.mse_loss(input, target, reduction=reduction),
-    "nll_loss": lambda inputs, target, weight=None, ignore_index=-100, reduction="mean": F.nll_loss(
-        inputs, _as_int(target), weight, ignore_index=ignore_index, reduction=reduction),
-    "smooth_l1_loss": lambda input, target, beta=1.0, reduction="none": F.smooth_l1_loss(
-        input, target, reduction=reduction, beta=beta),
-    "soft_margin_loss": lambda input, target, reduction="mean": F.soft_margin_loss(input, target, reduction=reduction),
-    "triplet_margin_loss": lambda anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False, reduction="mean":
-    F.triplet_margin_loss(anchor, positive, negative, margin, p, eps, swap, reduction=reduction),
+    **NETWORKS,
     # -- new tensors
     "arange": lambda start=0, end=None, step=1, *, dtype=None: torch.arange(
         0 if end is None else number(start), number(start if end is None else end), number(step), dtype=_type(dtype)),
     "eye": lambda n, m=None, dtype=None: torch.eye(n, n if m is None else m, dtype=_dense_or(dtype)),
-    "fill": lambda type, shape, value: torch.full(_sizes(shape), number(value), dtype=_type(type)),
-    "full": lambda size, fill_value, *, dtype=None: torch.full(_sizes(size), number(fill_value), dtype=_type(dtype)),
+    "fill": lambda type, shape, value: torch.full(sizes_of(shape), number(value), dtype=_type(type)),
+    "full": lambda size, fill_value, *, dtype=None: torch.full(sizes_of(size), number(fill_value), dtype=_type(dtype)),
     "full_like": lambda input, fill_value, *, dtype=None: torch.full_like(input, number(fill_value),
                                                                          dtype=_type(dtype)),
     "linspace": lambda start, end, steps: torch.linspace(number(start), number(end), steps),
     "logspace": lambda start, end, steps, base=10, *, dtype=None: torch.logspace(
         number(start), number(end), steps, base, dtype=_type(dtype)),
-    "ones": lambda shape, dtype=None: torch.ones(_sizes(shape), dtype=_dense_or(dtype)),
+    "ones": lambda shape, dtype=None: torch.ones(sizes_of(shape), dtype=_dense_or(dtype)),
     "ones_like": lambda input, *, dtype=None: torch.ones_like(input, dtype=_type(dtype)),
     "range": lambda start, end, step=1: torch.arange(number(start), number(end), number(step)),
-    "zeros": lambda size, dtype=None: torch.zeros(_sizes(size), dtype=_dense_or(dtype)),
+    "zeros": lambda size, dtype=None: torch.zeros(sizes_of(size), dtype=_dense_or(dtype)),
     "zeros_like": lambda input, *, dtype=None: torch.zeros_like(input, dtype=_type(dtype)),
     # -- random numbers
     "bernoulli": lambda input, p=0.5, seed=None: torch.bernoulli(
@@ -543,7 +448,7 @@ FUNCTIONS: dict[str, Function] = {
     "rand": lambda *size, dtype=None, seed=None: torch.rand(*size, generator=drawn(seed), dtype=_type(dtype)),
     "rand_like": lambda input, seed=None, *, dtype=None: torch.rand_like(input, dtype=_type(dtype)),
     "randint": lambda low, high, size, seed=None, *, dtype=None: torch.randint(
-        low, high, _sizes(size), generator=drawn(seed), dtype=_type(dtype)),
+        low, high, sizes_of(size), generator=drawn(seed), dtype=_type(dtype)),
     "randn": lambda *size, dtype=None, seed=None: torch.randn(*size, generator=drawn(seed), dtype=_type(dtype)),
     "randn_like": lambda input, seed=None, *, dtype=None: torch.randn_like(input, dtype=_type(dtype)),
     "randperm": lambda n, seed=None, *, dtype=torch.int64: torch.randperm(n, generator=drawn(seed), dtype=_type(dtype)),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
+from shardwise.graph.exported import load_exported, save_exported
 from shardwise.launch.ranks import rank
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
@@ -232,12 +233,11 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     tensors = tuple(as_torch(x) for x in inputs)
     training = net.training
     net.eval()
-    dynamic = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in tensors)
-    with engine.inside(), torch.no_grad():
-        program = torch.export.export(_Plain(net), tensors, dynamic_shapes=(dynamic,), strict=False)
-    net.train(training)
     path = Path(file_name)
-    torch.export.save(program, str(path if path.suffix == ".mindir" else path.with_name(path.name + ".mindir")))
+    path = path if path.suffix == ".mindir" else path.with_name(path.name + ".mindir")
+    with engine.inside(), torch.no_grad():
+        save_exported(net, tensors, path)
+    net.train(training)
 
 
 def load(file_name: str, **settings: Any) -> nn.Module:
@@ -245,16 +245,4 @@ def load(file_name: str, **settings: Any) -> nn.Module:
     path = Path(file_name)
     if not path.exists():
         raise ValueError(problem(f"there is no file {path}", fix="one that export wrote: net.mindir"))
-    network: nn.Module = torch.export.load(str(path)).module()
-    return network
-
-
-class _Plain(nn.Module):
-    """A network for torch.export, with plain parameters."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.network(*inputs)
+    return load_exported(path)
