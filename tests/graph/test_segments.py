@@ -149,11 +149,34 @@ def test_a_plan_says_what_it_makes_again_and_reads_it_back() -> None:
     assert "again in backward" in str(planned(Net()).diff(plan))
 
 
+class Called(nn.Module):
+    """A function whose results are made again, between products; ``how`` of the call."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(8, 32), nn.Linear(32, 8), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(sw.recompute(F.gelu, self.how)(self.up(x))).square().mean()
+
+
+def test_results_of_a_function_are_made_again() -> None:
+    found = {}
+    for how in ("all", "full", "none"):
+        net = Called(how)
+        plan = planned(net)
+        assert sw.verify(net, X, plan).ok
+        found[how] = {entry.name for entry in plan.operators if entry.again}
+    assert found == {"all": {"/gelu"}, "full": set(), "none": set()}
+
+
 def test_mistakes_are_named() -> None:
-    with pytest.raises(sw.ShardwiseError, match="unknown way to recompute 'all'"):
-        sw.recompute(nn.Linear(2, 2), "all")  # type: ignore[arg-type]
-    with pytest.raises(sw.ShardwiseError, match="takes a module, not function"):
-        sw.recompute(lambda x: x)  # type: ignore[type-var]
+    with pytest.raises(sw.ShardwiseError, match="unknown way to recompute 'every'"):
+        sw.recompute(nn.Linear(2, 2), "every")  # type: ignore[arg-type]
+    with pytest.raises(sw.ShardwiseError, match="takes a module, not int"):
+        sw.recompute(7)  # type: ignore[type-var]
+    with pytest.raises(sw.ShardwiseError, match="unknown messages 'some'"):
+        sw.recompute(nn.Linear(2, 2), messages="some")  # type: ignore[arg-type]
     with pytest.raises(sw.ShardwiseError, match="unknown way to recompute 'some'"):
         planned(Net(), recompute="some")
     with pytest.raises(sw.ShardwiseError, match="no repeated blocks"):

@@ -138,15 +138,20 @@ VALUES: dict[str, Any] = {  # one that is not the default, of every option that 
     "all_reduce_fusion_config": (20, 35),
     "comm_fusion": {"openstate": True, "allreduce": {"mode": "size", "config": 32}},
     "strategy_ckpt_config": {"load_file": "a", "save_file": "b", "only_trainable_params": True},
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {
+        "gradient_accumulation_shard": False,
+        "parallel_optimizer_threshold": 24,
+        "optimizer_weight_shard_size": 2,
+        "optimizer_level": "level2",
+    },
     "strict": False,
 }
 LATER: dict[str, Any] = {
-    "enable_parallel_optimizer": True,
     "pipeline_stages": 2,
     "pipeline_segments": 2,
     "pipeline_result_broadcast": True,
     "pipeline_config": {"pipeline_interleave": True},
-    "parallel_optimizer_config": {"optimizer_level": "level2"},
     "group_ckpt_save_file": "group",
     "auto_pipeline": True,
     "dump_local_norm": True,
@@ -192,8 +197,6 @@ def test_a_wrong_entry_is_found_before_what_follows_later() -> None:
         set_auto_parallel_context(pipeline_config={"pipeline_schedule": "1f1b"})
     with pytest.raises(ValueError, match=r'did you mean "zero_bubble_v"'):
         set_auto_parallel_context(pipeline_config={"pipeline_scheduler": "zero_buble_v"})
-    with pytest.raises(NotImplementedError, match="gathered"):
-        set_auto_parallel_context(comm_fusion={"allgather": {"mode": "size", "config": 8}})
 
 
 def test_what_means_nothing_here_says_why() -> None:

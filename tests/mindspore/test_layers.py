@@ -82,6 +82,25 @@ LAYERS: dict[str, tuple[Callable[[], Any], Tensor, Callable[[Any, Tensor], Tenso
     "BatchNorm1d": (
         lambda: nn.BatchNorm1d(6, use_batch_statistics=True, **F64), ROWS, lambda c, x: norm(x, 0, 1e-5), "gamma beta",
     ),
+    "BatchNorm3d": (
+        lambda: nn.BatchNorm3d(3, **F64), IMAGES[..., None], lambda c, x: x / (1 + 1e-5) ** 0.5, "gamma beta",
+    ),
+    "SyncBatchNorm": (
+        lambda: nn.SyncBatchNorm(3, **F64), IMAGES, lambda c, x: x / (1 + 1e-5) ** 0.5, "gamma beta",
+    ),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, **F64), CUBE, lambda c, x: norm(x, 2, 1e-5), "gamma beta"),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, **F64), IMAGES, lambda c, x: norm(x, (2, 3), 1e-5), "gamma beta"),
+    "InstanceNorm3d": (
+        lambda: nn.InstanceNorm3d(3, **F64), IMAGES[..., None], lambda c, x: norm(x, (2, 3, 4), 1e-5), "gamma beta",
+    ),
+    "Conv1d": (
+        lambda: nn.Conv1d(4, 5, 3, has_bias=True, **F64), CUBE,
+        lambda c, x: F.conv1d(x, c.weight[:, :, 0], c.bias, padding=1), "weight bias",
+    ),
+    "Conv3d": (
+        lambda: nn.Conv3d(3, 2, 3, 2, **F64), IMAGES[..., None],
+        lambda c, x: F.conv3d(F.pad(x, (1, 1, 0, 1, 0, 1)), c.weight, stride=2), "weight",
+    ),
     "LayerNorm": (lambda: nn.LayerNorm((6,), **F64), CUBE, lambda c, x: norm(x, 2, 1e-7), "gamma beta"),
     "LayerNorm, two dims": (
         lambda: nn.LayerNorm([4, 6], 1, 1, gamma_init="normal", **F64), CUBE,
@@ -137,7 +156,7 @@ def test_a_layer_computes_its_formula_and_equals_one_device_when_split(name: str
 
 
 def test_every_layer_and_activation_has_a_sample() -> None:
-    names = {*nn.layers.__all__, *nn.activations.__all__} - {"get_activation"}
+    names = {*nn.layers.__all__, *nn.norms.__all__, *nn.activations.__all__} - {"get_activation"}
     assert names == {name.partition(",")[0] for name in LAYERS}
 
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.costs import kernels
 from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import KINDS, Links
 from shardwise.costs.kernels import DTYPE_NAMES, is_view, kernel_seconds
@@ -47,9 +48,8 @@ class Work(TorchDispatchMode):
             counts = flop_registry.get(func._overloadpacket)
             flops = counts(*args, **(kwargs or {}), out_val=result) if counts else 0
             moved = sum(tensor.numel() * itemsize(tensor.dtype, self.dtype) for tensor in tensors)
-            self.seconds += kernel_seconds(
-                self.device, Work(flops=flops, num_bytes=moved, dtype=DTYPE_NAMES.get(self.dtype, "f32"))
-            )
+            kernel = kernels.Work(flops=flops, num_bytes=moved, dtype=DTYPE_NAMES.get(self.dtype, "f32"))
+            self.seconds += kernel_seconds(self.device, kernel)
         return result
 
 

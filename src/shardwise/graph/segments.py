@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
@@ -22,57 +23,86 @@ from torch import nn
 from shardwise.errors import CaptureWarning, ShardwiseError, problem
 from shardwise.graph.ir import Op
 
-Recompute = Literal["full", "cheap", "none"]
+Recompute = Literal["full", "all", "cheap", "none"]
 How = Recompute | Literal["offload"]
-WAYS: tuple[Recompute, ...] = ("full", "cheap", "none")
+WAYS: tuple[Recompute, ...] = ("full", "all", "cheap", "none")
+Messages = Literal["none", "values", "parameters"]
+MESSAGES: tuple[Messages, ...] = ("none", "values", "parameters")
 SEGMENT = "shardwise_segment"
 _ATTRIBUTE = "_shardwise_recompute"
 SELECTIVE = "checkpoint with context_fn"
 _GENERATOR = "_checkpoint_without_reentrant_generator"  # what torch's checkpoint runs around the function
+_Target = TypeVar("_Target", bound=Callable[..., Any])
 _Module = TypeVar("_Module", bound=nn.Module)
+_Opened = Callable[[str, How, Messages], AbstractContextManager[None]]
+_OPENED: ContextVar[_Opened | None] = ContextVar("shardwise_opened", default=None)  # while a model is captured
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One call of a part of the model. ``name``: the path of the module, or ``checkpoint``; ``how``: ``"full"``: all
-    that is made inside is made again from what comes in; ``"cheap"``: what costs little; ``"none"``: it is kept, also
-    where everything else is not; ``"offload"``: it waits on the host; ``operators``: by name."""
+    that is made inside is made again from what comes in; ``"all"``: what goes out, too; ``"cheap"``: what costs little;
+    ``"none"``: it is kept, also where everything else is not; ``"offload"``: it waits on the host; ``operators``: by
+    name. ``messages``: which messages are sent again where everything is made again."""
 
     name: str
     how: How
     operators: frozenset[str]
+    messages: Messages = "values"
 
 
-def recompute(module: _Module, how: Recompute = "full") -> _Module:
-    """Backward computes what is inside of ``module`` again, instead of keeping it.
+def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = "values") -> _Target:
+    """Backward computes what is inside of ``target`` again, instead of keeping it.
 
-    ``how``: ``"full"``: of every call only what comes in and what goes out is kept (Chen et al. 2016,
-    arXiv:1604.06174); ``"cheap"``: results of element-wise operators, norms and the like are made again, results of
-    products and attention are kept; ``"none"``: everything is kept, also where ``sw.plan(..., recompute="full")`` asks
-    for the others. Of a ModuleList every member is meant. Returns the module, which computes what it did; a plan made
-    from it says what is made again. Raises ShardwiseError for what is no module and no such way."""
+    ``target``: a module, which is marked and returned (of a ModuleList every member); or a function, then the result is
+    one to call inside ``forward``. ``how``: ``"full"``: of every call only what comes in and what goes out is kept
+    (Chen et al. 2016, arXiv:1604.06174); ``"all"``: what goes out is made again, too; ``"cheap"``: results of
+    element-wise operators, norms and the like are made again, results of products and attention are kept; ``"none"``:
+    everything is kept, also where ``sw.plan(..., recompute="full")`` asks for the others. ``messages``, of the first
+    two: ``"values"``: what ranks exchange inside is exchanged again; ``"none"``: what it brought is kept;
+    ``"parameters"``: parameters that are stored in parts are gathered again, too. What is computed stays the same; a
+    plan says what is made again. Raises ShardwiseError for what can not be called and for other words.
+    """
+    if not callable(target):
+        raise ShardwiseError(
+            problem(f"recompute takes a module, not {type(target).__name__}", fix="recompute(model.layers[3])")
+        )
     check_how(how, "recompute")
-    return _marked(module, how, "recompute")
+    if messages not in MESSAGES:
+        raise ShardwiseError(problem(f"recompute: unknown messages {messages!r}", fix=f"one of {', '.join(MESSAGES)}"))
+    if isinstance(target, nn.Module):
+        _mark(target, how, messages)
+        return target
+
+    @wraps(target)
+    def covered(*args: Any, **kwargs: Any) -> Any:
+        opened = _OPENED.get()
+        if opened is None:
+            return target(*args, **kwargs)
+        with opened(getattr(target, "__name__", type(target).__name__), how, messages):
+            return target(*args, **kwargs)
+
+    return cast(_Target, covered)
 
 
 def offload(module: _Module) -> _Module:
     """What backward needs of the inside of ``module`` waits for it in the memory of the host (pinned), and comes back
     ahead of it; only what is at least 64 KiB on a device (Rajbhandari et al. 2021, arXiv:2104.07857, on activations).
     Returns the module, which computes what it did. Raises ShardwiseError for what is no module."""
-    return _marked(module, "offload", "offload")
-
-
-def _marked(module: _Module, how: How, where: str) -> _Module:
     if not isinstance(module, nn.Module):
         raise ShardwiseError(
-            problem(f"{where} takes a module, not {type(module).__name__}", fix=f"{where}(model.layers[3])")
+            problem(f"offload takes a module, not {type(module).__name__}", fix="offload(model.layers[3])")
         )
+    _mark(module, "offload", "values")
+    return module
+
+
+def _mark(module: nn.Module, how: How, messages: Messages) -> None:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nobody calls it
         for part in module.children():
-            _marked(part, how, where)
+            _mark(part, how, messages)
     else:
-        setattr(module, _ATTRIBUTE, how)
-    return module
+        setattr(module, _ATTRIBUTE, (how, messages))
 
 
 def check_how(how: object, where: str) -> None:
@@ -87,16 +117,16 @@ def check_how(how: object, where: str) -> None:
 def segments_opened(module: nn.Module) -> Iterator[None]:
     """While ``module`` (a copy made for capture) is traced, calls of its parts open segments."""
     opened: list[int] = [0]
-    around: list[How] = []
+    around: list[tuple[How, Messages]] = []
 
     @contextmanager
-    def segment(name: str, how: How) -> Iterator[None]:
-        if around and around[-1] == how:
+    def segment(name: str, how: How, messages: Messages) -> Iterator[None]:
+        if around and around[-1] == (how, messages):
             yield
             return
-        mark = f"{opened[0]} {how} {name}"
+        mark = f"{opened[0]} {how} {messages} {name}"
         opened[0] += 1
-        around.append(how)
+        around.append((how, messages))
         try:
             with torch.fx.traceback.annotate({SEGMENT: mark}):
                 yield
@@ -107,15 +137,19 @@ def segments_opened(module: nn.Module) -> Iterator[None]:
         function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *others: Any, **kwargs: Any
     ) -> Iterator[None]:
         selective = context_fn is not torch.utils.checkpoint.noop_context_fn
-        with segment(SELECTIVE if selective else "checkpoint", "full"):
+        with segment(SELECTIVE if selective else "checkpoint", "full", "values"):
             yield
 
     for path, part in module.named_modules():
-        how = vars(part).get(_ATTRIBUTE)
-        if how is not None:
-            part.forward = _inside(part.forward, segment, path, how)
-    with _checkpoints_run(checkpointed):
-        yield
+        asked = vars(part).get(_ATTRIBUTE)
+        if asked is not None:
+            part.forward = _inside(part.forward, segment, path, *asked)
+    token = _OPENED.set(segment)
+    try:
+        with _checkpoints_run(checkpointed):
+            yield
+    finally:
+        _OPENED.reset(token)
 
 
 @contextmanager
@@ -151,10 +185,12 @@ def announce_selective(segments: Iterable[Segment]) -> None:
         )
 
 
-def _inside(forward: Callable[..., Any], segment: Callable[[str, How], Any], path: str, how: How) -> Callable[..., Any]:
+def _inside(
+    forward: Callable[..., Any], segment: _Opened, path: str, how: How, messages: Messages
+) -> Callable[..., Any]:
     @wraps(forward)
     def covered(*args: Any, **kwargs: Any) -> Any:
-        with segment(path, how):
+        with segment(path, how, messages):
             return forward(*args, **kwargs)
 
     return covered
@@ -176,6 +212,6 @@ def segments_of(marked: Iterable[tuple[Op, str]]) -> tuple[Segment, ...]:
             members.setdefault(mark, set()).add(op.name)
     segments = []
     for mark in sorted(members, key=lambda mark: int(mark.partition(" ")[0])):
-        _, how, name = mark.split(" ", 2)
-        segments.append(Segment(name, cast(How, how), frozenset(members[mark])))
+        _, how, messages, name = mark.split(" ", 3)
+        segments.append(Segment(name, cast(How, how), frozenset(members[mark]), cast(Messages, messages)))
     return tuple(segments)

@@ -153,6 +153,30 @@ def all_to_all(pieces: Sequence[torch.Tensor], group: RankGroup) -> list[torch.T
     return list(result.unbind(0))
 
 
+def exchange(
+    tensors: Sequence[torch.Tensor], to: Sequence[int], empty: Sequence[torch.Tensor], sources: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """Tensor i goes to rank ``to[i]``, of all ranks; what comes from the ``sources`` fills the ``empty`` ones, which
+    are returned. Between two ranks messages arrive in their order."""
+    own = [tensor for tensor, target in zip(tensors, to, strict=True) if target == rank()]
+    calls = [
+        dist.P2POp(dist.isend, tensor.contiguous(), target)
+        for tensor, target in zip(tensors, to, strict=True)
+        if target != rank()
+    ]
+    for result, source in zip(empty, sources, strict=True):
+        if source == rank():
+            result.copy_(own.pop(0))
+        else:
+            calls.append(dist.P2POp(dist.irecv, result, source))
+    for record in _records:
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        record.append(Exchange("exchange", tuple(sorted({*to, *sources, rank()})), num_bytes))
+    for request in dist.batch_isend_irecv(calls) if calls else ():
+        request.wait()
+    return tuple(empty)
+
+
 def _exchanges(kind: str, tensor: torch.Tensor, group: RankGroup) -> bool:
     """Whether anything must be sent; then it is recorded. LaunchError if this rank is not a member."""
     _ = group.position

@@ -134,8 +134,9 @@ class FixedLossScaleManager:
     def update_loss_scale(self, overflow: bool) -> None:
         """Nothing changes."""
 
-    def get_update_cell(self) -> None:
-        """None: there is nothing to update."""
+    def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
+        """What TrainOneStepWithLossScaleCell takes; None where overflowing steps are not left out."""
+        return FixedLossScaleUpdateCell(self._scale) if self._drop else None
 
 
 class DynamicLossScaleManager:
@@ -159,6 +160,104 @@ class DynamicLossScaleManager:
         is_time = self.cur_iter + 1 == self.scale_window
         self.loss_scale = _next_scale(self.loss_scale, self.scale_factor, not overflow, is_time)
         self.cur_iter = 0 if overflow else (self.cur_iter + 1) % self.scale_window
+
+    def get_update_cell(self) -> DynamicLossScaleUpdateCell:
+        """What TrainOneStepWithLossScaleCell takes."""
+        return DynamicLossScaleUpdateCell(self.loss_scale, self.scale_factor, self.scale_window)
+
+
+class FixedLossScaleUpdateCell(FixedLossScaleManager):
+    """The scale of a training cell, which stays; called with the scale and whether a step overflowed."""
+
+    def __init__(self, loss_scale_value: float) -> None:
+        super().__init__(loss_scale_value, True)
+
+    def __call__(self, loss_scale: Any, overflow: Any) -> Any:
+        return overflow
+
+
+class DynamicLossScaleUpdateCell(DynamicLossScaleManager):
+    """The scale of a training cell, which adjusts itself when it is called with the scale and whether a step
+    overflowed."""
+
+    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
+        super().__init__(loss_scale_value, scale_factor, scale_window)
+
+    def __call__(self, loss_scale: Any, overflow: Any) -> Any:
+        self.update_loss_scale(bool(overflow))
+        return overflow
+
+
+# -- mixed precision ---------------------------------------------------------------------------------------------------
+
+LEVELS = ("O0", "O1", "O2", "O3", "auto")
+WHITE = ("Conv1d", "Conv2d", "Conv3d", "Conv2dTranspose", "Dense")  # cells that O1 computes in half precision
+BLACK = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "LayerNorm")  # and O2 in float32
+
+
+def get_white_list() -> list[Any]:
+    """The cells that O1 computes in half precision."""
+    return _cells(WHITE)
+
+
+def get_black_list() -> list[Any]:
+    """The cells that O2 computes in float32."""
+    return _cells(BLACK)
+
+
+def _cells(names: Iterable[str]) -> list[Any]:
+    from shardwise.mindspore import nn
+
+    return [getattr(nn, name) for name in names]
+
+
+def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype = torch.float16) -> Any:
+    """Let a network compute in half precision. O0: nothing; O1 and auto: convolutions and dense layers, whose results
+    are float32 again; O2: everything but batch and layer norms; O3: everything. Parameters and their updates keep their
+    precision; under O2 and O3 the network returns float32. Returns the network."""
+    if amp_level not in LEVELS:
+        raise ValueError(problem(f"amp_level is {amp_level!r}", fix=f"one of {', '.join(LEVELS)}"))
+    if amp_level in ("O1", "auto"):
+        return custom_mixed_precision(network, white_list=get_white_list(), dtype=dtype)
+    if amp_level == "O2":
+        return custom_mixed_precision(network, black_list=get_black_list(), dtype=dtype)
+    if amp_level == "O3":
+        network.to_float(dtype)._returns = torch.float32
+    return network
+
+
+def custom_mixed_precision(
+    network: Any, *, white_list: Any = None, black_list: Any = None, dtype: torch.dtype = torch.float16
+) -> Any:
+    """Cells of the classes of ``white_list`` compute in half precision, or all but those of ``black_list``."""
+    if (white_list is None) == (black_list is None):
+        what = "custom_mixed_precision takes a white_list or a black_list"
+        raise ValueError(problem(what, fix="one of them: white_list=amp.get_white_list()"))
+    listed: tuple[Any, ...] = tuple(kind for kind in white_list or black_list or () if isinstance(kind, type))
+    if black_list is not None:
+        network.to_float(dtype)
+    for cell in network.modules():
+        if isinstance(cell, listed):
+            cell.to_float(torch.float32 if black_list is not None else dtype)
+            cell._returns = dtype if black_list is not None else torch.float32
+    if black_list is not None:
+        network._returns = torch.float32
+    return network
+
+
+def build_train_network(
+    network: Any, optimizer: Any, loss_fn: Any = None, level: str = "O0", boost_level: str = "O0", **settings: Any
+) -> Any:
+    """The training cell of a network in mixed precision. ``loss_scale_manager``, by default that of the level."""
+    from shardwise.mindspore.nn.wrap import WithLossCell
+    from shardwise.mindspore.train.model import training_cell
+
+    manager = settings.pop("loss_scale_manager", DynamicLossScaleManager() if level == "O2" else None)
+    if unknown := set(settings) - {"cast_model_type", "keep_batchnorm_fp32"}:
+        raise ValueError(problem(f"build_train_network takes no {sorted(unknown)[0]!r}", fix="loss_scale_manager"))
+    network = auto_mixed_precision(network, level)
+    network = network if loss_fn is None else WithLossCell(network, loss_fn)
+    return training_cell(network, optimizer, manager).set_train()
 
 
 def _at_least_one(name: str, value: float, *, strictly: bool = True) -> float:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import problem
@@ -33,12 +34,13 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.common.seed import data_seed
+from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.options import Options
+from shardwise.mindspore.storage import copied_axes, parameter_plans, shard_axes
 from shardwise.mindspore.tensor import Tensor, plain
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.shards import shard
 
-AXIS = "data"  # all devices; its name lets operators without strategy split their batch over all of them
 STRATEGIES = "_shardwise_strategies"  # the attribute of what ms.shard was given
 PRICED = ("dynamic_programming", "recursive_programming")
 _INSIDE: ContextVar[bool] = ContextVar("shardwise_inside_cell", default=False)
@@ -63,6 +65,8 @@ class Split:
 
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, Split] = weakref.WeakKeyDictionary()
 _HELD = "_shardwise_held"  # the attribute of a split parameter
+_AVERAGED = "_shardwise_averaged"  # of the number of ranks whose gradients it sums
+_AGAIN: ContextVar[bool] = ContextVar("shardwise_again", default=False)
 
 
 def is_outermost() -> bool:
@@ -71,12 +75,33 @@ def is_outermost() -> bool:
 
 
 @contextmanager
-def inside() -> Iterator[None]:
-    token = _INSIDE.set(True)
+def _noted(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _INSIDE.reset(token)
+        variable.reset(token)
+
+
+def inside() -> AbstractContextManager[None]:
+    """Calls of cells meanwhile are parts of another one's."""
+    return _noted(_INSIDE, True)
+
+
+def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """What a function returns; where it runs by itself, backward calls it again instead of keeping what it made."""
+    if torch.compiler.is_exporting() or not torch.is_grad_enabled():
+        return function(*args, **(kwargs or {}))
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return _noted(_AGAIN, False), _noted(_AGAIN, True)
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **(kwargs or {}))
+
+
+def is_again() -> bool:
+    """Whether a function runs a second time, for backward."""
+    return _AGAIN.get()
 
 
 def held(parameter: torch.Tensor) -> Held | None:
@@ -113,11 +138,11 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_split() or _runs_by_itself(cell, (args, kwargs)):
         _check_whole(cell)
         with inside():
-            return pytree.tree_map(_ours, nn.Module.__call__(cell, *args, **kwargs))
+            return pytree.tree_map(as_ours, nn.Module.__call__(cell, *args, **kwargs))
     split, result = run(cell, args, kwargs)
     if split.local:
         result = pytree.tree_map(partial(_own_rows, rows=_rows(split.par)), result)
-    return pytree.tree_map(_ours, result)
+    return pytree.tree_map(as_ours, result)
 
 
 def _check_whole(cell: nn.Module) -> None:
@@ -157,6 +182,14 @@ def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         split.written = len(split.par.compiled)
         ir.save(cell, split.par)
     return split, result
+
+
+def plan_of(cell: nn.Module) -> sw.Plan:
+    """The plan of a cell that has run split. Raises RuntimeError for another."""
+    found = next((_SPLITS[own] for own in cell.modules() if own in _SPLITS), None)
+    if found is None:
+        raise RuntimeError(problem(f"{type(cell).__name__} has not run split yet", fix="call it, or train it, first"))
+    return found.par.plan
 
 
 def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
@@ -289,15 +322,27 @@ def _plan(
         )
     kept = {name: entry for name, p in cell.named_parameters() if (entry := held(p)) is not None}
     mesh = next((entry.layout.mesh for entry in kept.values()), None)
-    if mesh is None and (strategies or not priced):
+    if mesh is None and (strategies or not priced or options.weight_shards > 0):
         mesh = Mesh({AXIS: options.devices})
     settings: dict[str, Any] = {"mode": "auto", "search": options.search_mode} if auto else {"mode": "semi_auto"}
     memory = context.settings().device_bytes
     if priced and memory is not None:
         settings["memory_bytes"] = memory
     layouts: dict[str, Any] = {name: format_layout(entry.layout) for name, entry in kept.items()}
+    layouts |= {name: own for name, own in parameter_plans(cell).items() if name not in layouts}
     settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
-    return sw.plan(model, args, options.devices, kwargs=kwargs or None, **settings)
+    made = partial(sw.plan, model, args, options.devices, kwargs=kwargs or None, **settings)
+    if not options.enable_parallel_optimizer or kept:
+        return made()
+    zero = options.zero(max((p.element_size() for p in model.parameters()), default=1))
+    if options.weight_shards > 0:
+        zero = replace(zero, over=shard_axes(made(), options.weight_shards))
+    return made(zero=zero)
+
+
+def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
+    """The plan of a cell for whole batches, by the context; no ranks are needed."""
+    return _plan(cell, _whole_copy(cell), args, kwargs, {}, context.options())
 
 
 def _has_strategies(model: nn.Module) -> bool:
@@ -342,7 +387,7 @@ def _whole_copy(cell: nn.Module) -> nn.Module:
 def _install(par: sw.Parallel, cell: nn.Module) -> None:
     """Let the cell's own parameters and buffers be those of the program, holding this rank's shards of rank 0's
     values."""
-    coordinates = par.plan.mesh.coordinates(dist.get_rank())
+    coordinates, copied = par.plan.mesh.coordinates(dist.get_rank()), copied_axes(par.plan)
     for tensors, at in ((cell.named_parameters(remove_duplicate=False), "_parameters"),
                         (cell.named_buffers(remove_duplicate=False), "_buffers")):  # fmt: skip
         for name, tensor in tensors:
@@ -351,6 +396,7 @@ def _install(par: sw.Parallel, cell: nn.Module) -> None:
                 whole = tensor.detach().to(par.device).contiguous()
                 dist.broadcast(whole, src=0)
                 hold(tensor, shard(whole, layout, coordinates).clone(), tuple(tensor.shape), layout)
+            setattr(tensor, _AVERAGED, par.plan.mesh.size_of(copied.get(name, ())))
             owner, _, leaf = name.rpartition(".")
             getattr(par.get_submodule(owner), at)[leaf] = tensor
 
@@ -365,12 +411,18 @@ def copies(parameter: torch.Tensor) -> int:
     )
 
 
+def averaged_over(parameter: torch.Tensor) -> int:
+    """How many ranks' gradients the gradient of a parameter sums, whether or not its storage is one part of it."""
+    return max(copies(parameter), getattr(parameter, _AVERAGED, 1))
+
+
 def detached(result: Any) -> Any:
-    return pytree.tree_map(lambda x: _ours(x.detach()) if isinstance(x, torch.Tensor) else x, result)
+    return pytree.tree_map(lambda x: as_ours(x.detach()) if isinstance(x, torch.Tensor) else x, result)
 
 
-def _ours(x: Any) -> Any:
-    return x.as_subclass(Tensor) if isinstance(x, torch.Tensor) else x
+def as_ours(x: Any) -> Any:
+    """A tensor with the reference's methods; anything else as it is."""
+    return x.as_subclass(Tensor) if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter) else x
 
 
 def _rows(par: sw.Parallel) -> list[tuple[int, int]]:

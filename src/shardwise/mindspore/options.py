@@ -15,6 +15,7 @@ from shardwise.launch.ranks import rank, world_size
 from shardwise.mindspore.checks import Check, closest, entries, flag, fraction, later, meaningless, one_of, text, whole
 from shardwise.mindspore.notes import note
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.search.zero import Zero
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]
@@ -116,8 +117,21 @@ class Options:
         """The largest message that several gradients share; 0: every one travels by itself."""
         if not self.comm_fusion.get("openstate", True):
             return 0
-        one = self.comm_fusion.get("allreduce", {})
-        return one.get("config", 64) * MEGABYTE if one.get("mode") == "size" else BUCKET_BYTES
+        sized = [own["config"] for own in self.comm_fusion.values() if own is not True and own["mode"] == "size"]
+        return min(sized) * MEGABYTE if sized else BUCKET_BYTES
+
+    @property
+    def weight_shards(self) -> int:
+        """Over how many copies a parameter is divided by the parallel optimizer; -1: over all."""
+        return self.parallel_optimizer_config["optimizer_weight_shard_size"] if self.enable_parallel_optimizer else -1
+
+    def zero(self, element_bytes: int) -> Zero:
+        """The parallel optimizer in the library's words. ``element_bytes``: of an element of the parameters. Sharded
+        accumulation keeps gradients in parts, as level2 does."""
+        config = self.parallel_optimizer_config
+        level = int(config["optimizer_level"].removeprefix("level"))
+        stage = max(level, 2) if config["gradient_accumulation_shard"] else level
+        return Zero(stage, config["parallel_optimizer_threshold"] * 1024 // element_bytes)
 
     @property
     def fusion_cuts(self) -> tuple[int, ...]:
@@ -218,16 +232,7 @@ def _fusion(name: str, value: Any) -> dict[str, Any]:
     return {"mode": mode, "config": check(f"{name}['config']", config)}
 
 
-def _only_allreduce(name: str, value: Any) -> dict[str, Any]:
-    setting = _fusion(name, value)
-    if setting["mode"] != "auto":
-        why = "parameters are gathered, and their gradients scattered, by the parallel optimizer only, which follows"
-        raise NotImplementedError(problem(f"{name}={value!r}: {why} in a later version", fix="leave it out"))
-    return setting
-
-
 _LATER_PIPELINE = "pipeline stages follow"
-_LATER_ZERO = "the parallel optimizer follows"
 _LATER_NORMS = "norms of every rank's own gradients follow"
 
 CHECKS: dict[str, Check] = {
@@ -245,7 +250,7 @@ CHECKS: dict[str, Check] = {
     "strategy_ckpt_save_file": text,
     "full_batch": flag,
     "dataset_strategy": _dataset_strategy,
-    "enable_parallel_optimizer": later(flag, False, _LATER_ZERO),
+    "enable_parallel_optimizer": flag,
     "force_fp32_communication": flag,
     "enable_alltoall": meaningless(flag, True, "an all-to-all moves less than gathering and slicing, on every machine"),
     "all_reduce_fusion_config": _indices,
@@ -263,22 +268,16 @@ CHECKS: dict[str, Check] = {
         PIPELINE_CONFIG,
         _LATER_PIPELINE,
     ),
-    "parallel_optimizer_config": later(
-        entries(
-            {
-                "gradient_accumulation_shard": flag,
-                "parallel_optimizer_threshold": whole(0, 2**31),
-                "optimizer_weight_shard_size": whole(-1, 4096),
-                "optimizer_level": one_of("level1", "level2", "level3"),
-            },
-            OPTIMIZER_CONFIG,
-        ),
+    "parallel_optimizer_config": entries(
+        {
+            "gradient_accumulation_shard": flag,
+            "parallel_optimizer_threshold": whole(0, 2**31),
+            "optimizer_weight_shard_size": whole(-1, 4096),
+            "optimizer_level": one_of("level1", "level2", "level3"),
+        },
         OPTIMIZER_CONFIG,
-        _LATER_ZERO,
     ),
-    "comm_fusion": entries(
-        {"openstate": flag, "allreduce": _fusion, "allgather": _only_allreduce, "reducescatter": _only_allreduce}
-    ),
+    "comm_fusion": entries({"openstate": flag, "allreduce": _fusion, "allgather": _fusion, "reducescatter": _fusion}),
     "strategy_ckpt_config": entries(
         {
             "load_file": text,

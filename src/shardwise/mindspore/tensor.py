@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import problem
-from shardwise.mindspore.tensor_methods import METHODS
+from shardwise.mindspore.tensor_methods import METHODS, dtype_of
 
 
 class Tensor(torch.Tensor):
@@ -24,7 +24,7 @@ class Tensor(torch.Tensor):
     """
 
     def __new__(
-        cls, input_data: Any = None, dtype: torch.dtype | None = None, shape: Any = None, init: Any = None
+        cls, input_data: Any = None, dtype: Any = None, shape: Any = None, init: Any = None, **settings: Any
     ) -> Tensor:
         if isinstance(dtype, int) and not isinstance(dtype, bool):
             sizes = f"{input_data}, {dtype}"
@@ -34,6 +34,7 @@ class Tensor(torch.Tensor):
                     fix=f"Tensor(np.zeros(({sizes}), np.float32)), or initializer('normal', [{sizes}]) for a Parameter",
                 )
             )
+        dtype = None if dtype is None else dtype_of(dtype)
         if input_data is None:
             data = torch.zeros(tuple(shape or ()), dtype=dtype or torch.float32)
             if init is not None:
@@ -50,9 +51,6 @@ class Tensor(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         args, kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def asnumpy(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self.detach().as_subclass(torch.Tensor).cpu().numpy())
 
     vars().update(METHODS)
 
@@ -97,16 +95,29 @@ class Parameter(nn.Parameter):
         return parameter
 
     param_name: str | None
+    path: str | None = None  # in the cell whose parameters were asked for
     layerwise_parallel: bool
     parallel_optimizer: bool
 
     @property
     def name(self) -> str:
-        return self.param_name or ""
+        """The one in checkpoints."""
+        return self.path or self.param_name or ""
 
     @name.setter
     def name(self, value: str) -> None:
-        self.param_name = value
+        self.param_name, self.path = value, None
+
+    def init_data(self, *settings: Any, **named: Any) -> Parameter:
+        """The parameter, which has its values already."""
+        return self
+
+    def value(self) -> torch.Tensor:
+        return self.detach()
+
+    def assign_value(self, value: Any) -> Parameter:
+        """Give the parameter other values."""
+        return self.set_data(value)
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
         """What this rank holds."""
@@ -158,5 +169,16 @@ def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     elif isinstance(data, np.ndarray):
         tensor = torch.from_numpy(np.ascontiguousarray(data) if data.flags.writeable else data.copy())
     else:
-        tensor = torch.as_tensor(data)
+        listed = isinstance(data, (list, tuple)) and any(isinstance(one, (torch.Tensor, np.ndarray)) for one in data)
+        tensor = torch.as_tensor(np.array([np.asarray(as_torch(one)) for one in data]) if listed else data)
     return tensor if dtype is None else tensor.to(dtype)
+
+
+def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """A tensor that shares an array's memory."""
+    return torch.from_numpy(array).as_subclass(Tensor)
+
+
+def tensor(input_data: Any = None, dtype: Any = None, shape: Any = None, init: Any = None) -> Tensor:
+    """``Tensor`` as a function."""
+    return Tensor(input_data, dtype, shape, init)

@@ -7,8 +7,11 @@ The reference counts dims as ``axis``, reduces over all of them by default, keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,16 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 
-TORCHS = frozenset(("dim", "keepdim", "unbiased", "correction"))
+WORDS = frozenset(("dim", "keepdim", "unbiased", "correction"))
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 Axes = int | Sequence[int] | None
+_NAMES = (
+    "size", "__getitem__", "__setitem__", "transpose", "split", "repeat", "gather", "max", "min", "mean", "sum", "prod",
+    "all", "any", "std", "var",
+)  # fmt: skip
+TORCHS: dict[str, Callable[..., Any]] = {
+    name: getattr(torch.Tensor, name) for name in _NAMES
+}  # as they are outside of cells
 
 
 class Count(int):
@@ -47,6 +57,11 @@ def dtype_of(name: Any) -> torch.dtype:
     return DTYPES[word]
 
 
+def number(x: Any) -> Any:
+    """A tensor or array of one element as Python's number."""
+    return x.item() if isinstance(x, (torch.Tensor, np.ndarray)) else x
+
+
 def _dims(x: torch.Tensor, axis: Axes) -> tuple[int, ...]:
     return tuple(range(x.dim())) if axis is None or axis == () else (axis,) if isinstance(axis, int) else tuple(axis)
 
@@ -63,9 +78,9 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """``x.name(axis=None, keep_dims=False)`` by ``function(x, dims, keep)``."""
 
     def reduce(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
-        if TORCHS & set(others):
+        if WORDS & set(others):
             given = () if axis is None else (axis,)
-            return getattr(torch.Tensor, name)(x, *given, **others)
+            return TORCHS[name](x, *given, **others)
         return function(x, _dims(x, axis), _kept(keep_dims, others))
 
     reduce.__name__ = name
@@ -85,8 +100,8 @@ def _one_by_one(name: str) -> Callable[..., Any]:
 
 def _spread(name: str) -> Callable[..., Any]:
     def spread(x: torch.Tensor, axis: Axes = None, ddof: int = 0, keepdims: bool = False, **others: Any) -> Any:
-        if TORCHS & set(others):
-            return getattr(torch.Tensor, name)(x, *(() if axis is None else (axis,)), **others)
+        if WORDS & set(others):
+            return TORCHS[name](x, *(() if axis is None else (axis,)), **others)
         return getattr(torch, name)(x, _dims(x, axis), correction=ddof, keepdim=_kept(keepdims, others))
 
     spread.__name__ = name
@@ -109,15 +124,14 @@ def split(x: torch.Tensor, sections: Any = None, axis: int = 0, output_num: int 
             told = f"{x.shape[along]} elements in {output_num} parts"
             raise ValueError(problem(told, fix="a number that divides them"))
         sections = x.shape[along] // output_num
-    # torch.split would come back here
-    return torch.Tensor.split(x, sections, along)  # type: ignore[no-untyped-call]
+    return TORCHS["split"](x, sections, along)  # torch.split would come back here
 
 
-def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+def indexed(x: torch.Tensor, index: Any) -> Any:
     """``x[index]``, where slices may go backwards: first the dims that they cut are turned round."""
     entries = index if isinstance(index, tuple) else (index,)
     if not any(_is_backward(entry) for entry in entries):
-        return torch.Tensor.__getitem__(x, index)
+        return TORCHS["__getitem__"](x, index)
     named = sum(entry is not None and entry is not Ellipsis for entry in entries)
     place, turned, forward = 0, [], []
     for entry in entries:
@@ -128,18 +142,47 @@ def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
         else:
             forward.append(entry)
         place += x.dim() - named if entry is Ellipsis else entry is not None
-    return torch.Tensor.__getitem__(x.flip(turned), tuple(forward))
+    return TORCHS["__getitem__"](x.flip(turned), tuple(forward))
 
 
 def assigned(x: torch.Tensor, index: Any, value: Any) -> None:
     """``x[index] = value``, where the value may be an array, or numbers in lists."""
     if isinstance(value, (np.ndarray, list, tuple)):
         value = torch.as_tensor(np.asarray(value), dtype=x.dtype, device=x.device)
-    torch.Tensor.__setitem__(x, index, value)
+    TORCHS["__setitem__"](x, index, value)
 
 
 def _is_backward(entry: Any) -> bool:
     return isinstance(entry, slice) and isinstance(entry.step, int) and entry.step < 0
+
+
+def repeated(x: torch.Tensor, *repeats: Any, axis: int | None = None) -> Any:
+    """Every element so often; given a number per dim, the whole, as torch has it."""
+    if axis is None and (len(repeats) != 1 or isinstance(repeats[0], (tuple, list))):
+        return TORCHS["repeat"](x, *repeats)
+    return torch.repeat_interleave(x, repeats[0], axis)
+
+
+def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 0, **others: Any) -> Any:
+    """``x.gather(input_indices, axis)``; with a dim first, torch's."""
+    if not isinstance(first, torch.Tensor):
+        return TORCHS["gather"](x, first, second, **others)
+    from shardwise.mindspore.ops.indexing import Gather
+
+    return Gather(batch_dims)(x, first, second)
+
+
+def _filled(x: torch.Tensor, value: Any) -> torch.Tensor:
+    return torch.full_like(x, number(value))
+
+
+def _assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.copy_(value)
+
+
+def asnumpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    return np.asarray(x.detach().as_subclass(torch.Tensor).cpu().numpy())
 
 
 METHODS: dict[str, Any] = {
@@ -148,6 +191,12 @@ METHODS: dict[str, Any] = {
     "__setitem__": assigned,
     "transpose": transpose,
     "split": split,
+    "repeat": repeated,
+    "gather": gathered,
+    "asnumpy": asnumpy,
+    "fill": _filled,
+    "assign_value": _assigned_value,
+    "value": lambda x: x,
     "astype": lambda x, dtype, copy=True: x.to(dtype_of(dtype), copy=copy),
     "expand_dims": lambda x, axis: x.unsqueeze(axis),
     "copy": lambda x: x.clone(),
@@ -162,3 +211,54 @@ METHODS: dict[str, Any] = {
     "std": _spread("std"),
     "var": _spread("var"),
 }
+
+
+# -- inside construct --------------------------------------------------------------------------------------------------
+
+NEW = {name: method for name, method in METHODS.items() if not hasattr(torch.Tensor, name)}
+TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+def _is_torchs(frame: Any) -> bool:
+    """Whether code means torch's methods: torch's own, this library's, and that of modules which are no cells."""
+    if frame.f_code.co_filename.startswith((TORCH, OWN)):
+        return True
+    owner = frame.f_locals.get("self")
+    return isinstance(owner, torch.nn.Module) and not hasattr(owner, "construct")
+
+
+def _otherwise(name: str) -> Any:
+    """A method that torch has too, by who calls it."""
+    own, torchs = METHODS[name], TORCHS[name]
+
+    def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (torchs if _is_torchs(sys._getframe(1)) else own)(x, *args, **kwargs)
+
+    return method
+
+
+# Torch asks its class for ``size``, which stays its own.
+OTHERWISE = {name: _otherwise(name) for name in METHODS if name not in NEW and name != "size"}
+_active = [0]  # how many calls are inside of each other
+
+
+@contextmanager
+def in_words() -> Iterator[None]:
+    """While it lasts, torch's tensors have the reference's methods."""
+    _active[0] += 1
+    try:
+        if _active[0] > 1:
+            yield
+            return
+        before = {name: vars(torch.Tensor)[name] for name in OTHERWISE if name in vars(torch.Tensor)}
+        for name, method in {**NEW, **OTHERWISE}.items():
+            setattr(torch.Tensor, name, method)
+        try:
+            yield
+        finally:
+            for name in (*NEW, *OTHERWISE):
+                delattr(torch.Tensor, name)
+            for name, method in before.items():
+                setattr(torch.Tensor, name, method)
+    finally:
+        _active[0] -= 1

@@ -1,10 +1,9 @@
 """What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, values that
 wait on the host, parameters that are gathered again in backward.
 
-``full``: of a segment what comes in and goes out is kept, everything between is made again. ``cheap``: of its values as
-few bytes are kept as there are ways to make the others again without a product (a minimum cut, as in torch.compile's
-partitioner).
-"""
+``full``: of a segment what comes in and goes out is kept, everything between is made again (``all``: what goes out,
+too). ``cheap``: of its values as few bytes are kept as there are ways to make the others again without a product (a
+minimum cut, as in torch.compile's partitioner). """
 
 from __future__ import annotations
 
@@ -97,8 +96,9 @@ class Levers:
         for segment in self.segments:
             if segment.how == "offload":
                 waiting |= segment.operators
-            elif segment.how == "full":
-                operators |= segment.operators - _leaving(graph, segment.operators)
+            elif segment.how in ("full", "all"):
+                stays = _leaving(graph, segment.operators) if segment.how == "full" else set()
+                operators |= segment.operators - stays
             elif segment.how == "cheap":
                 products = {op.name for op in graph.ops if op.target in FLOPS}
                 operators |= segment.operators - _leaving(graph, segment.operators) - products
@@ -125,13 +125,16 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
     if levers.gathered == "again":
         conversions.update(c.result for c in spmd.conversions if c.origin in parameters and c.collectives())
     lowered = lowered_by_model(graph, spmd.graph)
-    full: set[str] = set()
     for segment in levers.segments:
         inside = {own for name in segment.operators for own in lowered.get(name, ())}
-        if segment.how == "full":
-            operators |= inside - _leaving(spmd.graph, inside)
-            full |= inside
-    conversions.update(c.result for c in spmd.conversions if c.op in full and c.origin not in parameters)
+        if segment.how in ("full", "all"):
+            operators |= inside - (_leaving(spmd.graph, inside) if segment.how == "full" else set())
+            repeat_values, repeat_parameters = segment.messages != "none", segment.messages == "parameters"
+            conversions.update(
+                c.result
+                for c in spmd.conversions
+                if c.op in inside and (repeat_parameters if c.origin in parameters else repeat_values)
+            )
     cheap = [segment for segment in levers.segments if segment.how == "cheap"]
     if cheap:
         cuts = _Cuts(differentiate(localize(spmd, busiest_rank(spmd)), kinds))

@@ -48,6 +48,11 @@ def generator() -> torch.Generator:
     return _random.generator
 
 
+def drawn(seed: int | None) -> torch.Generator | None:
+    """A generator of its own for a function that is given a seed; None: torch's."""
+    return None if seed is None else torch.Generator().manual_seed(int(seed))
+
+
 def data_seed() -> int:
     """The seed of the order of data: the one that was set, else the fixed one."""
     return DEFAULT_SEED if _random.seed is None else _random.seed

@@ -1,6 +1,58 @@
 """Datasets for training programs (``import shardwise.mindspore.dataset as ds``)."""
 
-from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.sources import GeneratorDataset, NumpySlicesDataset
+from collections.abc import Sequence
 
-__all__ = ["Dataset", "GeneratorDataset", "NumpySlicesDataset"]
+from shardwise.mindspore.dataset import config, transforms, vision
+from shardwise.mindspore.dataset.files import (
+    Cifar10Dataset,
+    Cifar100Dataset,
+    CSVDataset,
+    FashionMnistDataset,
+    ImageFolderDataset,
+    MnistDataset,
+    TextFileDataset,
+)
+from shardwise.mindspore.dataset.pipeline import Dataset, Zipped
+from shardwise.mindspore.dataset.samplers import (
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    SubsetSampler,
+    WeightedRandomSampler,
+)
+from shardwise.mindspore.dataset.sources import GeneratorDataset, NumpySlicesDataset
+from shardwise.mindspore.named import absent
+
+
+def zip(datasets: Sequence[Dataset]) -> Dataset:
+    """The columns of several datasets side by side, as long as the shortest."""
+    return Zipped(tuple(datasets))
+
+
+__all__ = [
+    "CSVDataset",
+    "Cifar10Dataset",
+    "Cifar100Dataset",
+    "Dataset",
+    "DistributedSampler",
+    "FashionMnistDataset",
+    "GeneratorDataset",
+    "ImageFolderDataset",
+    "MnistDataset",
+    "NumpySlicesDataset",
+    "RandomSampler",
+    "Sampler",
+    "SequentialSampler",
+    "SubsetRandomSampler",
+    "SubsetSampler",
+    "TextFileDataset",
+    "WeightedRandomSampler",
+    "config",
+    "transforms",
+    "vision",
+    "zip",
+]  # fmt: skip
+_FILES = "GeneratorDataset, with a function that reads such files"
+__getattr__ = absent(__name__, lambda: __all__, dict.fromkeys(("MindDataset", "TFRecordDataset"), _FILES))

@@ -11,18 +11,27 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest
 from shardwise.mindspore.common.seed import data_seed
-
-Array = np.ndarray[Any, Any]
-Row = tuple[Array, ...]
-Columns = str | Sequence[str] | None
+from shardwise.mindspore.dataset.transforms import PadEnd, applied
+from shardwise.mindspore.dataset.values import (
+    Array,
+    Columns,
+    Row,
+    as_array,
+    count_of,
+    named,
+    names_of,
+    once,
+    unknown_words,
+)
+from shardwise.mindspore.tensor import Tensor
 
 
 class Dataset(ABC):
@@ -72,9 +81,94 @@ class Dataset(ABC):
         self._passes += 1
         return self.rows(self._passes - 1)
 
-    def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None) -> Dataset:
-        """Rows of so many items, stacked along a new dim 0; the last may have fewer, or is left out."""
-        return _Batch(self, count_of("batch_size", batch_size), drop_remainder)
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_workers: int | None = None,
+        per_batch_map: Callable[..., Any] | None = None,
+        input_columns: Columns = None,
+        output_columns: Columns = None,
+        **settings: Any,
+    ) -> Dataset:
+        """Rows of so many items, stacked along a new dim 0; the last may have fewer, or is left out. ``per_batch_map``
+        makes something else of the lists of some columns, before they are stacked: it is given them, and an object with
+        ``get_batch_num()`` and ``get_epoch_num()``."""
+        unknown_words(settings, "python_multiprocessing", "max_rowsize")
+        source = self
+        if per_batch_map is not None:
+            inputs = named(input_columns, self._columns) if input_columns is not None else self._columns
+            outputs = inputs if output_columns is None else names_of(output_columns)
+            return _MappedBatch(source, count_of("batch_size", batch_size), drop_remainder, per_batch_map, inputs,
+                                outputs)  # fmt: skip
+        return _Batch(source, count_of("batch_size", batch_size), drop_remainder)
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_workers: int | None = None,
+        pad_info: dict[str, tuple[Any, Any]] | None = None,
+    ) -> Dataset:
+        """As ``batch``, items of other lengths padded. ``pad_info``: column -> (shape or None for the longest,
+        value)."""
+        return _PaddedBatch(self, count_of("batch_size", batch_size), drop_remainder, pad_info)
+
+    def zip(self, datasets: Any) -> Dataset:
+        """The columns of this and other datasets side by side, as long as the shortest."""
+        others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
+        return Zipped((self, *others))
+
+    def concat(self, datasets: Any) -> Dataset:
+        """The rows of other datasets after these."""
+        others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
+        return _Joined((self, *others))
+
+    __add__ = concat
+
+    def rename(self, input_columns: Columns, output_columns: Columns) -> Dataset:
+        """Columns under other names."""
+        old, new = named(input_columns or (), self._columns), names_of(output_columns or ())
+        if len(old) != len(new):
+            raise ValueError(problem(f"rename of {len(old)} columns to {len(new)} names", fix="one name for each"))
+        names = dict(zip(old, new, strict=True))
+        return _Renamed(self, [names.get(name, name) for name in self._columns])
+
+    def filter(
+        self, predicate: Callable[..., Any], input_columns: Columns = None, num_parallel_workers: int | None = None
+    ) -> Dataset:
+        """The rows of which a function of some columns, by default all, is true."""
+        return _Filter(self, predicate, named(input_columns, self._columns) if input_columns else self._columns)
+
+    def apply(self, apply_func: Callable[[Dataset], Dataset]) -> Dataset:
+        """What a function makes of this dataset."""
+        return apply_func(self)
+
+    def split(self, sizes: Sequence[float], randomize: bool = True) -> list[Dataset]:
+        """Parts of so many rows, or of such shares of all."""
+        total = self.get_dataset_size()
+        counts = [round(size * total) if isinstance(size, float) else size for size in sizes]
+        if sum(counts) != total:
+            what = f"split into {counts} of {total} rows"
+            raise ValueError(problem(what, fix=f"numbers whose sum is {total}, or shares whose sum is 1"))
+        source = self.shuffle(total) if randomize else self
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        return [_Slice(source, at, at + count, fixed=True) for at, count in zip(starts, counts, strict=True)]
+
+    def get_repeat_count(self) -> int:
+        return 1
+
+    def output_shapes(self, estimate: bool = False) -> list[list[int]]:
+        """The shapes of the first row."""
+        return [list(array.shape) for array in next(iter(self.rows(0)))]
+
+    def output_types(self) -> list[Any]:
+        """The dtypes of the first row."""
+        return [array.dtype for array in next(iter(self.rows(0)))]
+
+    def reset(self) -> None:
+        """Start again with the first pass."""
+        self._passes = 0
 
     def repeat(self, count: int | None = None) -> Dataset:
         """The same rows so many times; None or -1: for ever."""
@@ -85,15 +179,19 @@ class Dataset(ABC):
         operations: Callable[..., Any] | Sequence[Callable[..., Any]],
         input_columns: Columns = None,
         output_columns: Columns = None,
+        column_order: Columns = None,
         num_parallel_workers: int | None = None,
+        **settings: Any,
     ) -> Dataset:
         """Columns replaced by what functions make of them, one after the other: each is called with the numpy arrays
         of the columns, by default the first, and returns one array or a tuple. ``output_columns`` names what comes
         out, where that is not the same."""
         inputs = named(input_columns, self._columns) if input_columns is not None else self._columns[:1]
         outputs = inputs if output_columns is None else names_of(output_columns)
+        unknown_words(settings, "python_multiprocessing", "cache", "callbacks", "max_rowsize", "offload")
         functions = tuple(operations) if isinstance(operations, Sequence) else (operations,)
-        return _Map(self, functions, inputs, outputs)
+        mapped = _Map(self, functions, inputs, outputs)
+        return mapped if column_order is None else mapped.project(column_order)
 
     def project(self, columns: str | Sequence[str]) -> Dataset:
         """Only these columns, in this order."""
@@ -187,6 +285,111 @@ class _Batch(_Over):
         return self._size * super().get_batch_size()
 
 
+@dataclass(frozen=True)
+class BatchInfo:
+    """Where a batch stands, for ``per_batch_map``."""
+
+    batch: int
+    epoch: int
+
+    def get_batch_num(self) -> int:
+        return self.batch
+
+    def get_epoch_num(self) -> int:
+        return self.epoch
+
+
+class _MappedBatch(_Batch):
+    def __init__(
+        self, source: Dataset, size: int, drop: bool, function: Any, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> None:
+        super().__init__(source, size, drop)
+        self._function, self._inputs, self._outputs = function, tuple(inputs), tuple(outputs)
+        if self._inputs != self._outputs:
+            self._columns = (*(name for name in self._columns if name not in inputs), *outputs)
+
+    def rows(self, number: int) -> Iterator[Row]:
+        rows, names = self._source.rows(number), self._source.get_col_names()
+        for place in itertools.count():
+            members = list(itertools.islice(rows, self._size))
+            if not members or (len(members) < self._size and self._drop):
+                return
+            values: dict[str, Any] = dict(zip(names, map(list, zip(*members, strict=True)), strict=True))
+            mapped = self._function(*(values[name] for name in self._inputs), BatchInfo(place, number))
+            listed = mapped if isinstance(mapped, tuple) else (mapped,)
+            if len(listed) != len(self._outputs):
+                what = f"per_batch_map gives {len(listed)} values for the columns {', '.join(self._outputs)}"
+                raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
+            values |= zip(self._outputs, listed, strict=True)
+            yield tuple(self._stacked(name, [as_array(one) for one in values[name]]) for name in self._columns)
+
+
+class _PaddedBatch(_Batch):
+    def __init__(self, source: Dataset, size: int, drop: bool, pad_info: dict[str, tuple[Any, Any]] | None) -> None:
+        super().__init__(source, size, drop)
+        self._info = pad_info
+
+    def _stacked(self, name: str, parts: Sequence[Array]) -> Array:
+        if self._info is not None and name not in self._info:
+            return super()._stacked(name, parts)
+        shape, value = (None, 0) if self._info is None else self._info[name]
+        longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
+        sizes = [own if size is None else size for own, size in zip(longest, shape or [None] * 9, strict=False)]
+        return np.stack([PadEnd([int(size) for size in sizes], value)(part) for part in parts])
+
+
+class Zipped(Dataset):
+    """The columns of several datasets side by side."""
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        super().__init__(once(tuple(name for own in datasets for name in own.get_col_names())))
+        self._sources = tuple(datasets)
+
+    def rows(self, number: int) -> Iterator[Row]:
+        for rows in zip(*(own.rows(number) for own in self._sources), strict=False):
+            yield tuple(array for row in rows for array in row)
+
+    def get_dataset_size(self) -> int:
+        return min(own.get_dataset_size() for own in self._sources)
+
+
+class _Joined(Dataset):
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        super().__init__(datasets[0].get_col_names())
+        self._sources = tuple(datasets)
+        for own in datasets:
+            if tuple(own.get_col_names()) != self._columns:
+                what = f"concat of the columns {list(self._columns)} and {own.get_col_names()}"
+                raise ValueError(problem(what, fix="the same names: rename(input_columns, output_columns)"))
+
+    def rows(self, number: int) -> Iterator[Row]:
+        return itertools.chain.from_iterable(own.rows(number) for own in self._sources)
+
+    def get_dataset_size(self) -> int:
+        return sum(own.get_dataset_size() for own in self._sources)
+
+
+class _Renamed(_Over):
+    def rows(self, number: int) -> Iterator[Row]:
+        return self._source.rows(number)
+
+
+class _Filter(_Over):
+    def __init__(self, source: Dataset, predicate: Callable[..., Any], columns: Sequence[str]) -> None:
+        super().__init__(source)
+        self._predicate, self._places = predicate, [self._columns.index(name) for name in columns]
+        self._counted: int | None = None
+
+    def rows(self, number: int) -> Iterator[Row]:
+        return (row for row in self._source.rows(number) if self._predicate(*(row[i] for i in self._places)))
+
+    def get_dataset_size(self) -> int:
+        """Counted, once."""
+        if self._counted is None:
+            self._counted = sum(1 for _ in self.rows(0))
+        return self._counted
+
+
 class _Repeat(_Over):
     def __init__(self, source: Dataset, count: int | None) -> None:
         super().__init__(source)
@@ -210,7 +413,7 @@ class _Map(_Over):
         kept = [name for name in names if name not in inputs]
         place = sum(name not in inputs for name in names[:first])
         super().__init__(source, names if tuple(outputs) == tuple(inputs) else [*kept[:place], *outputs, *kept[place:]])
-        _once(self._columns)
+        once(self._columns)
         self._functions, self._inputs, self._outputs = functions, tuple(inputs), tuple(outputs)
 
     def rows(self, number: int) -> Iterator[Row]:
@@ -218,9 +421,7 @@ class _Map(_Over):
         for row in self._source.rows(number):
             values = dict(zip(names, row, strict=True))
             operands: tuple[Any, ...] = tuple(values[name] for name in self._inputs)
-            for function in self._functions:
-                mapped = function(*operands)
-                operands = mapped if isinstance(mapped, tuple) else (mapped,)
+            operands = applied(self._functions, operands)
             if len(operands) != len(self._outputs):
                 what = f"map() gives {len(operands)} values for the columns {', '.join(self._outputs)}"
                 raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
@@ -253,61 +454,21 @@ class _Shuffle(_Over):
 
 
 class _Slice(_Over):
-    def __init__(self, source: Dataset, start: int, count: int | None) -> None:
+    def __init__(self, source: Dataset, start: int, count: int | None, *, fixed: bool = False) -> None:
         super().__init__(source)
-        self._start, self._count = start, count
+        self._start, self._count, self._fixed = start, count, fixed  # fixed: always of the first pass
 
     def rows(self, number: int) -> Iterator[Row]:
-        return itertools.islice(self._source.rows(number), self._start, self._count)
+        return itertools.islice(self._source.rows(0 if self._fixed else number), self._start, self._count)
 
     def get_dataset_size(self) -> int:
         whole = super().get_dataset_size()
         return max(0, (whole if self._count is None else min(whole, self._count)) - self._start)
 
 
-# ------------------------------------------------------------------------------------------------------------ values
-
-
-def as_array(value: Any) -> Array:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy()
-    return np.asarray(value)
-
-
 def _tensor(array: Array, column: str) -> torch.Tensor:
     try:
-        return torch.tensor(array)
+        return Tensor(torch.tensor(array))
     except TypeError as error:
         what = f'the column "{column}" holds {array.dtype}, which no tensor does'
         raise TypeError(problem(what, fix="turn it into numbers with map(), or ask for output_numpy=True")) from error
-
-
-def names_of(columns: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of columns, given as a list or as a single one."""
-    names = (columns,) if isinstance(columns, str) else columns
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
-        raise TypeError(problem(f"the names of columns are {columns!r}", fix='give a list: ["input", "label"]'))
-    return _once(tuple(names))
-
-
-def _once(names: tuple[str, ...]) -> tuple[str, ...]:
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(problem(f'there are two columns "{twice[0]}"', fix="name every column once"))
-    return names
-
-
-def named(columns: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Columns of a dataset, by their names."""
-    names = names_of(columns)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], known)))
-    return names
-
-
-def count_of(name: str, value: Any, low: int = 1) -> int:
-    """A number of rows."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give an integer"))
-    if value < low:
-        raise ValueError(problem(f"{name} is {value}", fix=f"give an integer from {low} on"))
-    return value

@@ -11,7 +11,9 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.dataset.pipeline import Columns, Dataset, Row, as_array, count_of, names_of
+from shardwise.mindspore.dataset.pipeline import Dataset
+from shardwise.mindspore.dataset.samplers import Sampler
+from shardwise.mindspore.dataset.values import Columns, Row, as_array, count_of, names_of
 
 
 class GeneratorDataset(Dataset):
@@ -29,7 +31,7 @@ class GeneratorDataset(Dataset):
     def __init__(
         self,
         source: Any,
-        column_names: str | Sequence[str],
+        column_names: str | Sequence[str] = ("data",),
         column_types: Sequence[Any] | None = None,
         num_samples: int | None = None,
         num_parallel_workers: int = 1,
@@ -38,6 +40,8 @@ class GeneratorDataset(Dataset):
         num_shards: int | None = None,
         shard_id: int | None = None,
         python_multiprocessing: bool = True,
+        max_rowsize: int | None = 6,
+        schema: Any = None,
     ) -> None:
         super().__init__(names_of(column_names))
         self._source = source
@@ -89,6 +93,8 @@ class GeneratorDataset(Dataset):
     def _order(self, number: int) -> Sequence[int]:
         """The indices of a pass."""
         if self._sampler is not None:
+            if isinstance(self._sampler, Sampler):
+                self._sampler.num_rows, self._sampler.number = len(self._source), number
             return [int(i) for i in self._sampler]
         order = list(range(len(self._source)))
         if self._shuffle:
@@ -98,6 +104,8 @@ class GeneratorDataset(Dataset):
         return [order[(shard + i * count) % len(order)] for i in range(length)] if order else []
 
     def _row(self, item: Any) -> Row:
+        if isinstance(item, Mapping):
+            item = tuple(item[name] for name in self._columns)
         values = tuple(item) if isinstance(item, tuple | list) else (item,)
         if len(self._columns) == 1 and len(values) != 1:
             values = (item,)

@@ -1,29 +1,46 @@
 """Cells, layers, losses and optimizers."""
 
-from shardwise.mindspore.nn import activations, layers, learning_rates, loss
+from typing import Any
+
+from shardwise.mindspore.named import absent
+from shardwise.mindspore.nn import (
+    activations,
+    adaptive,
+    layers,
+    learning_rates,
+    loss,
+    norms,
+    simple,
+    wrap,
+    wrapped,
+)
 from shardwise.mindspore.nn.activations import *
-from shardwise.mindspore.nn.adaptive import Adam, AdamWeightDecay, Lamb
-from shardwise.mindspore.nn.cell import Cell, CellList, SequentialCell
+from shardwise.mindspore.nn.adaptive import *
+from shardwise.mindspore.nn.cell import Cell, CellDict, CellList, GraphCell, SequentialCell
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.layers import *
 from shardwise.mindspore.nn.learning_rates import *
 from shardwise.mindspore.nn.loss import *
-from shardwise.mindspore.nn.optimizer import SGD, Momentum, Optimizer
-from shardwise.mindspore.nn.wrap import (
-    ForwardValueAndGrad,
-    PipelineCell,
-    TrainOneStepCell,
-    TrainOneStepWithLossScaleCell,
-    WithEvalCell,
-    WithLossCell,
-)
+from shardwise.mindspore.nn.norms import *
+from shardwise.mindspore.nn.optimizer import SGD, Momentum, Optimizer, Rprop
+from shardwise.mindspore.nn.simple import *
+from shardwise.mindspore.nn.wrap import *
+from shardwise.mindspore.nn.wrapped import *
 
 __all__ = [
-    "SGD", "Adam", "AdamWeightDecay", "Cell", "CellList", "DistributedGradReducer", "ForwardValueAndGrad", "Lamb",
-    "Momentum", "Optimizer", "PipelineCell", "SequentialCell", "TrainOneStepCell", "TrainOneStepWithLossScaleCell",
-    "WithEvalCell", "WithLossCell",
+    "SGD", "Cell", "CellDict", "CellList", "DistributedGradReducer", "GraphCell", "Momentum", "Optimizer", "Rprop",
+    "SequentialCell",
 ]  # fmt: skip
-__all__ += activations.__all__
-__all__ += layers.__all__
-__all__ += learning_rates.__all__
-__all__ += loss.__all__
+for _family in (activations, adaptive, layers, learning_rates, loss, norms, simple, wrap, wrapped):
+    __all__ += _family.__all__
+_missing = absent(__name__, lambda: __all__)
+
+
+def __getattr__(name: str) -> Any:
+    """Metrics have been here, too."""
+    if not name.startswith("_"):
+        from shardwise.mindspore.train import metrics
+
+        if name in metrics.__all__:
+            return getattr(metrics, name)
+    return _missing(name)

@@ -28,32 +28,12 @@ class _Activation(Cell):
         return self.primitive(x)
 
 
-class ReLU(_Activation):
-    operator = arithmetic.ReLU
-
-
-class ReLU6(_Activation):
-    operator = arithmetic.ReLU6
-
-
-class Sigmoid(_Activation):
-    operator = arithmetic.Sigmoid
-
-
-class Tanh(_Activation):
-    operator = arithmetic.Tanh
-
-
-class HSwish(_Activation):
-    operator = arithmetic.HSwish
-
-
-class HSigmoid(_Activation):
-    operator = arithmetic.HSigmoid
-
-
-class Mish(_Activation):
-    operator = arithmetic.Mish
+_OPERATORS = (arithmetic.ReLU, arithmetic.ReLU6, arithmetic.Sigmoid, arithmetic.Tanh, arithmetic.HSwish,
+              arithmetic.HSigmoid, arithmetic.Mish)  # fmt: skip
+ReLU, ReLU6, Sigmoid, Tanh, HSwish, HSigmoid, Mish = (
+    type(own.__name__, (_Activation,), {"operator": own, "__module__": __name__, "__doc__": own.__doc__})
+    for own in _OPERATORS
+)
 
 
 class GELU(Cell):
@@ -130,9 +110,12 @@ _NAMED: dict[str, type[Cell]] = {
 
 def get_activation(name: str) -> Cell:
     """The activation of that name. Raises ValueError for another."""
-    if name not in _NAMED:
-        raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, _NAMED)))
-    return _NAMED[name]()
+    from shardwise.mindspore.nn.simple import CLASSES
+
+    known = _NAMED | {own.lower(): CLASSES[own] for own in ("CELU", "FastGelu", "LogSigmoid", "SiLU", "SeLU")}
+    if name not in known:
+        raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, known)))
+    return known[name]()
 
 
 __all__ = [

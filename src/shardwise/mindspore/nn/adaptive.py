@@ -1,12 +1,13 @@
-"""Optimizers with moments: Adam, AdamWeightDecay and Lamb, by the reference's formulas.
+"""Optimizers that adapt to gradients, by the reference's formulas.
 
-Each keeps m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2 of its gradients, element by element, so that
+Those of Adam's family
+keep m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2 of its gradients, element by element, so that
 shards are updated like whole parameters; Lamb's norms are summed over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,29 @@ from shardwise.mindspore.nn.optimizer import Optimizer, Rate
 Tensor = torch.Tensor
 
 
-class _Moments(Optimizer):
-    """``update(state, p, g, group)``: by what p decreases, learning rate included."""
+class _Formula(Optimizer):
+    """An optimizer by its formula: ``update(state, p, g, group)`` is what p decreases by, learning rate included."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return _ByFormula(groups, self.update)
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+    def kept(self, state: dict[str, Any], p: Tensor, **starts: float) -> list[Tensor]:
+        """Accumulators by their names, which start so."""
+        for name, start in starts.items():
+            state.setdefault(name, torch.full_like(p, start))
+        return [state[name] for name in starts]
+
+    @staticmethod
+    def decayed(p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        """The gradient with ``weight_decay`` times p added."""
+        return g + group["weight_decay"] * p if group["weight_decay"] else g
+
+
+class _Moments(_Formula):
+    """One with the moments m and v."""
 
     def __init__(
         self,
@@ -40,12 +62,6 @@ class _Moments(Optimizer):
         if eps <= 0:
             raise ValueError(problem(f"eps is {eps}", fix="a number above 0"))
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return _ByFormula(groups, self.update)
-
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        raise NotImplementedError
 
     def moments(self, state: dict[str, Any], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The two moments after a step."""
@@ -74,7 +90,8 @@ class _ByFormula(torch.optim.Optimizer):
 
 class Adam(_Moments):
     """p -= lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps), where ``weight_decay`` times p is added to the
-    gradient. ``use_nesterov``: beta1 m + (1 - beta1) g stands for m. (Kingma and Ba, 2015, section 2.)"""
+    gradient. ``use_nesterov``: beta1 m + (1 - beta1) g stands for m; ``use_amsgrad``: the largest v so far for v. Other
+    switches of the reference (``use_lazy``, ``use_offload``) change no result. (Kingma and Ba, 2015, section 2.)"""
 
     def __init__(
         self,
@@ -87,15 +104,20 @@ class Adam(_Moments):
         use_nesterov: bool = False,
         weight_decay: float = 0.0,
         loss_scale: float = 1.0,
+        use_amsgrad: bool = False,
+        use_lazy: bool = False,
+        use_offload: bool = False,
     ) -> None:
         super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay, loss_scale)
-        self.use_nesterov = use_nesterov
+        self.use_nesterov, self.use_amsgrad = use_nesterov, use_amsgrad
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = g + group["weight_decay"] * p if group["weight_decay"] else g
+        g = self.decayed(p, g, group)
         m, v = self.moments(state, p, g)
         if self.use_nesterov:
             m = self.beta1 * m + (1 - self.beta1) * g
+        if self.use_amsgrad:
+            state["vhat"] = v = torch.maximum(state.get("vhat", v), v)
         rate = group["lr"] * (1 - self.beta2 ** state["step"]) ** 0.5 / (1 - self.beta1 ** state["step"])
         step: Tensor = rate * m / (v.sqrt() + self.eps)
         return step
@@ -155,4 +177,215 @@ def _whole_norms(parameter: Tensor, direction: Tensor) -> Tensor:
     return squares.sqrt()
 
 
-__all__ = ["Adam", "AdamWeightDecay", "Lamb"]
+class LazyAdam(Adam):
+    """Adam; rows without a gradient are updated like the others, as gradients are dense here."""
+
+
+class AdamOffload(Adam):
+    """Adam, where it is; the reference computes it on the host."""
+
+
+class AdaMax(_Moments):
+    """p -= lr / (1 - beta1^t) m / (u + eps), where u = max(beta2 u, |g|). (Kingma and Ba, 2015, section 7.)"""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        learning_rate: Rate = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        loss_scale: float = 1.0,
+    ) -> None:
+        super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay, loss_scale)
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        g = self.decayed(p, g, group)
+        m, u = self.kept(state, p, moment1=0.0, moment2=0.0)
+        state["step"] = state.get("step", 0) + 1
+        m.mul_(self.beta1).add_(g, alpha=1 - self.beta1)
+        torch.maximum(u.mul_(self.beta2), g.abs(), out=u)
+        step: Tensor = group["lr"] / (1 - self.beta1 ** state["step"]) * m / (u + self.eps)
+        return step
+
+
+class Adagrad(_Formula):
+    """a += g^2 (with ``update_slots``); p -= lr g / sqrt(a). (Duchi et al. 2011.)"""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        accum: float = 0.1,
+        learning_rate: Rate = 1e-3,
+        update_slots: bool = True,
+        loss_scale: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay, loss_scale)
+        self.accum, self.update_slots = accum, update_slots
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        g = self.decayed(p, g, group)
+        (a,) = self.kept(state, p, accum=self.accum)
+        if self.update_slots:
+            a.addcmul_(g, g)
+        step: Tensor = group["lr"] * g / a.sqrt()
+        return step
+
+
+class ProximalAdagrad(_Formula):
+    """Adagrad, whose result is shrunk by lr ``l1`` and divided by 1 + lr ``l2``, where lr is divided by sqrt(a)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        accum: float = 0.1,
+        learning_rate: Rate = 1e-3,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        use_locking: bool = False,
+        loss_scale: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay, loss_scale)
+        self.accum, self.l1, self.l2 = accum, l1, l2
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        g = self.decayed(p, g, group)
+        (a,) = self.kept(state, p, accum=self.accum)
+        rate = group["lr"] / a.addcmul_(g, g).sqrt()
+        moved = p - rate * g
+        target = moved.sign() * (moved.abs() - rate * self.l1).clamp(min=0) / (1 + rate * self.l2)
+        step: Tensor = p - target
+        return step
+
+
+class Adadelta(_Formula):
+    """a = rho a + (1 - rho) g^2; u = sqrt(d + eps) / sqrt(a + eps) g; d = rho d + (1 - rho) u^2; p -= lr u. (Zeiler
+    2012.)"""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        learning_rate: Rate = 1.0,
+        rho: float = 0.9,
+        epsilon: float = 1e-6,
+        loss_scale: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay, loss_scale)
+        self.rho, self.epsilon = rho, epsilon
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        g = self.decayed(p, g, group)
+        a, d = self.kept(state, p, accum=0.0, accum_update=0.0)
+        a.mul_(self.rho).addcmul_(g, g, value=1 - self.rho)
+        u = (d + self.epsilon).sqrt() / (a + self.epsilon).sqrt() * g
+        d.mul_(self.rho).addcmul_(u, u, value=1 - self.rho)
+        step: Tensor = group["lr"] * u
+        return step
+
+
+class RMSProp(_Formula):
+    """s = decay s + (1 - decay) g^2, from ones; v = momentum v + lr g / sqrt(s + eps); p -= v. ``centered``: s less the
+    square of the mean gradient, kept as s is; then s starts at 0."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        learning_rate: Rate = 0.1,
+        decay: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
+        loss_scale: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay, loss_scale)
+        self.decay, self.momentum, self.epsilon, self.centered = decay, momentum, epsilon, centered
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        g = self.decayed(p, g, group)
+        s, v = self.kept(state, p, mean_square=0.0 if self.centered else 1.0, moment=0.0)
+        s.mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
+        spread = s
+        if self.centered:
+            (mean,) = self.kept(state, p, mean_grad=0.0)
+            mean.mul_(self.decay).add_(g, alpha=1 - self.decay)
+            spread = s - mean.square()
+        step: Tensor = v.mul_(self.momentum).add_(group["lr"] * g / (spread + self.epsilon).sqrt())
+        return step
+
+
+class FTRL(_Formula):
+    """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        initial_accum: float = 0.1,
+        learning_rate: Rate = 1e-3,
+        lr_power: float = -0.5,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        use_locking: bool = False,
+        loss_scale: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay, loss_scale)
+        if lr_power > 0:
+            raise ValueError(problem(f"lr_power is {lr_power}", fix="a number up to 0"))
+        self.initial_accum, self.power, self.l1, self.l2 = initial_accum, -lr_power, l1, l2
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        g = self.decayed(p, g, group)
+        a, z = self.kept(state, p, moments=self.initial_accum, linear=0.0)
+        before = a**self.power
+        after = a.addcmul_(g, g) ** self.power
+        z.add_(g - (after - before) / group["lr"] * p)
+        target = (z.sign() * self.l1 - z) / (after / group["lr"] + 2 * self.l2)
+        return p - torch.where(z.abs() > self.l1, target, 0.0)
+
+
+class LARS(Optimizer):
+    """Another optimizer, whose gradients are scaled per parameter by coefficient |p| / (|g| + weight_decay |p| + eps).
+    (You et al. 2017, equation 6.) ``lars_filter``: which parameters; ``use_clip``: by at most the learning rate."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        epsilon: float = 1e-5,
+        coefficient: float = 1e-3,
+        use_clip: bool = False,
+        lars_filter: Callable[[Any], bool] = lambda x: "LayerNorm" not in x.name and "bias" not in x.name,
+    ) -> None:
+        super().__init__(optimizer.rates[0], optimizer.parameters)
+        self.optimizer = optimizer
+        self.epsilon, self.coefficient, self.use_clip, self.lars_filter = epsilon, coefficient, use_clip, lars_filter
+
+    def __call__(self, gradients: Sequence[Tensor]) -> bool:
+        decay = {id(p): group["weight_decay"] for group in self.optimizer.groups for p in group["params"]}
+        rate, scaled = self.get_lr(), []
+        for p, g in zip(self.parameters, gradients, strict=True):
+            size, length = _whole_norms(p, g)
+            ratio = self.coefficient * size / (length + decay[id(p)] * size + self.epsilon)
+            ratio = torch.where((size > 0) & (length > 0), ratio, 1.0)
+            scaled.append(g * ((ratio / rate).clamp(max=1.0) if self.use_clip else ratio) if self.lars_filter(p) else g)
+        self.global_step += 1
+        return self.optimizer(scaled)
+
+    construct = __call__
+
+    def states(self) -> dict[str, tuple[Tensor, Any]]:
+        return self.optimizer.states()
+
+    def load_states(self, entries: dict[str, Tensor]) -> list[str]:
+        return self.optimizer.load_states(entries)
+
+
+__all__ = [
+    "FTRL", "LARS", "AdaMax", "Adadelta", "Adagrad", "Adam", "AdamOffload", "AdamWeightDecay", "Lamb", "LazyAdam",
+    "ProximalAdagrad", "RMSProp",
+]  # fmt: skip

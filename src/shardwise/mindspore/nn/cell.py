@@ -10,11 +10,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import shardwise as sw
 from shardwise.errors import problem
+from shardwise.graph.segments import Messages
 from shardwise.mindspore import engine
 from shardwise.mindspore.nn import own_backward
+from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Parameter
+from shardwise.mindspore.tensor_methods import in_words
 
 LATER = "follows in a later version"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
@@ -37,6 +41,8 @@ class Cell(nn.Module):
         self.training = False
         self._stage: int | None = None
         self._float: torch.dtype | None = None
+        self._again = False  # recomputed
+        self._returns: torch.dtype | None = None  # of floating tensors, with mixed precision
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,19 +57,29 @@ class Cell(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines neither construct nor forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return engine.again(self._computed, args, kwargs) if self._again else self._computed(*args, **kwargs)
+
+    def _computed(self, *args: Any, **kwargs: Any) -> Any:
         if self._float is None:
-            return self._constructed(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
-        with self._parameters_cast():
-            return self._constructed(*args, **kwargs)
+            result = self._constructed(*args, **kwargs)
+        else:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+            with self._parameters_cast():
+                result = self._constructed(*args, **kwargs)
+        if self._returns is None:
+            return result
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.to(self._returns) if x.is_floating_point() else x, result)
 
     def _constructed(self, *args: Any, **kwargs: Any) -> Any:
         if self._own_backward is not None:
             return own_backward.applied(self, self._own_backward, args, kwargs)
-        return self.construct(*args, **kwargs)
+        with in_words():
+            return self.construct(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if engine.is_outermost():
+            if any(isinstance(value, Optimizer) for value in vars(self).values()):  # a training step: its parts are
+                return self.construct(*args, **kwargs)
             return engine.call(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -85,13 +101,17 @@ class Cell(nn.Module):
     # Parameters under the reference's names.
 
     def get_parameters(self, expand: bool = True) -> Iterator[nn.Parameter]:
-        return self.parameters(recurse=expand)
+        """All parameters, which know their names in this cell from then on."""
+        for name, parameter in checkpoint_names(self, expand).items():
+            if isinstance(parameter, Parameter) and len(name) > len(parameter.name):
+                parameter.path = name
+            yield parameter
 
     def trainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
-        return [parameter for parameter in self.parameters(recurse) if parameter.requires_grad]
+        return [parameter for parameter in self.get_parameters(recurse) if parameter.requires_grad]
 
     def untrainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
-        return [parameter for parameter in self.parameters(recurse) if not parameter.requires_grad]
+        return [parameter for parameter in self.get_parameters(recurse) if not parameter.requires_grad]
 
     def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
         """Name in checkpoints -> parameter."""
@@ -99,6 +119,32 @@ class Cell(nn.Module):
 
     def parameters_and_names(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.parameters_dict().items()
+
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Put a prefix before the names of all parameters."""
+        for name, parameter in list(checkpoint_names(self, recurse).items()):
+            vars(parameter)["param_name"] = prefix + name
+
+    def get_inputs(self) -> Any:
+        return getattr(self, "_inputs", None)
+
+    def set_inputs(self, *inputs: Any, **named: Any) -> None:
+        """Kept for programs that say the shapes of their inputs: calls of other shapes are captured as they come."""
+        self._inputs = named or inputs
+
+    def add_flags(self, **flags: Any) -> Cell:
+        """Kept for programs that call it."""
+        return self
+
+    add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = add_flags
+
+    def init_parameters_data(self, auto_parallel_mode: bool = False) -> dict[Any, Any]:
+        """Parameters have their values already: each stands for itself."""
+        return {parameter: parameter for parameter in self.parameters()}
+
+    @property
+    def param_prefix(self) -> str:
+        return ""
 
     # Children.
 
@@ -170,11 +216,27 @@ class Cell(nn.Module):
             primitive.data_parallel = True
         return self
 
-    def recompute(self, **settings: Any) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__}.recompute(): recomputation {LATER}; torch.utils.checkpoint recomputes "
-            "in stand_alone and data_parallel mode"
+    def recompute(
+        self,
+        mp_comm_recompute: bool = True,
+        parallel_optimizer_comm_recompute: bool = False,
+        recompute_slice_activation: bool = False,
+        mode: bool = True,
+    ) -> None:
+        """Backward computes what is inside again, instead of keeping it; what the cell returns is kept.
+
+        Where the cell is split: ``mp_comm_recompute``: what ranks exchange inside is exchanged again, else what it
+        brought is kept; ``parallel_optimizer_comm_recompute``: parameters that the parallel optimizer stores in parts
+        are gathered again. ``recompute_slice_activation`` is taken: what is kept is kept as it is split.
+        """
+        messages: Messages = (
+            "parameters" if parallel_optimizer_comm_recompute else "values" if mp_comm_recompute else "none"
         )
+        if parallel_optimizer_comm_recompute and not mp_comm_recompute:
+            what = "recompute(mp_comm_recompute=False, parallel_optimizer_comm_recompute=True)"
+            raise NotImplementedError(problem(what, op=type(self).__name__, fix="leave mp_comm_recompute True"))
+        sw.recompute(self, "full" if mode else "none", messages=messages)
+        self._again = mode
 
     @property
     def pipeline_stage(self) -> int | None:
@@ -232,9 +294,31 @@ class SequentialCell(Cell):
 class CellList(nn.ModuleList):
     """Cells in a list."""
 
+    def cells(self) -> Iterator[nn.Module]:
+        return self.children()
+
     def __init__(self, *cells: Any) -> None:
         listed = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells
         super().__init__(listed)
+
+
+class CellDict(nn.ModuleDict):
+    """Cells by names."""
+
+
+class GraphCell(Cell):
+    """A network that ``ms.load`` has read: ``GraphCell(ms.load("net.mindir"))(x)``. ``params_init``: other values of
+    its parameters, by their names."""
+
+    def __init__(self, graph: Any, params_init: dict[str, torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self._graph = (graph,)  # which can not be set to train
+        with torch.no_grad():
+            for name, value in (params_init or {}).items():
+                graph.get_parameter(name).copy_(value)
+
+    def construct(self, *inputs: Any) -> Any:
+        return self._graph[0](*inputs)
 
 
 def _without_wrappers(module: nn.Module, path: str) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,17 +13,16 @@ from shardwise.errors import problem
 from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair
+from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair, same_padding
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
-from shardwise.mindspore.ops.normalization import LayerNorm as LayerNormOperator
 from shardwise.mindspore.ops.shape import Reshape
 from shardwise.mindspore.tensor import Parameter
 
 HE = math.sqrt(5)  # with it, He's bound is sqrt(1 / fan_in)
 
 
-def _positive(layer: str, **sizes: Any) -> None:
+def positive(layer: str, **sizes: Any) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(problem(f"{layer}: {name} is {size!r}", fix="a whole number from 1"))
@@ -48,7 +46,7 @@ class Dense(Cell):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        _positive("Dense", in_channels=in_channels, out_channels=out_channels)
+        positive("Dense", in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
         init = HeUniform(HE) if weight_init is None else weight_init
         self.weight = Parameter(initializer(init, [out_channels, in_channels], dtype), "weight")
@@ -81,7 +79,7 @@ class Embedding(Cell):
         padding_idx: int | None = None,
     ) -> None:
         super().__init__()
-        _positive("Embedding", vocab_size=vocab_size, embedding_size=embedding_size)
+        positive("Embedding", vocab_size=vocab_size, embedding_size=embedding_size)
         self.vocab_size, self.embedding_size, self.use_one_hot = vocab_size, embedding_size, use_one_hot
         table = initializer(embedding_table, [vocab_size, embedding_size], dtype)
         if padding_idx is not None:
@@ -117,7 +115,7 @@ class Conv2d(Cell):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        _positive("Conv2d", in_channels=in_channels, out_channels=out_channels, group=group)
+        positive("Conv2d", in_channels=in_channels, out_channels=out_channels, group=group)
         if in_channels % group or out_channels % group:
             raise ValueError(
                 problem(
@@ -141,6 +139,70 @@ class Conv2d(Cell):
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
+class Conv1d(Conv2d):
+    """Convolution of rows (N, C, W), with a weight of (out, in / group, 1, width)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        pad_mode: str = "same",
+        padding: int = 0,
+        dilation: int = 1,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        sides = (0, 0, padding, padding)
+        kernel, steps, gaps = ((1, own) for own in (kernel_size, stride, dilation))
+        super().__init__(in_channels, out_channels, kernel, steps, pad_mode, sides, gaps, *args, **kwargs)
+
+    def construct(self, x: Any) -> Any:
+        return super().construct(x.unsqueeze(2)).squeeze(2)
+
+
+class Conv3d(Cell):
+    """Convolution of volumes (N, C, D, H, W), with a weight of (out, in / group, depth, height, width)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        pad_mode: str = "same",
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        group: int = 1,
+        has_bias: bool = False,
+        weight_init: Any = None,
+        bias_init: Any = None,
+        data_format: str = "NCDHW",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        positive("Conv3d", in_channels=in_channels, out_channels=out_channels, group=group)
+        three = [(own,) * 3 if isinstance(own, int) else tuple(own) for own in (kernel_size, stride, dilation)]
+        self.kernel, self.stride, self.dilation = three
+        self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
+        self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
+        shape = [out_channels, in_channels // group, *self.kernel]
+        self.weight = Parameter(initializer(HeUniform(HE) if weight_init is None else weight_init, shape, dtype),
+                                "weight")  # fmt: skip
+        if has_bias:
+            self.bias = _bias(bias_init, out_channels, math.prod(shape[1:]), dtype)
+
+    def construct(self, x: Any) -> Any:
+        sides = self.sides if self.pad_mode == "pad" else (0,) * 6
+        if self.pad_mode == "same":
+            reach = [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+            sides = tuple(n for i in range(3) for n in same_padding(x.shape[2 + i], reach[i], self.stride[i]))
+        if any(sides):
+            x = F.pad(x, (*sides[4:], *sides[2:4], *sides[:2]))
+        return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
+
+
 class Conv2dTranspose(Cell):
     """The transposed convolution, with a weight of (in, out / group, height, width). In mode "same" images grow by the
     stride."""
@@ -162,7 +224,7 @@ class Conv2dTranspose(Cell):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        _positive("Conv2dTranspose", in_channels=in_channels, out_channels=out_channels, group=group)
+        positive("Conv2dTranspose", in_channels=in_channels, out_channels=out_channels, group=group)
         self.out_channels, self.has_bias = out_channels, has_bias
         self.kernel_size, self.stride = pair("kernel_size", kernel_size), pair("stride", stride)
         self.dilation, self.output_padding = pair("dilation", dilation), pair("output_padding", output_padding, 0)
@@ -195,117 +257,6 @@ class Conv2dTranspose(Cell):
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
-class _BatchNorm(Cell):
-    """Normalised per channel (dim 1): in training by the batch's statistics, which are mixed into the moving ones with
-    weight ``1 - momentum``; otherwise by these. ``use_batch_statistics``: always, or never, by the batch's."""
-
-    dims: tuple[int, ...] = (4,)
-    casts_parameters = False  # moving statistics and their sums keep their precision
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.9,
-        affine: bool = True,
-        gamma_init: Any = "ones",
-        beta_init: Any = "zeros",
-        moving_mean_init: Any = "zeros",
-        moving_var_init: Any = "ones",
-        use_batch_statistics: bool | None = None,
-        data_format: str = "NCHW",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        _positive(type(self).__name__, num_features=num_features)
-        if not 0 <= momentum <= 1:
-            raise ValueError(problem(f"momentum is {momentum}", fix="a number from 0 to 1"))
-        if data_format != "NCHW":
-            raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
-        self.num_features, self.eps, self.momentum = num_features, eps, momentum
-        self.use_batch_statistics = use_batch_statistics
-        self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_features], dtype), "beta", requires_grad=affine)
-        self.moving_mean: torch.Tensor
-        self.moving_variance: torch.Tensor
-        self.register_buffer("moving_mean", initializer(moving_mean_init, [num_features], dtype))
-        self.register_buffer("moving_variance", initializer(moving_var_init, [num_features], dtype))
-
-    def construct(self, x: Any) -> Any:
-        if x.dim() not in self.dims:
-            raise ValueError(
-                problem(f"{type(self).__name__} got an input of shape {list(x.shape)}", fix=f"one of {self.dims} dims")
-            )
-        batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
-        mean, variance, weight = self.moving_mean, self.moving_variance, 1 - self.momentum
-        wide = x if self._float is None else x.to(mean.dtype)
-        return F.batch_norm(wide, mean, variance, self.gamma, self.beta, batch, weight, self.eps).to(x.dtype)
-
-
-class BatchNorm1d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-    dims = (2, 3)
-
-
-class BatchNorm2d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-
-
-class LayerNorm(Cell):
-    """Normalised over the last dims, times gamma plus beta."""
-
-    def __init__(
-        self,
-        normalized_shape: Sequence[int],
-        begin_norm_axis: int = -1,
-        begin_params_axis: int = -1,
-        gamma_init: Any = "ones",
-        beta_init: Any = "zeros",
-        epsilon: float = 1e-7,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        if not isinstance(normalized_shape, (tuple, list)):
-            raise TypeError(
-                problem(f"LayerNorm: normalized_shape is {normalized_shape!r}", fix=f"a tuple: ({normalized_shape},)")
-            )
-        shape = list(normalized_shape)
-        self.gamma = Parameter(initializer(gamma_init, shape, dtype), "gamma")
-        self.beta = Parameter(initializer(beta_init, shape, dtype), "beta")
-        self.layer_norm = LayerNormOperator(begin_norm_axis, begin_params_axis, epsilon)
-
-    def construct(self, x: Any) -> Any:
-        y, _, _ = self.layer_norm(x, self.gamma, self.beta)
-        return y
-
-
-class GroupNorm(Cell):
-    """Normalised over groups of channels."""
-
-    def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        gamma_init: Any = "ones",
-        beta_init: Any = "zeros",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        _positive("GroupNorm", num_groups=num_groups, num_channels=num_channels)
-        if num_channels % num_groups:
-            raise ValueError(
-                problem(f"GroupNorm: {num_groups} groups of {num_channels} channels: not whole", fix="a divisor")
-            )
-        self.num_groups, self.eps = num_groups, eps
-        self.gamma = Parameter(initializer(gamma_init, [num_channels], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_channels], dtype), "beta", requires_grad=affine)
-
-    def construct(self, x: Any) -> Any:
-        return F.group_norm(x, self.num_groups, self.gamma, self.beta, self.eps)
-
-
 class Dropout(Cell):
     """In training each element is 0 with probability ``p`` (``keep_prob``: 1 - p), and the others are divided by
     1 - p."""
@@ -324,28 +275,44 @@ class Dropout(Cell):
         return F.dropout(x, self.p, self.training)
 
 
-class MaxPool2d(Cell):
+class _Pool2d(Cell):
+    """Of each window of images one number. ``padding``: with ``pad_mode="pad"``, on both sides. Other settings
+    (``dilation``, ``ceil_mode``, ``count_include_pad``, ``divisor_override``) are torch's."""
+
+    operator: type[MaxPool] | type[AvgPool]
+    padded: Any
+
+    def __init__(
+        self,
+        kernel_size: Sizes = 1,
+        stride: Sizes = 1,
+        pad_mode: str = "valid",
+        padding: Sizes = 0,
+        data_format: str = "NCHW",
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if data_format != "NCHW":
+            raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
+        plain = pad_mode.lower() != "pad" and not settings
+        self.pool = self.operator(kernel_size, stride, pad_mode) if plain else None
+        self.sizes = (kernel_size, stride, padding if pad_mode.lower() == "pad" else 0)
+        self.settings = settings
+
+    def construct(self, x: Any) -> Any:
+        return type(self).padded(x, *self.sizes, **self.settings) if self.pool is None else self.pool(x)
+
+
+class MaxPool2d(_Pool2d):
     """The largest element of each window."""
 
-    def __init__(self, kernel_size: Sizes = 1, stride: Sizes = 1, pad_mode: str = "valid") -> None:
-        super().__init__()
-
-        self.max_pool = MaxPool(kernel_size, stride, pad_mode)
-
-    def construct(self, x: Any) -> Any:
-        return self.max_pool(x)
+    operator, padded = MaxPool, staticmethod(F.max_pool2d)
 
 
-class AvgPool2d(Cell):
+class AvgPool2d(_Pool2d):
     """The mean of each window."""
 
-    def __init__(self, kernel_size: Sizes = 1, stride: Sizes = 1, pad_mode: str = "valid") -> None:
-        super().__init__()
-
-        self.avg_pool = AvgPool(kernel_size, stride, pad_mode)
-
-    def construct(self, x: Any) -> Any:
-        return self.avg_pool(x)
+    operator, padded = AvgPool, staticmethod(F.avg_pool2d)
 
 
 class Flatten(Cell):
@@ -367,6 +334,6 @@ class Identity(Cell):
 
 
 __all__ = [
-    "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "Conv2d", "Conv2dTranspose", "Dense", "Dropout", "Embedding", "Flatten",
-    "GroupNorm", "Identity", "LayerNorm", "MaxPool2d",
+    "AvgPool2d", "Conv1d", "Conv2d", "Conv2dTranspose", "Conv3d", "Dense", "Dropout", "Embedding", "Flatten",
+    "Identity", "MaxPool2d",
 ]  # fmt: skip

@@ -10,9 +10,15 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
-from shardwise.mindspore import engine
+from shardwise.launch import rank_groups
+from shardwise.launch.ranks import rank
+from shardwise.mindspore import context, engine
+from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.options import ParallelMode
+from shardwise.mindspore.tensor import Tensor
 
 STATES = {"momentum_buffer": "moments"}  # torch's word -> the reference's, in checkpoints
+ALONE = (ParallelMode.STAND_ALONE, ParallelMode.HYBRID_PARALLEL)
 Rate = Any  # a number, one number per step, or a callable from the step to a number
 
 
@@ -28,6 +34,10 @@ class Optimizer:
     def __init__(
         self, learning_rate: Rate, parameters: Iterable[Any], weight_decay: float = 0.0, loss_scale: float = 1.0
     ) -> None:
+        options = context.options()
+        if options.enable_parallel_optimizer and options.parallel_mode in ALONE:
+            what = f"the parallel optimizer is not supported in {options.parallel_mode} mode"
+            raise RuntimeError(problem(what, fix="data_parallel, semi_auto_parallel or auto_parallel"))
         groups = list(parameters)
         if not groups:
             raise ValueError(problem("the optimizer has no parameters", fix="pass net.trainable_params()"))
@@ -56,7 +66,7 @@ class Optimizer:
                 problem(f"order_params has {len(order)} parameters, the groups {len(grouped)}", fix="the same ones")
             )
         self.parameters: tuple[nn.Parameter, ...] = tuple(order or grouped)
-        self._groups = [
+        self.groups: list[dict[str, Any]] = [
             {"params": list(group["params"]), "weight_decay": float(group.get("weight_decay", weight_decay))}
             for group in groups
         ]
@@ -70,6 +80,26 @@ class Optimizer:
         """The learning rate of the next step, of the first group."""
         return self.rates[0](self.global_step)
 
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the next step, a tensor. What is set stays."""
+        return Tensor(self.get_lr())
+
+    @learning_rate.setter
+    def learning_rate(self, rate: Rate) -> None:
+        self.rates = [_rate(rate)] * len(self.rates)
+
+    @property
+    def is_group(self) -> bool:
+        return len(self.groups) > 1
+
+    def trainable_params(self) -> list[nn.Parameter]:
+        return list(self.parameters)
+
+    def parameters_dict(self) -> dict[str, torch.Tensor]:
+        """Its states by their names in checkpoints."""
+        return {name: state for name, (state, _) in self.states().items()}
+
     def __call__(self, gradients: Sequence[torch.Tensor]) -> bool:
         if len(gradients) != len(self.parameters):
             raise ValueError(
@@ -82,18 +112,38 @@ class Optimizer:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             plain = gradient.as_subclass(torch.Tensor)
             parameter.grad = plain if self.loss_scale == 1.0 else plain / self.loss_scale
+        owners = self._owners()
+        for parameter, owner in zip(self.parameters, owners, strict=True):
+            if owner not in (None, rank()):
+                parameter.grad = None
         with engine.inside(), torch.no_grad():
             optimizer.step()
-        for parameter in self.parameters:
+        for parameter, owner in zip(self.parameters, owners, strict=True):
             parameter.grad = None
+            if owner is not None:
+                parameter.data.copy_(rank_groups.broadcast(parameter.detach(), owner, find_group()))
         self.global_step += 1
         return True
 
     construct = __call__
 
+    def _owners(self) -> list[int | None]:
+        """In data_parallel mode with the parallel optimizer the rank that updates each parameter, which alone keeps its
+        states: the one that has fewest elements so far. None: every rank."""
+        options = context.options()
+        if not options.enable_parallel_optimizer or options.parallel_mode != ParallelMode.DATA_PARALLEL:
+            return [None] * len(self.parameters)
+        loads = [0] * options.devices
+        owners: list[int | None] = []
+        for parameter in self.parameters:
+            owners.append(None if getattr(parameter, "layerwise_parallel", False) else loads.index(min(loads)))
+            if (owner := owners[-1]) is not None:
+                loads[owner] += parameter.numel()
+        return owners
+
     def _built(self) -> torch.optim.Optimizer:
         if self._torch is None:
-            self._torch = self.build([{**group, "lr": 0.0} for group in self._groups])
+            self._torch = self.build([{**group, "lr": 0.0} for group in self.groups])
         return self._torch
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
@@ -156,7 +206,7 @@ def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any
     kept = [
         parameter
         for parameter in parameters
-        if any(word in getattr(parameter, "name", "") for word in ("beta", "gamma"))
+        if any(word in (getattr(parameter, "name", None) or "") for word in ("beta", "gamma"))
     ]
     return [
         ([parameter for parameter in parameters if not any(parameter is other for other in kept)], weight_decay),
@@ -224,3 +274,26 @@ class SGD(Optimizer):
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov)
+
+
+class Rprop(Optimizer):
+    """Steps that grow by ``etas[1]`` while the sign of a gradient stays, and shrink by ``etas[0]`` where it changes,
+    within ``step_sizes``; torch's (Riedmiller and Braun 1993)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        learning_rate: Rate = 0.1,
+        etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50.0),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay)
+        self.etas, self.step_sizes = etas, step_sizes
+        if weight_decay:
+            raise ValueError(problem(f"Rprop(weight_decay={weight_decay})", fix="0: only signs of gradients count"))
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for group in groups:
+            group["lr"] = self.get_lr()
+        return torch.optim.Rprop(groups, etas=self.etas, step_sizes=self.step_sizes)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from shardwise.mindspore.amp import FixedLossScaleManager, all_finite
+from shardwise.errors import problem
+from shardwise.mindspore import context
+from shardwise.mindspore.amp import (
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleManager,
+    FixedLossScaleUpdateCell,
+    all_finite,
+)
 from shardwise.mindspore.communication.management import GlobalComm
 from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.optimizer import Optimizer
+from shardwise.mindspore.ops.arithmetic import Cast
+from shardwise.mindspore.ops.composite import GradOperation, HyperMap
 from shardwise.mindspore.ops.functional import differentiate
+from shardwise.mindspore.options import ParallelMode
+from shardwise.mindspore.tensor import ParameterTuple, Tensor
+
+REDUCED = (ParallelMode.DATA_PARALLEL, ParallelMode.HYBRID_PARALLEL)
 
 
 class WithLossCell(Cell):
@@ -49,16 +63,23 @@ class TrainOneStepCell(Cell):
     gradient starts from, which the optimizer's ``loss_scale`` divides by again. A loss that is a vector is summed for
     its gradient, as in the reference.
 
-    In data_parallel and hybrid_parallel mode the gradients are reduced over the ranks.
+    In data_parallel and hybrid_parallel mode the gradients are reduced over the ranks. A class made from this one may
+    have its own ``construct`` of the parts: ``self.grad(self.network, self.weights)(*inputs, sens)``,
+    ``self.grad_reducer(grads)``, ``self.optimizer(grads)``.
     """
 
     is_wrapper = True
 
-    def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
+    def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0, return_grad: bool = False) -> None:
         super().__init__()
-        self.network, self.sens = network, sens
+        self.network, self.sens, self.return_grad = network, sens, return_grad
         self.optimizer = optimizer
-        self.weights = optimizer.parameters
+        self.weights: Any = ParameterTuple(cast(Any, optimizer.parameters))
+        self.grad = GradOperation(get_by_list=True, sens_param=True)
+        self.parallel_mode, self.hyper_map, self.cast = context.options().parallel_mode, HyperMap(), Cast()
+        self.reducer_flag = self.parallel_mode in REDUCED
+        self.mean, self.degree = context.options().gradients_mean, context.options().devices if self.reducer_flag else 1
+        self.grad_reducer: Any = DistributedGradReducer(self.weights) if self.reducer_flag else lambda grads: grads
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.construct(*inputs, **kwargs)  # its parts are the outermost calls
@@ -66,14 +87,15 @@ class TrainOneStepCell(Cell):
     def construct(self, *inputs: Any, **kwargs: Any) -> Any:
         result, gradients = differentiate(self.network, inputs, kwargs, self.weights, self.sens, reduce=True)
         self.optimizer(gradients)
-        return result
+        return (result, gradients) if self.return_grad else result
 
 
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """The same with a loss scale: gradients are divided by it, a step in which one of them is not finite (on any rank)
     changes nothing, and the scale adjusts itself. Returns the loss, whether the step was left out, and its scale.
 
-    ``scale_sense``: a loss scale manager, or a number that stays.
+    ``scale_sense``: a loss scale manager or its update cell, or a number (or tensor) that stays. For a ``construct`` of
+    one's own: ``start_overflow_check``, ``get_overflow_status`` and ``process_loss_scale``.
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
@@ -81,26 +103,116 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         manager = hasattr(scale_sense, "update_loss_scale")
         self.manager = scale_sense if manager else FixedLossScaleManager(float(scale_sense))
 
+    @property
+    def scale_sense(self) -> Any:
+        """The present scale."""
+        return Tensor(float(self.manager.get_loss_scale()))
+
+    loss_scale = scale_sense
+
+    def set_sense_scale(self, sens: Any) -> None:
+        """Another scale, which stays."""
+        self.manager = FixedLossScaleManager(float(sens))
+
+    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Any, Any]:
+        """Nothing has to be cleared: a status that means nothing, and ``compute_input``."""
+        return Tensor(0), compute_input
+
+    def get_overflow_status(self, status: Any, compute_output: Any) -> bool:
+        """Whether one of the gradients is not finite, on any rank."""
+        return not all_finite(compute_output, group=GlobalComm.WORLD_COMM_GROUP)
+
+    def process_loss_scale(self, overflow: Any) -> bool:
+        """Choose the scale of the next step. Returns whether this one is left out."""
+        self.manager.update_loss_scale(bool(overflow))
+        return bool(overflow)
+
+    def loss_scaling_manager(self, loss_scale: Any, overflow: Any) -> bool:
+        return self.process_loss_scale(overflow)
+
     def construct(self, *inputs: Any, **kwargs: Any) -> tuple[Any, bool, float]:
         scale = float(self.manager.get_loss_scale())
         result, gradients = differentiate(self.network, inputs, kwargs, self.weights, scale, reduce=True)
-        overflow = not all_finite(gradients, group=GlobalComm.WORLD_COMM_GROUP)
+        overflow = self.get_overflow_status(None, gradients)
         if not overflow:
             self.optimizer([gradient / scale for gradient in gradients])
-        self.manager.update_loss_scale(overflow)
+        self.process_loss_scale(overflow)
         return (result[0] if isinstance(result, (tuple, list)) else result), overflow, scale
 
 
 class ForwardValueAndGrad(Cell):
     """The loss of a network and the gradients of its weights."""
 
-    def __init__(self, network: nn.Module, weights: Any = None, sens: float = 1.0) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        weights: Any = None,
+        get_all: bool = False,
+        get_by_list: bool = True,
+        sens_param: bool = False,
+    ) -> None:
         super().__init__()
-        self.network, self.sens = network, sens
+        self.network, self.sens_param = network, sens_param
         self.weights = tuple(network.parameters() if weights is None else weights)
+        if get_all or not get_by_list:
+            what = f"ForwardValueAndGrad(get_all={get_all}, get_by_list={get_by_list})"
+            raise NotImplementedError(problem(what, fix="ms.value_and_grad(network, grad_position, weights)"))
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        return differentiate(self.network, inputs, kwargs, self.weights, self.sens, reduce=False)
+        inputs, sens = (inputs[:-1], float(inputs[-1])) if self.sens_param else (inputs, 1.0)
+        return differentiate(self.network, inputs, kwargs, self.weights, sens, reduce=False)
+
+
+class WithGradCell(Cell):
+    """The gradients of the weights of a network, of its loss."""
+
+    def __init__(self, network: nn.Module, loss_fn: Any = None, sens: float | None = None) -> None:
+        super().__init__()
+        self.network = network if loss_fn is None else WithLossCell(network, loss_fn)
+        self.sens = 1.0 if sens is None else float(sens)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        weights = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        return differentiate(self.network, inputs, kwargs, weights, self.sens, reduce=False)[1]
+
+
+class MicroBatchInterleaved(Cell):
+    """A network, on ``interleave_num`` parts of its batch one after the other: the mean of what it returns."""
+
+    is_wrapper = True
+
+    def __init__(self, network: nn.Module, interleave_num: int = 2) -> None:
+        super().__init__()
+        if isinstance(interleave_num, bool) or not isinstance(interleave_num, int) or interleave_num < 1:
+            raise ValueError(problem(f"interleave_num is {interleave_num!r}", fix="a whole number from 1"))
+        self.network, self.interleave_num = network, interleave_num
+
+    def construct(self, *inputs: Any) -> Any:
+        parts = [x.chunk(self.interleave_num, 0) for x in inputs]
+        return torch.stack([self.network(*part) for part in zip(*parts, strict=True)]).mean(0)
+
+
+class TimeDistributed(Cell):
+    """A layer applied to every step of a dim: that of ``time_axis``."""
+
+    def __init__(self, layer: Any, time_axis: int, reshape_with_axis: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.time_axis = layer, time_axis
+
+    def construct(self, inputs: Any) -> Any:
+        return torch.stack([self.layer(step) for step in inputs.unbind(self.time_axis)], self.time_axis)
+
+
+class ParameterUpdate(Cell):
+    """``ParameterUpdate(param)(value)``: the parameter with other values."""
+
+    def __init__(self, param: Any) -> None:
+        super().__init__()
+        self._held = (param,)
+
+    def construct(self, x: Any) -> Any:
+        with torch.no_grad():
+            return self._held[0].copy_(x)
 
 
 class PipelineCell(Cell):
@@ -111,3 +223,10 @@ class PipelineCell(Cell):
             f"PipelineCell(..., micro_size={micro_size}): pipeline stages follow in a later version; train the network "
             "itself, with operator-level, data-parallel or automatic plans"
         )
+
+
+__all__ = [
+    "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "MicroBatchInterleaved",
+    "ParameterUpdate", "PipelineCell", "TimeDistributed", "TrainOneStepCell", "TrainOneStepWithLossScaleCell",
+    "WithEvalCell", "WithGradCell", "WithLossCell",
+]  # fmt: skip

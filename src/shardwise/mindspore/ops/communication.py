@@ -159,6 +159,93 @@ class AlltoAll(_Communication):
         return _applied(_AlltoAll, input_x, self.split_dim, self.concat_dim, group)
 
 
+class NeighborExchange(_Communication):
+    """Tensor i goes to rank ``send_rank_ids[i]``; what comes from ``recv_rank_ids`` is returned as a tuple. The
+    gradient goes back the same ways. ``recv_shapes``, ``send_shapes``: of each; ``recv_type``: their dtype."""
+
+    def __init__(
+        self,
+        send_rank_ids: list[int],
+        recv_rank_ids: list[int],
+        recv_shapes: Any,
+        send_shapes: Any,
+        recv_type: torch.dtype,
+        group: str | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.ways = (tuple(send_rank_ids), tuple(recv_rank_ids))
+        self.recv_shapes, self.recv_type = tuple(map(tuple, recv_shapes)), recv_type
+        if len(self.ways[1]) != len(self.recv_shapes):
+            told = f"NeighborExchange: {len(self.recv_shapes)} recv_shapes of {len(self.ways[1])} ranks"
+            raise ValueError(problem(told, fix="one for each"))
+
+    def __call__(self, inputs: Any) -> tuple[Tensor, ...]:
+        self._members()
+        tensors = tuple(inputs)
+        if len(tensors) != len(self.ways[0]):
+            told = f"NeighborExchange: {len(tensors)} tensors for the ranks {list(self.ways[0])}"
+            raise ValueError(problem(told, fix="one for each"))
+        empty = torch.zeros((), requires_grad=any(tensor.requires_grad for tensor in tensors))
+        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
+        return exchanged(*self.ways, self.recv_shapes, self.recv_type, empty, *tensors)
+
+
+class Send(_Communication):
+    """The tensor goes to ``dest_rank``, which calls Receive with the same tag. It has no gradient
+    (``NeighborExchange`` has one)."""
+
+    def __init__(self, sr_tag: int, dest_rank: int, group: str | None = None, group_back: str | None = None) -> None:
+        super().__init__(group)
+        self.dest_rank = dest_rank
+
+    def __call__(self, input_x: Tensor) -> Tensor:
+        self._members()
+        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
+        exchanged((self.dest_rank,), (), (), input_x.dtype, torch.zeros(()), input_x.detach())
+        return input_x
+
+
+class Receive(_Communication):
+    """What ``src_rank`` sends, a tensor of ``shape`` and ``dtype``; without a gradient (``NeighborExchange`` has
+    one)."""
+
+    def __init__(
+        self,
+        sr_tag: int,
+        src_rank: int,
+        shape: Any,
+        dtype: torch.dtype,
+        group: str | None = None,
+        group_back: str | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.src_rank, self.shape, self.dtype = src_rank, tuple(shape), dtype
+
+    def __call__(self, x: Any = None) -> Tensor:
+        self._members()
+        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
+        (received,) = exchanged((), (self.src_rank,), (self.shape,), self.dtype, torch.zeros(()))
+        return received
+
+
+class _Neighbors(torch.autograd.Function):
+    """Tensors to some ranks, and from some. ``anchor``: a number that makes what comes part of the gradient's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, to: Any, sources: Any, shapes: Any, dtype: torch.dtype, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ways, ctx.shapes, ctx.dtype = (to, sources), [tuple(t.shape) for t in tensors], dtype
+        return rank_groups.exchange(tensors, to, [torch.empty(shape, dtype=dtype) for shape in shapes], sources)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        to, sources = ctx.ways
+        empty = [torch.empty(shape, dtype=ctx.dtype) for shape in ctx.shapes]
+        received = rank_groups.exchange([c.contiguous() for c in cotangents], sources, empty, to)
+        return None, None, None, None, torch.zeros(()), *received
+
+
 def _reduction(operator: str, op: str) -> str:
     if not isinstance(op, str):
         raise TypeError(problem(f"{operator}: op is {op!r}, of type {type(op).__name__}", fix="give ReduceOp.SUM"))
@@ -249,3 +336,9 @@ class _AlltoAll(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
         split_dim, concat_dim = ctx.dims
         return _applied(_AlltoAll, cotangent, concat_dim, split_dim, ctx.group), None, None, None
+
+
+__all__ = [
+    "AllGather", "AllReduce", "AlltoAll", "Broadcast", "NeighborExchange", "Receive", "ReduceOp", "ReduceScatter",
+    "Send",
+]  # fmt: skip

@@ -91,4 +91,13 @@ class GradOperation:
         return gradient
 
 
+def __getattr__(name: str) -> Any:
+    """``from mindspore.ops import composite as C`` knows all operators."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from shardwise.mindspore import ops
+
+    return getattr(ops, name)
+
+
 __all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "clip_by_global_norm", "clip_by_value"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, vmap
 
 from shardwise.errors import problem
 from shardwise.mindspore import context, engine, strict
 from shardwise.mindspore.engine import STRATEGIES
-from shardwise.mindspore.ops.primitive import counted
+from shardwise.mindspore.layout import as_counts
+from shardwise.mindspore.ops.primitive import counted, laid
+from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, plain
 
 
@@ -45,7 +48,7 @@ def differentiate(
         weight.grad = grad
     if split is not None:
         if options.gradients_mean:
-            grads = tuple(grad / engine.copies(weight) for grad, weight in zip(grads, weights, strict=True))
+            grads = tuple(grad / engine.averaged_over(weight) for grad, weight in zip(grads, weights, strict=True))
         if loss.dim():
             own_loss = engine.own_part(split, 0, loss.detach())
             result = (own_loss, *result[1:]) if isinstance(result, (tuple, list)) else own_loss
@@ -130,15 +133,17 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
     input, None for an input that is left to the rest. What happens inside follows where a search propagates strategies;
     in semi_auto mode operators without a strategy of their own split their batch, as everywhere.
 
-    A cell is marked and returned itself, so that its parameters keep their names. ``parameter_plan`` is refused: the
-    operator that uses a parameter takes its strategy.
+    A cell is marked and returned itself, so that its parameters keep their names. ``parameter_plan``: in how many parts
+    parameters are stored, per dim, by their names: ``{"self.dense.weight": (4, 1)}``; operators convert them.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs, outputs = _left_out(name, "in_strategy", in_strategy), _left_out(name, "out_strategy", out_strategy)
-    for path in parameter_plan or {}:
-        raise NotImplementedError(
-            f"shard(parameter_plan={{{path!r}: ...}}): give the strategy to the operator that uses the parameter"
-        )
+    if parameter_plan is not None and not isinstance(parameter_plan, dict):
+        raise TypeError(problem(f"parameter_plan is {parameter_plan!r}", fix='a dict: {"self.dense.weight": (4, 1)}'))
+    parameters = {
+        key: (strict.nested(name, f"parameter_plan[{key!r}]", (counts,)) or ((),))[0]
+        for key, counts in (parameter_plan or {}).items()
+    }
 
     def enter(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _split_as(name, "inputs", inputs, args)
@@ -151,30 +156,34 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
     if isinstance(fn, nn.Module):
         fn.register_forward_pre_hook(lambda _, args: enter(args))
         fn.register_forward_hook(lambda _, args, result: leave(result))
-        vars(fn)[STRATEGIES] = (inputs, outputs)
+        vars(fn)[STRATEGIES], vars(fn)[PARAMETERS] = (inputs, outputs), parameters
         return fn
 
     def sharded(*args: Any, **kwargs: Any) -> Any:
         return leave(fn(*enter(args), **kwargs))
 
-    vars(sharded)[STRATEGIES] = (inputs, outputs)
+    vars(sharded)[STRATEGIES], vars(sharded)[PARAMETERS] = (inputs, outputs), parameters
     return sharded
 
 
-def _left_out(name: str, role: str, strategy: Any) -> Any:
-    """A strategy, with () for tensors that are left to the rest."""
-    listed = isinstance(strategy, (tuple, list))
-    return strict.nested(name, role, [() if counts is None else counts for counts in strategy] if listed else strategy)
+def _left_out(name: str, role: str, strategy: Any) -> tuple[Any, Any]:
+    """A strategy, with () for tensors that are left to the rest; and the layouts that it has."""
+    counts, layouts = as_counts(strategy)
+    listed = isinstance(counts, (tuple, list))
+    return strict.nested(name, role, [() if own is None else own for own in counts] if listed else counts), layouts
 
 
-def _split_as(name: str, role: str, strategy: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _split_as(name: str, role: str, given: tuple[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Values that are split by their counts, while a cell is captured in semi_auto_parallel and auto_parallel mode."""
-    options = context.options()
+    options, (strategy, layouts) = context.options(), given
     if strategy is None or not (options.distributed and torch.compiler.is_exporting()):
         return values
     shapes = [tuple(getattr(tensor, "shape", ())) for tensor in values]
     strict.check_tensors(name, role, strategy, shapes, options.devices, even=options.strict)
-    return tuple(counted(tensor, counts) if counts else tensor for tensor, counts in zip(values, strategy, strict=True))
+    return tuple(
+        laid(tensor, layout) if layout else counted(tensor, counts) if counts else tensor
+        for tensor, counts, layout in zip(values, strategy, layouts or (None,) * len(values), strict=True)
+    )
 
 
 def depend(value: Any, expr: Any) -> Any:
@@ -184,3 +193,15 @@ def depend(value: Any, expr: Any) -> Any:
 
 def stop_gradient(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
+
+
+def __getattr__(name: str) -> Any:
+    """``from mindspore.ops import functional as F`` knows all operators."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from shardwise.mindspore import ops
+
+    return getattr(ops, name)
+
+
+__all__ = ["depend", "differentiate", "grad", "partial", "shard", "stop_gradient", "value_and_grad", "vmap"]

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore import context, strict
+from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, counted
 from shardwise.search.wishes import axes_of_counts
 
@@ -98,7 +99,7 @@ class Gather(Primitive):
         axis = self._axis(args, self.strategy_shapes(args))
         names = {2: ("v", "e")} if axis == 0 else {2: ("d0", "v0")}
         wanted = dict(zip(names[2], (rows, *columns), strict=True))
-        axes = axes_of_counts(wanted, sw.Mesh({engine.AXIS: options.devices}))
+        axes = axes_of_counts(wanted, sw.Mesh({AXIS: options.devices}))
         words = []
         for name in wanted:
             sub_axes = [sub for sub, choice in axes.items() if choice == name]

@@ -8,7 +8,8 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore import context, strict
+from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, dim_names
 from shardwise.rules.binding import leading_names
 from shardwise.search.wishes import axes_of_counts
@@ -61,7 +62,7 @@ class MatMul(Primitive):
         wanted = dict(
             zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
         )
-        mesh = sw.Mesh({engine.AXIS: context.options().devices})
+        mesh = sw.Mesh({AXIS: context.options().devices})
         choices = axes_of_counts(wanted, mesh)
         return " ".join(
             f"{name}@({','.join(axis for axis in choices if choices[axis] == name)})"

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from shardwise.mindspore.ops import arithmetic, images, indexing, linear, losses, normalization, reductions, shape
+from shardwise.mindspore.named import absent
+from shardwise.mindspore.ops import (
+    arithmetic,
+    communication,
+    images,
+    indexing,
+    linear,
+    losses,
+    normalization,
+    reductions,
+    shape,
+    simple,
+)
 from shardwise.mindspore.ops.arithmetic import *
-from shardwise.mindspore.ops.communication import AllGather, AllReduce, AlltoAll, Broadcast, ReduceOp, ReduceScatter
+from shardwise.mindspore.ops.communication import *
 from shardwise.mindspore.ops.images import *
 from shardwise.mindspore.ops.indexing import *
 from shardwise.mindspore.ops.linear import *
@@ -13,8 +25,10 @@ from shardwise.mindspore.ops.normalization import *
 from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.ops.reductions import *
 from shardwise.mindspore.ops.shape import *
+from shardwise.mindspore.ops.simple import *
 
-__all__ = ["AllGather", "AllReduce", "AlltoAll", "Broadcast", "Primitive", "ReduceOp", "ReduceScatter"]
+__all__ = ["Primitive"]
+__all__ += communication.__all__
 __all__ += arithmetic.__all__
 __all__ += images.__all__
 __all__ += indexing.__all__
@@ -23,3 +37,5 @@ __all__ += losses.__all__
 __all__ += normalization.__all__
 __all__ += reductions.__all__
 __all__ += shape.__all__
+__all__ += simple.__all__
+__getattr__ = absent(__name__, lambda: __all__)

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context, strict
+from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore.layout import Layout, Layouts, as_counts
 
 Strategy = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -70,6 +71,11 @@ def counted(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
     return sw.constrain(x, repr((counts,)))
 
 
+def laid(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A value in a layout by names."""
+    return sw.constrain(x, layout.text(tuple(x.shape), context.options().devices))
+
+
 class Primitive:
     """An operator: ``ops.MatMul()(x, y)``. Subclasses compute on plain torch tensors in ``compute``.
 
@@ -91,8 +97,11 @@ class Primitive:
         self.attrs: dict[str, Any] = attrs
         self.in_strategy: Strategy | None = None
         self.out_strategy: Strategy | None = None
+        self.in_layouts: Layouts | None = None  # where strategies are layouts
+        self.out_layouts: Layouts | None = None
         self.instance_name = ""
         self.data_parallel = False
+        self.recomputed = False
 
     @property
     def name(self) -> str:
@@ -113,6 +122,8 @@ class Primitive:
     def shard(self, in_strategy: Any = None, out_strategy: Any = None) -> Self:
         """Fixes how the operator is split: ``ops.MatMul().shard(((2, 4), (4, 1)))``. Returns itself."""
         _check_instance(self, "shard", (in_strategy, out_strategy))
+        in_strategy, self.in_layouts = as_counts(in_strategy)
+        out_strategy, self.out_layouts = as_counts(out_strategy)
         self.in_strategy = strict.nested(self.name, "in_strategy", in_strategy, out_strategy)
         self.out_strategy = strict.nested(self.name, "out_strategy", out_strategy)
         if self.in_strategy is None and self.out_strategy is not None:
@@ -154,10 +165,11 @@ class Primitive:
         return self
 
     def recompute(self, mode: bool = True) -> Self:
-        raise NotImplementedError(
-            f"{self.name}.recompute(): recomputation follows in a later version; until then every result that backward "
-            "needs is kept. torch.utils.checkpoint recomputes in stand_alone and data_parallel mode."
-        )
+        """Backward computes the results again, instead of keeping them."""
+        if not isinstance(mode, bool):
+            raise TypeError(problem(f"{self.title}.recompute({mode!r})", fix="True or False"))
+        self.recomputed = mode
+        return self
 
     def __call__(self, *args: Any) -> Any:
         hosts = _HOST_OPERANDS.get()
@@ -165,7 +177,9 @@ class Primitive:
             hosts.extend(self.host_operands(args))
         options = context.options()
         if _UNSPLIT.get() or not (options.distributed and torch.compiler.is_exporting()):
-            return self.compute(*self.prepared(None, args))
+            operands = self.prepared(None, args)
+            result = engine.again(self.compute, operands) if self.recomputed else self.compute(*operands)
+            return pytree.tree_map(engine.as_ours, result) if engine.is_outermost() else result
         shapes = self.strategy_shapes(args)
         strategy = self.in_strategy
         if strategy is None and self.data_parallel and shapes and shapes[0]:
@@ -176,16 +190,30 @@ class Primitive:
         out = self.out_counts(strategy, shapes, args, strict=options.strict) if strategy is not None else None
         text = self.strategy_text(strategy, args)
         call: Callable[..., Any] = self.compute
-        if text is not None:
+        if self.in_layouts is not None:
+            call = sw.shard(_named(self.placed, self), None, None if self.out_layouts else out)
+        elif text is not None:
             call = sw.shard(_named(call, self), text, out)
         elif strategy is not None and self.lead is not None:
             call = sw.shard(_named(partial(self.led, strategy), self), None, out)
         elif strategy is not None:
             call = sw.shard(_named(call, self), self.operand_counts(strategy, shapes, args), out)
+        if self.recomputed:
+            call = sw.recompute(call, "all")
         result = call(*self.prepared(strategy, args))
+        if self.out_layouts is not None and self.out_layouts[0] is not None:
+            result = laid(result, self.out_layouts[0])
         if self.sums and options.strict and out is None and isinstance(result, torch.Tensor):
             return sw.constrain(result, "summed")
         return result
+
+    def placed(self, *args: Any) -> Any:
+        """``compute`` of operands in the layouts that were given; what is inside follows."""
+        leaves, spec = pytree.tree_flatten(args)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i, layout in zip(tensors, self.in_layouts or (), strict=True):
+            leaves[i] = leaves[i] if layout is None else laid(leaves[i], layout)
+        return self.compute(*pytree.tree_unflatten(leaves, spec))
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
         """``compute`` of several operators: the operand ``lead`` is split by its counts, and what is inside follows."""

@@ -1,6 +1,7 @@
 """Training: ``Model``, callbacks, metrics and checkpoints."""
 
 from shardwise.mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
+from shardwise.mindspore.named import absent
 from shardwise.mindspore.train.callback import (
     Callback,
     CheckpointConfig,
@@ -10,33 +11,45 @@ from shardwise.mindspore.train.callback import (
     RunContext,
     TimeMonitor,
 )
-from shardwise.mindspore.train.metrics import MAE, MSE, Accuracy, Loss, Metric
+from shardwise.mindspore.train.metrics import (
+    F1,
+    MAE,
+    MSE,
+    ROC,
+    Accuracy,
+    ConfusionMatrix,
+    CosineSimilarity,
+    Dice,
+    Fbeta,
+    Loss,
+    Metric,
+    Perplexity,
+    Precision,
+    Recall,
+    Top1CategoricalAccuracy,
+    Top5CategoricalAccuracy,
+    TopKCategoricalAccuracy,
+    auc,
+    get_metric_fn,
+    names,
+)
 from shardwise.mindspore.train.model import Model
 from shardwise.mindspore.train.serialization import (
+    export,
+    load,
     load_checkpoint,
     load_distributed_checkpoint,
     load_param_into_net,
     save_checkpoint,
 )
+from shardwise.mindspore.train.watching import EarlyStopping, History, LearningRateScheduler, ReduceLROnPlateau
 
 __all__ = [
-    "MAE",
-    "MSE",
-    "Accuracy",
-    "Callback",
-    "CheckpointConfig",
-    "DynamicLossScaleManager",
-    "FixedLossScaleManager",
-    "LambdaCallback",
-    "Loss",
-    "LossMonitor",
-    "Metric",
-    "Model",
-    "ModelCheckpoint",
-    "RunContext",
-    "TimeMonitor",
-    "load_checkpoint",
-    "load_distributed_checkpoint",
-    "load_param_into_net",
-    "save_checkpoint",
-]
+    "F1", "MAE", "MSE", "ROC", "Accuracy", "Callback", "CheckpointConfig", "ConfusionMatrix", "CosineSimilarity",
+    "Dice", "DynamicLossScaleManager", "EarlyStopping", "Fbeta", "FixedLossScaleManager", "History", "LambdaCallback",
+    "LearningRateScheduler", "Loss", "LossMonitor", "Metric", "Model", "ModelCheckpoint", "Perplexity", "Precision",
+    "Recall", "ReduceLROnPlateau", "RunContext", "TimeMonitor", "Top1CategoricalAccuracy", "Top5CategoricalAccuracy",
+    "TopKCategoricalAccuracy", "auc", "export", "get_metric_fn", "load", "load_checkpoint",
+    "load_distributed_checkpoint", "load_param_into_net", "names", "save_checkpoint",
+]  # fmt: skip
+__getattr__ = absent(__name__, lambda: __all__, {"SummaryCollector": "TimeMonitor and LossMonitor print"})

@@ -36,7 +36,17 @@ class CallbackParams:
     net_outputs: Any = None
     dataset_sink_mode: bool = False
     mode: str = "train"
+    eval_network: Any = None
+    train_dataset_element: Any = None
+    eval_results: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One of them by its name, as of a dictionary."""
+        return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
     @property
     def step_in_epoch(self) -> int:
@@ -87,11 +97,28 @@ class Callback:
     def on_train_end(self, run_context: RunContext) -> None:
         self.end(run_context)
 
+    def on_eval_step_begin(self, run_context: RunContext) -> None:
+        self.step_begin(run_context)
+
+    def on_eval_step_end(self, run_context: RunContext) -> None:
+        self.step_end(run_context)
+
     def on_eval_begin(self, run_context: RunContext) -> None:
         self.begin(run_context)
 
     def on_eval_end(self, run_context: RunContext) -> None:
         self.end(run_context)
+
+    def __enter__(self) -> Callback:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def told(callbacks: Iterable[Callback], moment: str, run_context: RunContext) -> None:
+    """Call a method of all callbacks."""
+    for callback in callbacks:
+        getattr(callback, moment)(run_context)
 
 
 def callbacks_of(argument: Any) -> list[Callback]:
@@ -115,12 +142,19 @@ class LossMonitor(Callback):
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
+        if params.mode != "train":
+            return
         value = loss_value(params.net_outputs)
         where = f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}"
         if not np.isfinite(value):
             raise ValueError(f"{where}. Invalid loss, terminating training.")
         if self._every and params.cur_step_num % self._every == 0:
             print_line(f"{where}, loss is {value}")
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.eval_results:
+            print_line(f"Eval result: epoch {params.cur_epoch_num}, metrics: {params.eval_results}")
 
 
 def print_line(text: str) -> None:
@@ -222,6 +256,8 @@ class ModelCheckpoint(Callback):
 
     def step_end(self, run_context: RunContext) -> None:
         params, config = run_context.original_args(), self._config
+        if params.mode != "train":
+            return
         now = time.monotonic()
         due = bool(config.save_checkpoint_steps) and (
             params.cur_step_num - self._last_step >= config.save_checkpoint_steps
@@ -254,3 +290,12 @@ class ModelCheckpoint(Callback):
         self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
         while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:
             self._files.pop(0).unlink(missing_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    """Programs import all callbacks from here."""
+    from shardwise.mindspore.train import watching
+
+    if name.startswith("_") or not hasattr(watching, name):
+        raise AttributeError(problem(f"there is no callback {name}", fix="see docs/from-mindspore.md"))
+    return getattr(watching, name)

@@ -1,20 +1,29 @@
-"""Metrics of ``Model.eval``. They see (loss, output, label) of every batch."""
+"""Metrics of ``Model.eval``, which see (loss, output, label) of every batch; and by hand: ``clear``, ``update``,
+``eval``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import closest
+
+Array = np.ndarray[Any, Any]
+
+
+def _array(x: Any) -> Array:
+    return x.detach().as_subclass(torch.Tensor).cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
 class Metric:
     """Base: ``clear``, ``update(output, label)`` and ``eval``."""
 
     wants_loss = False
+    _indexes: Sequence[int] | None = None
 
     def clear(self) -> None:
         raise NotImplementedError
@@ -25,71 +34,310 @@ class Metric:
     def eval(self) -> Any:
         raise NotImplementedError
 
+    @property
+    def indexes(self) -> Sequence[int] | None:
+        return self._indexes
+
+    def set_indexes(self, indexes: Sequence[int]) -> Metric:
+        """Which of the outputs are given to ``update``, by their places: those of (loss, output, label)."""
+        self._indexes = list(indexes)
+        return self
+
     def update_from(self, outputs: tuple[Any, ...]) -> None:
-        arrays = [
-            output.detach().cpu().numpy() if isinstance(output, torch.Tensor) else np.asarray(output)
-            for output in outputs
-        ]
-        self.update(*(arrays[:1] if self.wants_loss else arrays[1:] or arrays))
+        arrays = [_array(output) for output in outputs]
+        if self._indexes is not None:
+            self.update(*(arrays[place] for place in self._indexes))
+        else:
+            self.update(*(arrays[:1] if self.wants_loss else arrays[1:] or arrays))
 
 
-class _Mean(Metric):
+class _Kept(Metric):
+    """A function of all that was seen: lists of the arrays of ``update``."""
+
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.total, self.count = 0.0, 0
+        self._seen: list[list[Array]] = []
 
-    def eval(self) -> float:
-        if not self.count:
+    def update(self, *inputs: Any) -> None:
+        if self._seen and len(inputs) != len(self._seen):
+            raise ValueError(problem(f"{type(self).__name__}.update of {len(inputs)} inputs", fix="as many as before"))
+        self._seen = self._seen or [[] for _ in inputs]
+        for kept, own in zip(self._seen, inputs, strict=True):
+            kept.append(_array(own))
+
+    def seen(self) -> list[Array]:
+        """Every input of ``update``, batches joined. Raises RuntimeError where there was none."""
+        if not self._seen:
             raise RuntimeError(f"{type(self).__name__} has seen no batch")
-        return self.total / self.count
+        return [np.concatenate([np.atleast_1d(own) for own in kept]) for kept in self._seen]
+
+    def eval(self) -> Any:
+        return self.of(*self.seen())
+
+    def of(self, *arrays: Array) -> Any:
+        raise NotImplementedError
 
 
-class Loss(_Mean):
+class Loss(_Kept):
     """The mean of the losses of the batches."""
 
     wants_loss = True
 
     def update(self, *inputs: Any) -> None:
-        self.total += float(np.mean(inputs[0]))
-        self.count += 1
+        super().update(np.mean(_array(inputs[0])))
+
+    def of(self, *arrays: Array) -> Any:
+        return float(arrays[0].mean())
 
 
-class Accuracy(_Mean):
-    """How many of the rows whose largest output is at the label (a class number, or one-hot)."""
-
-    def __init__(self, eval_type: str = "classification") -> None:
-        if eval_type != "classification":
-            raise NotImplementedError(f"Accuracy(eval_type={eval_type!r}): classification only")
-        super().__init__()
-
-    def update(self, *inputs: Any) -> None:
-        output, label = inputs
-        label = label.argmax(-1) if label.ndim == output.ndim else label
-        self.total += float((output.argmax(-1) == label).sum())
-        self.count += label.size
-
-
-class MAE(_Mean):
+class MAE(_Kept):
     """The mean absolute difference."""
 
-    def update(self, *inputs: Any) -> None:
-        output, label = inputs
-        self.total += float(np.abs(output.reshape(label.shape) - label).sum())
-        self.count += label.size
+    def of(self, *arrays: Array) -> Any:
+        return float(np.abs(arrays[0].reshape(arrays[1].shape) - arrays[1]).mean())
 
 
-class MSE(_Mean):
+class MSE(_Kept):
     """The mean squared difference."""
 
+    def of(self, *arrays: Array) -> Any:
+        return float(np.square(arrays[0].reshape(arrays[1].shape) - arrays[1]).mean())
+
+
+def _classes(output: Array, label: Array) -> Array:
+    """Labels as class numbers, which may be one-hot."""
+    return label.argmax(1) if label.ndim == output.ndim else label
+
+
+class _Typed(_Kept):
+    """``eval_type``: "classification" (outputs per class; labels as numbers or one-hot), or "multilabel" (zeros and
+    ones)."""
+
+    def __init__(self, eval_type: str = "classification") -> None:
+        if eval_type not in ("classification", "multilabel"):
+            raise TypeError(problem(f"eval_type is {eval_type!r}", fix="classification or multilabel"))
+        super().__init__()
+        self.eval_type = eval_type
+
+    def counts(self) -> tuple[Array, Array, Array]:
+        """True positives, predictions and labels of each class."""
+        output, label = self.seen()
+        if self.eval_type == "multilabel":
+            dims = tuple(dim for dim in range(output.ndim) if dim != 1)
+            return (output * label).sum(dims), output.sum(dims), label.sum(dims)
+        number, wanted = output.shape[1], _classes(output, label).reshape(-1).astype(int)
+        found = output.argmax(1).reshape(-1)
+        right, every, wanted = (np.bincount(own, minlength=number) for own in (found[found == wanted], found, wanted))
+        return right, every, wanted
+
+
+class Accuracy(_Typed):
+    """The share of rows that are right."""
+
+    def of(self, *arrays: Array) -> Any:
+        output, label = arrays
+        if self.eval_type == "multilabel":
+            rows = np.moveaxis(output == label, 1, -1).reshape(-1, output.shape[1])
+            return float(rows.all(1).mean())
+        return float((output.argmax(1) == _classes(output, label)).mean())
+
+
+def _ratio(part: Array, whole: Array) -> Array:
+    return np.divide(part, whole, out=np.zeros(part.shape), where=whole != 0)
+
+
+class Precision(_Typed):
+    """Of the predictions of each class the share that is right; with ``average`` the mean over classes."""
+
+    def eval(self, average: bool = False) -> Any:
+        right, found, _ = self.counts()
+        return _ratio(right, found).mean() if average else _ratio(right, found)
+
+
+class Recall(_Typed):
+    """Of the labels of each class the share that was found; with ``average`` the mean over classes."""
+
+    def eval(self, average: bool = False) -> Any:
+        right, _, wanted = self.counts()
+        return _ratio(right, wanted).mean() if average else _ratio(right, wanted)
+
+
+class Fbeta(_Typed):
+    """(1 + beta^2) precision recall / (beta^2 precision + recall) of each class, or the mean."""
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def eval(self, average: bool = False) -> Any:
+        right, found, wanted = self.counts()
+        score = _ratio((1 + self.beta**2) * right, self.beta**2 * wanted + found)
+        return score.mean() if average else score
+
+
+class F1(Fbeta):
+    """Fbeta with beta 1."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+
+class TopKCategoricalAccuracy(_Kept):
+    """The share of rows whose label is among the k largest outputs."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(problem(f"k is {k!r}", fix="a whole number from 1"))
+        self.k = k
+
+    def of(self, *arrays: Array) -> Any:
+        output, label = arrays
+        best = np.argsort(-output, 1, kind="stable")[:, : self.k]
+        return float((best == _classes(output, label).reshape(-1, 1)).any(1).mean())
+
+
+class Top1CategoricalAccuracy(TopKCategoricalAccuracy):
+    """k = 1."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+class Top5CategoricalAccuracy(TopKCategoricalAccuracy):
+    """k = 5."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+
+class Perplexity(_Kept):
+    """e to the mean of minus the logarithms of the probabilities of the labels. ``ignore_label``: one that does not
+    count."""
+
+    def __init__(self, ignore_label: int | None = None) -> None:
+        super().__init__()
+        self.ignore_label = ignore_label
+
+    def of(self, *arrays: Array) -> Any:
+        output, label = arrays[0].reshape(-1, arrays[0].shape[-1]), arrays[1].reshape(-1).astype(int)
+        counted = np.ones(label.shape, bool) if self.ignore_label is None else label != self.ignore_label
+        chosen = output[np.arange(len(label)), np.where(counted, label, 0)][counted]
+        return float(np.exp(-np.log(np.maximum(chosen, 1e-10)).mean()))
+
+
+class CosineSimilarity(_Kept):
+    """The cosines of every pair of rows. ``similarity``: "cosine" or "dot"; ``reduction``: "none", "sum" or "mean" over
+    rows; ``zero_diagonal``: a row and itself count as 0."""
+
+    def __init__(self, similarity: str = "cosine", reduction: str = "none", zero_diagonal: bool = True) -> None:
+        super().__init__()
+        self.similarity, self.reduction, self.zero_diagonal = similarity, reduction, zero_diagonal
+
+    def of(self, *arrays: Array) -> Any:
+        rows = arrays[0]
+        if self.similarity == "cosine":
+            rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        matrix = rows @ rows.T
+        if self.zero_diagonal:
+            np.fill_diagonal(matrix, 0)
+        return matrix if self.reduction == "none" else getattr(matrix, self.reduction)(-1)
+
+
+class Dice(_Kept):
+    """2 |both| / (|output| + |label|) of each batch, on average."""
+
+    def __init__(self, smooth: float = 1e-5) -> None:
+        super().__init__()
+        self.smooth = smooth
+
     def update(self, *inputs: Any) -> None:
-        output, label = inputs
-        self.total += float(np.square(output.reshape(label.shape) - label).sum())
-        self.count += label.size
+        output, label = (_array(own) for own in inputs)
+        both = 2 * (output * label).sum() + self.smooth
+        super().update(both / (np.square(output).sum() + np.square(label).sum() + self.smooth))
+
+    def of(self, *arrays: Array) -> Any:
+        return float(arrays[0].mean())
 
 
-NAMES = {"loss": Loss, "accuracy": Accuracy, "acc": Accuracy, "mae": MAE, "mse": MSE}
+class ConfusionMatrix(_Kept):
+    """How often (label, prediction) was seen. ``normalize``: "no_norm", "target", "prediction" or "all"."""
+
+    def __init__(self, num_classes: int, normalize: str = "no_norm", threshold: float = 0.5) -> None:
+        super().__init__()
+        if normalize not in ("no_norm", "target", "prediction", "all"):
+            raise ValueError(problem(f"normalize is {normalize!r}", fix="no_norm, target, prediction or all"))
+        self.num_classes, self.normalize, self.threshold = num_classes, normalize, threshold
+
+    def of(self, *arrays: Array) -> Any:
+        output, label = arrays
+        if output.ndim == label.ndim + 1:
+            output = output.argmax(1)
+        elif output.dtype.kind == "f":
+            output = output >= self.threshold
+        matrix = np.zeros((self.num_classes,) * 2)
+        np.add.at(matrix, (label.reshape(-1).astype(int), output.reshape(-1).astype(int)), 1)
+        if self.normalize == "no_norm":
+            return matrix
+        axis = {"target": 1, "prediction": 0, "all": None}[self.normalize]
+        return _ratio(matrix, np.broadcast_to(matrix.sum(axis, keepdims=True), matrix.shape))
+
+
+class ROC(_Kept):
+    """The curve of a score: false positive rates, true positive rates, thresholds. ``class_num``: of outputs with
+    several classes a list of each; ``pos_label``: the label of what is right."""
+
+    def __init__(self, class_num: int | None = None, pos_label: int | None = None) -> None:
+        super().__init__()
+        self.class_num, self.pos_label = class_num, pos_label
+
+    def of(self, *arrays: Array) -> Any:
+        output, label = arrays
+        if self.class_num is None or self.class_num < 2 or output.ndim == 1:
+            return _curve(output.reshape(-1), label.reshape(-1) == (1 if self.pos_label is None else self.pos_label))
+        curves = [_curve(output[:, c], label.reshape(-1) == c) for c in range(self.class_num)]
+        return tuple(map(list, zip(*curves, strict=True)))
+
+
+def _curve(score: Array, right: Array) -> tuple[Array, Array, Array]:
+    order = np.argsort(-score, kind="stable")
+    score, right = score[order], right[order]
+    ends = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
+    found, wrong = np.cumsum(right)[ends], np.cumsum(~right)[ends]
+    rates = (np.append(0, own) / max(own[-1], 1) for own in (wrong, found))
+    false, true = rates
+    return false, true, np.append(score[0] + 1, score[ends])
+
+
+def auc(x: Any, y: Any, reorder: bool = False) -> float:
+    """The area under a curve, by trapezoids."""
+    x, y = np.asarray(x), np.asarray(y)
+    if reorder:
+        order = np.lexsort((y, x))
+        x, y = x[order], y[order]
+    return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2))
+
+
+NAMES: dict[str, Callable[..., Metric]] = {
+    "loss": Loss, "accuracy": Accuracy, "acc": Accuracy, "mae": MAE, "mse": MSE, "precision": Precision,
+    "recall": Recall, "F1": F1, "f1": F1, "dice": Dice, "roc_curve": ROC, "perplexity": Perplexity,
+    "cosine_similarity": CosineSimilarity, "top_1_accuracy": Top1CategoricalAccuracy,
+    "top_5_accuracy": Top5CategoricalAccuracy, "confusion_matrix": ConfusionMatrix,
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    """The names that ``Model(metrics=)`` knows."""
+    return list(NAMES)
+
+
+def get_metric_fn(name: str, *args: Any, **kwargs: Any) -> Metric:
+    """A metric by its name."""
+    if name not in NAMES:
+        raise ValueError(problem(f"there is no metric {name!r}", fix=closest(name, NAMES)))
+    return NAMES[name](*args, **kwargs)
 
 
 def metrics_of(argument: Any) -> dict[str, Metric]:
@@ -98,12 +346,19 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
         return {}
     if isinstance(argument, dict):
         return dict(argument)
-    names: Iterable[str] = [argument] if isinstance(argument, str) else argument
+    listed: Iterable[str] = [argument] if isinstance(argument, str) else argument
     metrics: dict[str, Metric] = {}
-    for name in names:
+    for name in listed:
         if name not in NAMES:
             raise ValueError(
                 problem(f"there is no metric {name!r}", fix=f"one of {', '.join(NAMES)}, or {{name: Metric}}")
             )
         metrics[name] = NAMES[name]()
     return metrics
+
+
+__all__ = [
+    "F1", "MAE", "MSE", "ROC", "Accuracy", "ConfusionMatrix", "CosineSimilarity", "Dice", "Fbeta", "Loss", "Metric",
+    "Perplexity", "Precision", "Recall", "Top1CategoricalAccuracy", "Top5CategoricalAccuracy",
+    "TopKCategoricalAccuracy", "auc", "get_metric_fn", "names",
+]  # fmt: skip

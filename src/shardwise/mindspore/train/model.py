@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,14 @@ from torch import nn
 
 from shardwise.errors import problem
 from shardwise.mindspore import context
+from shardwise.mindspore.amp import DynamicLossScaleManager, auto_mixed_precision
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
-from shardwise.mindspore.train.callback import CallbackParams, RunContext, callbacks_of
+from shardwise.mindspore.train.callback import CallbackParams, RunContext, callbacks_of, told
 from shardwise.mindspore.train.metrics import metrics_of
+
+# Settings of the reference that change nothing here.
+SETTINGS = {"boost_level", "keep_batchnorm_fp32", "loss_scale_manager"}
 
 
 class Model:
@@ -21,7 +25,9 @@ class Model:
 
     ``metrics``: names or Metric objects, for ``eval``. ``loss_scale_manager``: scales the loss before backward;
     with ``drop_overflow_update`` gradients are divided by the scale, and checked, here, else only by the optimizer's
-    ``loss_scale``, as in the reference. Without ``loss_fn`` the network returns its loss.
+    ``loss_scale``, as in the reference. Without ``loss_fn`` the network returns its loss. ``amp_level``:
+    ``amp.auto_mixed_precision``; O2 scales losses dynamically by default. ``eval_indexes``: where loss, output and
+    label are in what ``eval_network`` returns.
     """
 
     def __init__(
@@ -45,16 +51,17 @@ class Model:
             raise TypeError(problem(f"{_told(optimizer)} is no optimizer", fix=order))
         if isinstance(loss_fn, Optimizer):
             raise TypeError(problem("Model was given two optimizers", fix=order))
-        if amp_level != "O0":
-            raise NotImplementedError(
-                f"Model(amp_level={amp_level!r}): call net.to_float(ms.float16) where a lower precision is wanted"
-            )
-        for name in settings:
+        for name in set(settings) - SETTINGS:
             raise ValueError(f"Model takes no {name!r}")
+        if amp_level == "O2" and loss_scale_manager is None and "loss_scale_manager" not in settings:
+            loss_scale_manager = DynamicLossScaleManager()
+        network = auto_mixed_precision(network, amp_level)
         self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
-        self._metrics = metrics_of(metrics)
+        self._metrics, self._eval_indexes = metrics_of(metrics), eval_indexes
         self._loss_network = network if loss_fn is None else WithLossCell(network, loss_fn)
-        self._train_network = None if optimizer is None else _step(self._loss_network, optimizer, loss_scale_manager)
+        self._train_network = (
+            None if optimizer is None else training_cell(self._loss_network, optimizer, loss_scale_manager)
+        )
         if eval_network is not None:
             self._eval_network: nn.Module | None = eval_network
         elif self._metrics and loss_fn is not None:
@@ -81,6 +88,43 @@ class Model:
     ) -> None:
         """Train for ``epoch`` epochs. ``dataset_sink_mode`` is accepted and changes nothing: data is fed step by step.
         ``sink_size``: steps of an epoch (-1: the dataset's)."""
+        self._run(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch, None)
+
+    def fit(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        valid_dataset: Any = None,
+        valid_frequency: int | Sequence[int] = 1,
+        callbacks: Any = None,
+        dataset_sink_mode: bool = False,
+        valid_dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+    ) -> None:
+        """Train, and evaluate on ``valid_dataset`` after every ``valid_frequency`` epochs, or after those listed.
+        Callbacks find the metrics as ``eval_results`` of what they are given."""
+        if valid_dataset is not None and self._eval_network is None:
+            raise ValueError(problem("Model.fit has nothing to measure", fix="Model(..., metrics={'loss'})"))
+
+        def is_due(number: int) -> bool:
+            if isinstance(valid_frequency, int):
+                return number % valid_frequency == 0
+            return number in valid_frequency
+
+        evaluated = None if valid_dataset is None else (valid_dataset, is_due)
+        self._run(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch, evaluated)
+
+    def _run(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Any,
+        dataset_sink_mode: bool,
+        sink_size: int,
+        initial_epoch: int,
+        evaluated: tuple[Any, Callable[[int], bool]] | None,
+    ) -> None:
         if self._train_network is None:
             raise ValueError(problem("Model.train needs an optimizer", fix="Model(net, loss_fn=loss, optimizer=opt)"))
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
@@ -91,30 +135,29 @@ class Model:
         params = CallbackParams(
             network=self._network, train_network=network, optimizer=self._optimizer, loss_fn=self._loss_fn,
             train_dataset=train_dataset, epoch_num=epoch, batch_num=_size(train_dataset, sink_size),
-            dataset_sink_mode=dataset_sink_mode,
+            dataset_sink_mode=dataset_sink_mode, eval_network=self._eval_network,
         )  # fmt: skip
         run, listed = RunContext(params), callbacks_of(callbacks)
-        for callback in listed:
-            callback.on_train_begin(run)
+        told(listed, "on_train_begin", run)
         for number in range(initial_epoch + 1, epoch + 1):
             params.cur_epoch_num = number
-            for callback in listed:
-                callback.on_train_epoch_begin(run)
+            told(listed, "on_train_epoch_begin", run)
             for inputs in _steps(train_dataset, sink_size):
                 params.cur_step_num += 1
-                for callback in listed:
-                    callback.on_train_step_begin(run)
+                params.train_dataset_element = inputs
+                told(listed, "on_train_step_begin", run)
                 params.net_outputs = network(*inputs)
-                for callback in listed:
-                    callback.on_train_step_end(run)
+                told(listed, "on_train_step_end", run)
                 if run.get_stop_requested():
                     break
-            for callback in listed:
-                callback.on_train_epoch_end(run)
+            params.eval_results = {}
+            if evaluated is not None and evaluated[1](number):
+                params.eval_results = params.metrics = self.eval(evaluated[0])
+                network.train()
+            told(listed, "on_train_epoch_end", run)
             if run.get_stop_requested():
                 break
-        for callback in listed:
-            callback.on_train_end(run)
+        told(listed, "on_train_end", run)
 
     def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
         """The metrics over a dataset: name -> value."""
@@ -127,21 +170,26 @@ class Model:
         run, listed = RunContext(params), callbacks_of(callbacks)
         for metric in self._metrics.values():
             metric.clear()
-        for callback in listed:
-            callback.on_eval_begin(run)
+        told(listed, "on_eval_begin", run)
         for inputs in _steps(valid_dataset, -1):
             params.cur_step_num += 1
+            told(listed, "on_eval_step_begin", run)
             with torch.no_grad():
                 params.net_outputs = network(*inputs)
             outputs = params.net_outputs if isinstance(params.net_outputs, tuple) else (params.net_outputs,)
+            if self._eval_indexes:
+                outputs = tuple(outputs[place] for place in self._eval_indexes if place >= 0)
             for metric in self._metrics.values():
                 metric.update_from(outputs)
+            told(listed, "on_eval_step_end", run)
         params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
-        for callback in listed:
-            callback.on_eval_end(run)
+        told(listed, "on_eval_end", run)
         return params.metrics
 
-    def predict(self, *predict_data: Any) -> Any:
+    def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:
+        """Kept for programs that call it: networks are captured in their first step."""
+
+    def predict(self, *predict_data: Any, backend: Any = None, config: Any = None) -> Any:
         """What the network returns in evaluation mode."""
         self._network.eval()
         with torch.no_grad():
@@ -160,7 +208,8 @@ def _told(argument: Any) -> str:
     return type(argument).__name__ if isinstance(argument, (Optimizer, nn.Module)) else repr(argument)
 
 
-def _step(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:
+def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:
+    """A network, which returns its loss, with its update, and a loss scale manager or None."""
     if manager is None:
         return TrainOneStepCell(network, optimizer)
     if manager.get_drop_overflow_update():

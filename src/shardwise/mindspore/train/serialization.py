@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
+from shardwise.graph.exported import load_exported, save_exported
 from shardwise.launch.ranks import rank
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
@@ -87,9 +89,21 @@ def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     path = Path(file)
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
-    content = torch.load(path, weights_only=True)
+    try:
+        content = torch.load(path, weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        fix = "one that save_checkpoint wrote, whole"
+        raise ValueError(problem(f"{path} can not be read as a checkpoint: {error}", fix=fix)) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(problem(f"{path} is no checkpoint of this library", fix="one that save_checkpoint wrote"))
+    missing = [key for key in ("parameters", "info", "rank") if key not in content]
+    wrong = [name for name, entry in content.get("parameters", {}).items() if not _is_entry(entry)]
+    if missing or wrong:
+        what = (
+            f"it lacks {', '.join(missing)}" if missing else f"its entry {wrong[0]} lacks data, or says half a layout"
+        )
+        fix = "save it again with this version; torch.load(file) shows what it holds"
+        raise ValueError(problem(f"{path} is a checkpoint of another version: {what}", fix=fix))
     parameters: dict[str, Slice] = {}
     for name, entry in content["parameters"].items():
         piece = Slice(entry["data"], name, requires_grad=entry["data"].is_floating_point())
@@ -101,13 +115,19 @@ def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     return parameters, content["info"], content["rank"]
 
 
+def _is_entry(entry: Any) -> bool:
+    said = {"layout", "mesh", "shape"} & set(entry) if isinstance(entry, dict) else set()
+    return isinstance(entry, dict) and isinstance(entry.get("data"), torch.Tensor) and len(said) in (0, 3)
+
+
 def load_distributed_checkpoint(network: Any, checkpoint_filenames: Sequence[str]) -> dict[str, Any]:
     """Join the files of all ranks, whatever their number was, and give the whole to a network, or an optimizer; None:
     to nobody. Returns it. Raises RuntimeError where a part is missing."""
     files = [_read(file) for file in checkpoint_filenames]
     if not files:
         raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
-    joined: dict[str, Any] = {name: _joined(name, files) for name in files[0][0]}
+    names = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
+    joined: dict[str, Any] = {name: _joined(name, [own for own in files if name in own[0]]) for name in names}
     if network is not None:
         load_param_into_net(network, joined)
     return {**joined, **files[0][1]}
@@ -199,3 +219,30 @@ def _check_part(name: str, of: engine.Held | None, now: engine.Held | None) -> N
             fix="load_distributed_checkpoint(net, files), with the files of all of these ranks",
         )
     )
+
+
+def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MINDIR", **settings: Any) -> None:
+    """Write a network for inference, whole, with its parameters: ``file_name`` and ".mindir". ``inputs``: example
+    tensors; dim 0 may have other sizes later. The file is torch's (``torch.export``). Raises ValueError for another
+    format."""
+    if file_format != "MINDIR":
+        raise ValueError(problem(f"file_format is {file_format!r}", fix='"MINDIR"'))
+    if split := [name for name, p in net.named_parameters() if (of := engine.held(p)) and of.layout.positions]:
+        what = f"{split[0]} is split over the ranks"
+        raise RuntimeError(problem(what, fix="save a checkpoint, and load_distributed_checkpoint in one process"))
+    tensors = tuple(as_torch(x) for x in inputs)
+    training = net.training
+    net.eval()
+    path = Path(file_name)
+    path = path if path.suffix == ".mindir" else path.with_name(path.name + ".mindir")
+    with engine.inside(), torch.no_grad():
+        save_exported(net, tensors, path)
+    net.train(training)
+
+
+def load(file_name: str, **settings: Any) -> nn.Module:
+    """What ``export`` wrote, for ``nn.GraphCell``."""
+    path = Path(file_name)
+    if not path.exists():
+        raise ValueError(problem(f"there is no file {path}", fix="one that export wrote: net.mindir"))
+    return load_exported(path)

@@ -1,0 +1,33 @@
+"""Whole modules as files, for inference elsewhere: torch's own format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class _Called(nn.Module):
+    """A module, so that subclasses of modules are traced as they are called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> object:
+        return self.module(*inputs)
+
+
+def save_exported(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> None:
+    """Write a module with its parameters; dim 0 of the inputs may have other sizes later."""
+    sizes = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in inputs)
+    program = torch.export.export(_Called(module), tuple(inputs), dynamic_shapes=(sizes,), strict=False)
+    torch.export.save(program, str(path))
+
+
+def load_exported(path: Path) -> nn.Module:
+    """What ``save_exported`` wrote."""
+    module: nn.Module = torch.export.load(str(path)).module()
+    return module

@@ -1,0 +1,54 @@
+"""Where the reference keeps names that programs import by long paths: path there -> path here."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+HERE = "shardwise.mindspore"
+PATHS = {
+    "common.api": "compiling",
+    "common.jit_config": "compiling",
+    "common.parameter": "tensor",
+    "common.tensor": "tensor",
+    "dataset.engine": "dataset",
+    "dataset.transforms.c_transforms": "dataset.transforms",
+    "dataset.transforms.py_transforms": "dataset.transforms",
+    "dataset.transforms.transforms": "dataset.transforms",
+    "dataset.vision.c_transforms": "dataset.vision",
+    "dataset.vision.py_transforms": "dataset.vision",
+    "dataset.vision.transforms": "dataset.vision",
+    "dataset.vision.utils": "dataset.vision",
+    "nn.cell": "nn.cell",
+    "nn.dynamic_lr": "nn.learning_rates",
+    "nn.layer": "nn",
+    "nn.layer.activation": "nn.activations",
+    "nn.layer.basic": "nn",
+    "nn.layer.conv": "nn",
+    "nn.layer.normalization": "nn.norms",
+    "nn.layer.pooling": "nn",
+    "nn.learning_rate_schedule": "nn.learning_rates",
+    "nn.loss.loss": "nn.loss",
+    "nn.metrics": "train.metrics",
+    "nn.optim": "nn",
+    "nn.optim.adam": "nn.adaptive",
+    "nn.optim.momentum": "nn.optimizer",
+    "nn.optim.optimizer": "nn.optimizer",
+    "nn.wrap.cell_wrapper": "nn.wrap",
+    "nn.wrap.grad_reducer": "nn.grad_reducer",
+    "nn.wrap.loss_scale": "nn.wrap",
+    "ops.function": "ops.functions",
+    "ops.operations.comm_ops": "ops.communication",
+    "parallel.shard": "layout",
+    "train.amp": "amp",
+    "train.loss_scale_manager": "amp",
+}
+
+
+def install() -> None:
+    """Let these paths be imported."""
+    for path, own in PATHS.items():
+        module = import_module(f"{HERE}.{own}")
+        sys.modules.setdefault(f"{HERE}.{path}", module)
+        parent, _, leaf = path.rpartition(".")
+        vars(sys.modules[f"{HERE}.{parent}"]).setdefault(leaf, module)  # import parent.leaf as name

@@ -1,0 +1,26 @@
+"""What programs say about compiling: here a cell is captured where it is split, and runs as Python elsewhere, so that
+these change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class JitConfig:
+    """Taken, and without effect."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.jit_config_dict = settings
+
+
+def jit(fn: Any = None, *args: Any, **settings: Any) -> Any:
+    """The function itself: ``@jit``, ``@jit(jit_config=...)`` or ``jit(fn)``."""
+    return (lambda decorated: decorated) if fn is None else fn
+
+
+ms_function = jit_class = lazy_inline = constexpr = _primexpr = jit
+
+
+def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
+    """The same: numbers may change between calls anyway."""
+    return input_data

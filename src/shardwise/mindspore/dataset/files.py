@@ -1,0 +1,229 @@
+"""Rows from local files in the usual formats of small data sets."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shardwise.errors import problem
+from shardwise.mindspore.dataset.sources import GeneratorDataset
+from shardwise.mindspore.dataset.values import Array
+from shardwise.mindspore.dataset.vision import Decode
+
+
+class Listed:
+    """Rows by their index, each made when it is asked for."""
+
+    def __init__(self, rows: Sequence[Any], read: Any = None) -> None:
+        self.rows, self.read = rows, read
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index] if self.read is None else self.read(self.rows[index])
+
+
+class _Files(GeneratorDataset):
+    """``num_samples``, ``shuffle``, ``sampler``, ``num_shards`` and ``shard_id``: as of GeneratorDataset."""
+
+    columns: tuple[str, ...] = ("image", "label")
+
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        read: Any = None,
+        columns: Sequence[str] | None = None,
+        num_samples: int | None = None,
+        num_parallel_workers: int | None = None,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        cache: Any = None,
+    ) -> None:
+        super().__init__(
+            Listed(rows, read), list(columns or self.columns), None, num_samples, 1, shuffle, sampler, num_shards,
+            shard_id,
+        )  # fmt: skip
+
+
+def _folder(dataset_dir: Any) -> Path:
+    folder = Path(dataset_dir)
+    if not folder.is_dir():
+        raise ValueError(problem(f"there is no folder {folder}", fix="the folder of the data set's files"))
+    return folder
+
+
+def _found(folder: Path, names: Sequence[str], what: str) -> list[Path]:
+    found = [path for name in names for path in sorted(folder.glob(name))]
+    if not found:
+        raise ValueError(problem(f"{folder} has no {what}: {', '.join(names)}", fix="the files of the data set"))
+    return found
+
+
+def _idx(path: Path) -> Array:
+    """An array in the format of MNIST's files."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    rank = data[3] if len(data) > 3 and data[:3] == b"\0\0\x08" else 0
+    if not rank:
+        raise ValueError(problem(f"{path} is no file of bytes in the idx format", fix="the files of MNIST"))
+    shape = np.frombuffer(data, ">i4", rank, 4)
+    return np.frombuffer(data, np.uint8, -1, 4 + 4 * rank).reshape(shape)
+
+
+class MnistDataset(_Files):
+    """MNIST's files: images (28, 28, 1) of bytes and labels. ``usage``: "train", "test" or "all"."""
+
+    def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
+        folder, wanted = _folder(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
+        images, labels = (
+            np.concatenate([_idx(path) for path in _found(folder, [f"{own}-{kind}*ubyte*" for own in wanted], kind)])
+            for kind in ("images", "labels")
+        )
+        rows = list(zip(images[..., None], labels.astype(np.uint32), strict=True))
+        super().__init__(rows, None, None, *args, **kwargs)
+
+
+class FashionMnistDataset(MnistDataset):
+    """Fashion-MNIST, in the same format."""
+
+
+def _usage(usage: str | None, known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    every = tuple(dict.fromkeys(name for names in known.values() for name in names))
+    if usage in (None, "all"):
+        return every
+    if usage not in known:
+        raise ValueError(problem(f"usage is {usage!r}", fix=f"one of {', '.join(known)}, all"))
+    return known[str(usage)]
+
+
+class Cifar10Dataset(_Files):
+    """CIFAR-10's files (binary or Python's): images (32, 32, 3) of bytes and labels."""
+
+    names: ClassVar[dict[str, tuple[str, ...]]] = {"train": ("data_batch_*",), "test": ("test_batch*",)}
+    labels: ClassVar[tuple[bytes, ...]] = (b"labels",)
+
+    def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
+        rows: list[tuple[Array, ...]] = []
+        for path in _found(_folder(dataset_dir), _usage(usage, self.names), "batch"):
+            rows += self._rows(path)
+        super().__init__(rows, None, None, *args, **kwargs)
+
+    def _rows(self, path: Path) -> list[tuple[Array, ...]]:
+        count = len(self.labels)
+        if path.suffix == ".bin":
+            table = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, count + 3072)
+            pixels, labels = table[:, count:], list(table[:, :count].astype(np.uint32).T)[::-1]
+        else:
+            entries = pickle.loads(path.read_bytes(), encoding="bytes")
+            pixels, labels = entries[b"data"], [np.asarray(entries[own], np.uint32) for own in self.labels]
+        images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return list(zip(images, *labels, strict=True))
+
+
+class Cifar100Dataset(Cifar10Dataset):
+    """CIFAR-100's files: images, fine and coarse labels."""
+
+    names: ClassVar[dict[str, tuple[str, ...]]] = {"train": ("train*",), "test": ("test*",)}
+    labels = (b"fine_labels", b"coarse_labels")
+    columns = ("image", "fine_label", "coarse_label")
+
+
+class ImageFolderDataset(_Files):
+    """A folder per class, with images inside: their bytes, or pixels if ``decode``, and the number of the class, in the
+    order of names or as ``class_indexing`` says."""
+
+    def __init__(
+        self,
+        dataset_dir: Any,
+        num_samples: int | None = None,
+        num_parallel_workers: int | None = None,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        extensions: Sequence[str] | None = None,
+        class_indexing: dict[str, int] | None = None,
+        decode: bool = False,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        cache: Any = None,
+    ) -> None:
+        folder = _folder(dataset_dir)
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        self._numbers = class_indexing or {name: i for i, name in enumerate(names)}
+        endings = tuple(own.lower() for own in extensions or (".jpg", ".jpeg", ".png", ".bmp"))
+        rows = [
+            (path, number)
+            for name, number in self._numbers.items()
+            for path in sorted((folder / name).iterdir())
+            if path.suffix.lower() in endings
+        ]
+        if not rows:
+            raise ValueError(problem(f"{folder} has no images in folders of classes", fix=f"files in {endings}"))
+
+        def read(row: tuple[Path, int]) -> tuple[Any, Any]:
+            data = np.frombuffer(row[0].read_bytes(), np.uint8)
+            return (Decode()(data) if decode else data), np.array(row[1], np.int32)
+
+        super().__init__(rows, read, None, num_samples, None, shuffle, sampler, num_shards, shard_id)
+
+    def get_class_indexing(self) -> dict[str, int]:
+        """Name of a class -> its number."""
+        return dict(self._numbers)
+
+    def num_classes(self) -> int:
+        return len(self._numbers)
+
+
+class CSVDataset(_Files):
+    """Lines of files with fields. ``column_defaults``: values whose types are those of the columns (else text);
+    ``column_names``: by default the first line."""
+
+    def __init__(
+        self,
+        dataset_files: Any,
+        field_delim: str = ",",
+        column_defaults: Sequence[Any] | None = None,
+        column_names: Sequence[str] | None = None,
+        num_samples: int | None = None,
+        num_parallel_workers: int | None = None,
+        shuffle: Any = True,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        cache: Any = None,
+    ) -> None:
+        rows: list[tuple[Any, ...]] = []
+        for file in [dataset_files] if isinstance(dataset_files, (str, Path)) else dataset_files:
+            with open(file, newline="", encoding="utf-8") as lines:
+                listed = list(csv.reader(lines, delimiter=field_delim))
+            if column_names is None or tuple(listed[0]) == tuple(column_names):
+                column_names, listed = listed[0], listed[1:]
+            kinds = [str if own is None else type(own) for own in column_defaults or [None] * len(column_names)]
+            rows += [tuple(kind(text) for kind, text in zip(kinds, line, strict=True)) for line in listed]
+        super().__init__(rows, None, column_names, num_samples, None, bool(shuffle), None, num_shards, shard_id)
+
+
+class TextFileDataset(_Files):
+    """Lines of files: the column "text"."""
+
+    columns = ("text",)
+
+    def __init__(
+        self,
+        dataset_files: Any,
+        num_samples: int | None = None,
+        num_parallel_workers: int | None = None,
+        shuffle: Any = True,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        cache: Any = None,
+    ) -> None:
+        files = [dataset_files] if isinstance(dataset_files, (str, Path)) else dataset_files
+        lines = [line for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
+        super().__init__(lines, None, None, num_samples, None, bool(shuffle), None, num_shards, shard_id)

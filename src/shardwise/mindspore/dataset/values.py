@@ -1,0 +1,60 @@
+"""Rows, the names of their columns, and checks of what datasets are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.checks import closest
+
+Array = np.ndarray[Any, Any]
+Row = tuple[Array, ...]
+Columns = str | Sequence[str] | None
+
+
+def as_array(value: Any) -> Array:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    return np.asarray(value)
+
+
+def unknown_words(settings: dict[str, Any], *known: str) -> None:
+    """Raises TypeError for settings other than those that change nothing here."""
+    for name in settings:
+        if name not in known:
+            raise TypeError(problem(f"there is no setting {name!r}", fix=closest(name, known)))
+
+
+def names_of(columns: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of columns, given as a list or as a single one."""
+    names = (columns,) if isinstance(columns, str) else columns
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(problem(f"the names of columns are {columns!r}", fix='give a list: ["input", "label"]'))
+    return once(tuple(names))
+
+
+def once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(problem(f'there are two columns "{twice[0]}"', fix="name every column once"))
+    return names
+
+
+def named(columns: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Columns of a dataset, by their names."""
+    names = names_of(columns)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], known)))
+    return names
+
+
+def count_of(name: str, value: Any, low: int = 1) -> int:
+    """A number of rows."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give an integer"))
+    if value < low:
+        raise ValueError(problem(f"{name} is {value}", fix=f"give an integer from {low} on"))
+    return value

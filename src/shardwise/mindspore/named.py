@@ -1,0 +1,90 @@
+"""What tables of names share: settings of functions, arguments under other words, and names that do not exist.
+
+An entry of a table is a function whose positional arguments are tensors and whose keyword-only ones are settings: of
+``lambda x, *, alpha=1.0: F.elu(x, alpha)`` a cell or a primitive is made that takes ``alpha`` when it is made.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any
+
+from shardwise.errors import problem
+
+Function = Callable[..., Any]
+# Words that versions of the reference use for the same argument.
+WORDS = (
+    {"x", "input", "input_x", "x1", "logits", "tensor", "input_params", "params", "inputs", "tensors", "variable", "A"},
+    {"y", "other", "x2", "mat2", "labels", "label", "target", "targets", "index", "indices", "input_indices", "value"},
+    {"axis", "dim", "dims", "axes"},
+    {"keep_dims", "keepdims", "keepdim"},
+    {"size", "shape"},
+    {"perm", "input_perm", "axis"},
+    {"min", "clip_value_min"},
+    {"max", "clip_value_max"},
+)
+
+
+def settings_of(function: Function) -> dict[str, inspect.Parameter]:
+    """The keyword-only arguments of a function."""
+    found = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in found.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def bound(title: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a constructor is given, with defaults. Raises TypeError for others."""
+    known = settings_of(function)
+    signature = inspect.Signature([own.replace(kind=own.POSITIONAL_OR_KEYWORD) for own in known.values()])
+    try:
+        given = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(problem(f"{title}: {error}", fix=f"{title}{signature}")) from error
+    given.apply_defaults()
+    return given.arguments
+
+
+def translated(name: str, function: Function) -> Function:
+    """The function, which also takes its arguments under the words of other versions (``WORDS``)."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for word in [word for word in kwargs if word not in known]:
+            same = [own for own in known if any({own, word} <= group for group in WORDS) and own not in kwargs]
+            if same:
+                kwargs[same[0]] = kwargs.pop(word)
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _is_import(frame: Any) -> bool:
+    """Whether code runs ``from module import name``."""
+    at, code = frame.f_lasti, frame.f_code
+    return bool(code.co_name == "_handle_fromlist" or (at >= 0 and dis.opname[code.co_code[at]] == "IMPORT_FROM"))
+
+
+def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:
+    """``__getattr__`` of a module: an error that says the nearest name that exists. ``elsewhere``: what stands for some
+    names that do not."""
+
+    def missing(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        short = module.removeprefix("shardwise.mindspore").lstrip(".")
+        known = {own.lower(): own for own in names() if not own.startswith("_")}
+        near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+        instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "see")
+        fix = f"{instead} (docs/from-mindspore.md lists what exists)"
+        text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
+        if _is_import(sys._getframe(1)) or _is_import(sys._getframe(2)):  # which would swallow the text
+            raise ImportError(text)
+        raise AttributeError(text)
+
+    return missing

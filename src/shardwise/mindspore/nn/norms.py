@@ -1,0 +1,199 @@
+"""Layers that normalise, under the reference's names and with its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.errors import problem
+from shardwise.mindspore import engine
+from shardwise.mindspore.common.initializer import initializer
+from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.nn.layers import positive
+from shardwise.mindspore.ops.communication import AllReduce
+from shardwise.mindspore.ops.normalization import LayerNorm as LayerNormOperator
+from shardwise.mindspore.tensor import Parameter
+
+
+class _BatchNorm(Cell):
+    """Normalised per channel (dim 1): in training by the batch's statistics, which are mixed into the moving ones with
+    weight ``1 - momentum``; otherwise by these. ``use_batch_statistics``: always, or never, by the batch's."""
+
+    dims: tuple[int, ...] = (4,)
+    casts_parameters = False  # moving statistics and their sums keep their precision
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.9,
+        affine: bool = True,
+        gamma_init: Any = "ones",
+        beta_init: Any = "zeros",
+        moving_mean_init: Any = "zeros",
+        moving_var_init: Any = "ones",
+        use_batch_statistics: bool | None = None,
+        data_format: str = "NCHW",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        positive(type(self).__name__, num_features=num_features)
+        if not 0 <= momentum <= 1:
+            raise ValueError(problem(f"momentum is {momentum}", fix="a number from 0 to 1"))
+        if data_format != "NCHW":
+            raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
+        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.use_batch_statistics = use_batch_statistics
+        self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)
+        self.beta = Parameter(initializer(beta_init, [num_features], dtype), "beta", requires_grad=affine)
+        self.moving_mean: torch.Tensor
+        self.moving_variance: torch.Tensor
+        self.register_buffer("moving_mean", initializer(moving_mean_init, [num_features], dtype))
+        self.register_buffer("moving_variance", initializer(moving_var_init, [num_features], dtype))
+
+    def construct(self, x: Any) -> Any:
+        if x.dim() not in self.dims:
+            raise ValueError(
+                problem(f"{type(self).__name__} got an input of shape {list(x.shape)}", fix=f"one of {self.dims} dims")
+            )
+        batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
+        mean, variance = self.moving_mean, self.moving_variance
+        weight = 0.0 if engine.is_again() else 1 - self.momentum
+        wide = x if self._float is None else x.to(mean.dtype)
+        return F.batch_norm(wide, mean, variance, self.gamma, self.beta, batch, weight, self.eps).to(x.dtype)
+
+
+class BatchNorm1d(_BatchNorm):
+    __doc__ = _BatchNorm.__doc__
+    dims = (2, 3)
+
+
+class BatchNorm2d(_BatchNorm):
+    __doc__ = _BatchNorm.__doc__
+
+
+class BatchNorm3d(_BatchNorm):
+    __doc__ = _BatchNorm.__doc__
+    dims = (5,)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm, whose statistics are those of all ranks' rows in data_parallel mode (where cells are split, they
+    always are). ``process_groups`` is taken: all ranks share their statistics."""
+
+    dims = (2, 3, 4, 5)
+
+    def __init__(self, num_features: int, *args: Any, process_groups: Any = None, **kwargs: Any) -> None:
+        super().__init__(num_features, *args, **kwargs)
+
+    def construct(self, x: Any) -> Any:
+        batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
+        if not batch or engine.is_split() or find_group().size == 1:
+            return super().construct(x)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        count = x.numel() // x.shape[1]
+        moments = torch.stack([x.sum(dims), x.square().sum(dims), torch.full_like(self.gamma, count)])
+        total, squares, count = AllReduce()(moments)
+        mean = total / count
+        variance = squares / count - mean.square()
+        with torch.no_grad():
+            weight = 0.0 if engine.is_again() else 1 - self.momentum
+            self.moving_mean.lerp_(mean, weight)
+            self.moving_variance.lerp_(variance * count / (count - 1), weight)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        scale = self.gamma * torch.rsqrt(variance + self.eps)
+        return x * scale.reshape(shape) + (self.beta - mean * scale).reshape(shape)
+
+
+class _InstanceNorm(Cell):
+    """Normalised per sample and channel, times gamma plus beta."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        gamma_init: Any = "ones",
+        beta_init: Any = "zeros",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        positive(type(self).__name__, num_features=num_features)
+        self.eps = eps
+        self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)
+        self.beta = Parameter(initializer(beta_init, [num_features], dtype), "beta", requires_grad=affine)
+
+    def construct(self, x: Any) -> Any:
+        return F.instance_norm(x, weight=self.gamma, bias=self.beta, eps=self.eps)
+
+
+InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = (
+    type(f"InstanceNorm{dims}d", (_InstanceNorm,), {"__module__": __name__, "__doc__": _InstanceNorm.__doc__})
+    for dims in (1, 2, 3)
+)
+
+
+class LayerNorm(Cell):
+    """Normalised over the last dims, times gamma plus beta."""
+
+    def __init__(
+        self,
+        normalized_shape: Sequence[int],
+        begin_norm_axis: int = -1,
+        begin_params_axis: int = -1,
+        gamma_init: Any = "ones",
+        beta_init: Any = "zeros",
+        epsilon: float = 1e-7,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if not isinstance(normalized_shape, (tuple, list)):
+            raise TypeError(
+                problem(f"LayerNorm: normalized_shape is {normalized_shape!r}", fix=f"a tuple: ({normalized_shape},)")
+            )
+        shape = list(normalized_shape)
+        self.gamma = Parameter(initializer(gamma_init, shape, dtype), "gamma")
+        self.beta = Parameter(initializer(beta_init, shape, dtype), "beta")
+        self.layer_norm = LayerNormOperator(begin_norm_axis, begin_params_axis, epsilon)
+
+    def construct(self, x: Any) -> Any:
+        y, _, _ = self.layer_norm(x, self.gamma, self.beta)
+        return y
+
+
+class GroupNorm(Cell):
+    """Normalised over groups of channels."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        gamma_init: Any = "ones",
+        beta_init: Any = "zeros",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        positive("GroupNorm", num_groups=num_groups, num_channels=num_channels)
+        if num_channels % num_groups:
+            raise ValueError(
+                problem(f"GroupNorm: {num_groups} groups of {num_channels} channels: not whole", fix="a divisor")
+            )
+        self.num_groups, self.eps = num_groups, eps
+        self.gamma = Parameter(initializer(gamma_init, [num_channels], dtype), "gamma", requires_grad=affine)
+        self.beta = Parameter(initializer(beta_init, [num_channels], dtype), "beta", requires_grad=affine)
+
+    def construct(self, x: Any) -> Any:
+        return F.group_norm(x, self.num_groups, self.gamma, self.beta, self.eps)
+
+
+__all__ = [
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d",
+    "LayerNorm", "SyncBatchNorm",
+]  # fmt: skip

@@ -1,0 +1,207 @@
+"""Cells and losses that are one function of torch, each a line of a table: positional arguments are those of
+``construct``, keyword-only ones those of the constructor (``named.settings_of``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.mindspore.named import Function, bound
+from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.nn.loss import LossBase
+from shardwise.mindspore.ops.functions import FUNCTIONS
+from shardwise.mindspore.ops.images import same_padding
+from shardwise.mindspore.tensor import as_torch
+from shardwise.mindspore.tensor_methods import dtype_of
+
+
+class Simple(Cell):
+    """``function(*inputs, **settings)``."""
+
+    function: Function
+    is_random = False  # and needs to know whether it trains
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.settings = bound(type(self).__name__, type(self).function, args, kwargs)
+
+    def construct(self, *inputs: Any) -> Any:
+        settings = {**self.settings, "training": self.training} if self.is_random else self.settings
+        return type(self).function(*inputs, **settings)
+
+
+class SimpleLoss(LossBase):
+    """The same as a loss, with a ``reduction``."""
+
+    function: Function
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        settings = bound(type(self).__name__, type(self).function, args, kwargs)
+        super().__init__(settings.get("reduction", "mean"))
+        for name, value in settings.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, as_torch(value))
+        self.settings = settings
+
+    def construct(self, *inputs: Any) -> Any:
+        tensors = dict(self.named_buffers(recurse=False))
+        return type(self).function(*inputs, **{**self.settings, **tensors})
+
+
+def _pool_1d(function: Any, x: Any, kernel: int, stride: int, mode: str, padding: Any, **settings: Any) -> Any:
+    if mode == "same":
+        before, behind = same_padding(x.shape[-1], kernel, stride)
+        if function is F.avg_pool1d and before + behind:
+            inside = F.avg_pool1d(F.pad(torch.ones_like(x), (before, behind)), kernel, stride)
+            return F.avg_pool1d(F.pad(x, (before, behind)), kernel, stride) / inside
+        x = F.pad(x, (before, behind), value=float("-inf") if function is F.max_pool1d else 0.0)
+    return function(x, kernel, stride, padding if mode == "pad" else 0, **settings)
+
+
+def _padded(x: Any, padding: Any, mode: str, value: float | None = None, dims: int = 0) -> Any:
+    """``padding``: per side, last dim first, or one number for all sides of the last ``dims`` dims."""
+    return F.pad(x, (padding,) * 2 * dims if isinstance(padding, int) else tuple(padding), mode, value)
+
+
+def _flat_pairs(paddings: Any) -> list[int]:
+    return [int(n) for pair in reversed(list(paddings)) for n in pair]
+
+
+def _upsampled(x: Any, size: Any, factor: Any, align: bool) -> Any:
+    sizes = None if size is None else tuple(size)
+    return F.interpolate(x, sizes, factor, mode="bilinear", align_corners=align)
+
+
+def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
+    norm = torch.linalg.vector_norm(x, dim=axis, keepdim=True)
+    return x * clip_norm / torch.maximum(norm, torch.as_tensor(clip_norm, dtype=x.dtype))
+
+
+def _reduced(x: Any, reduction: str) -> Any:
+    return x.mean() if reduction == "mean" else x.sum() if reduction == "sum" else x
+
+
+def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) -> Any:
+    """(1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
+    classes = labels.long() if labels.dim() < logits.dim() else labels.squeeze(1).long()
+    logarithm = logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
+    loss = -((1 - logarithm.exp()) ** gamma) * logarithm
+    return _reduced(loss if weight is None else loss * as_torch(weight)[classes], reduction)
+
+
+def _dice(logits: Any, label: Any, smooth: float) -> Any:
+    both, each = (logits * label).sum(), logits.square().sum() + label.square().sum()
+    return 1 - (2 * both + smooth) / (each + smooth)
+
+
+CELLS: dict[str, Function] = {
+    # -- activations
+    "CELU": lambda x, *, alpha=1.0: F.celu(x, alpha), "FastGelu": FUNCTIONS["fast_gelu"],
+    "GLU": lambda x, *, axis=-1: F.glu(x, axis), "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
+    "HardShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
+    "Hardtanh": lambda x, *, min_val=-1.0, max_val=1.0: F.hardtanh(x, min_val, max_val),
+    "LogSigmoid": lambda x: F.logsigmoid(x), "SeLU": lambda x: F.selu(x), "SiLU": lambda x: F.silu(x),
+    "SoftShrink": lambda x, *, lambd=0.5: F.softshrink(x, lambd), "Softmax2d": lambda x: torch.softmax(x, -3),
+    "Softmin": lambda x, *, axis=-1: torch.softmax(-x, axis), "Softplus": lambda x: F.softplus(x),
+    "Softsign": lambda x: F.softsign(x), "Tanhshrink": lambda x: F.tanhshrink(x),
+    "Threshold": lambda x, *, threshold, value: F.threshold(x, threshold, value),
+    "LRN": lambda x, *, depth_radius=5, bias=1.0, alpha=1.0, beta=0.5, norm_region="ACROSS_CHANNELS":
+    F.local_response_norm(x, 2 * depth_radius + 1, alpha * (2 * depth_radius + 1), beta, bias),
+    # -- pooling
+    "AdaptiveAvgPool1d": lambda x, *, output_size: F.adaptive_avg_pool1d(x, output_size),
+    "AdaptiveAvgPool2d": lambda x, *, output_size: F.adaptive_avg_pool2d(x, output_size),
+    "AdaptiveAvgPool3d": lambda x, *, output_size: F.adaptive_avg_pool3d(x, output_size),
+    "AdaptiveMaxPool1d": lambda x, *, output_size: F.adaptive_max_pool1d(x, output_size),
+    "AdaptiveMaxPool2d": lambda x, *, output_size, return_indices=False: F.adaptive_max_pool2d(
+        x, output_size, return_indices),
+    "AdaptiveMaxPool3d": lambda x, *, output_size, return_indices=False: F.adaptive_max_pool3d(
+        x, output_size, return_indices),
+    "AvgPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, ceil_mode=False,
+    count_include_pad=True: _pool_1d(F.avg_pool1d, x, kernel_size, stride, pad_mode, padding, ceil_mode=ceil_mode,
+                                     count_include_pad=count_include_pad),
+    "MaxPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, ceil_mode=False:
+    _pool_1d(F.max_pool1d, x, kernel_size, stride, pad_mode, padding, dilation=dilation, ceil_mode=ceil_mode),
+    "AvgPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, ceil_mode=False,
+    count_include_pad=True: F.avg_pool3d(x, kernel_size, stride, padding, ceil_mode, count_include_pad),
+    "MaxPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, ceil_mode=False:
+    F.max_pool3d(x, kernel_size, stride, padding, dilation, ceil_mode),
+    # -- shapes
+    "ChannelShuffle": lambda x, *, groups: F.channel_shuffle(x, groups),
+    "ConstantPad1d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 1),
+    "ConstantPad2d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 2),
+    "ConstantPad3d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 3),
+    "Pad": lambda x, *, paddings, mode="CONSTANT": F.pad(x, _flat_pairs(paddings), mode.lower().replace(
+        "symmetric", "reflect")),
+    "PixelShuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
+    "PixelUnshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
+    "ReflectionPad1d": lambda x, *, padding: _padded(x, padding, "reflect", None, 1),
+    "ReflectionPad2d": lambda x, *, padding: _padded(x, padding, "reflect", None, 2),
+    "ReplicationPad1d": lambda x, *, padding: _padded(x, padding, "replicate", None, 1),
+    "ReplicationPad2d": lambda x, *, padding: _padded(x, padding, "replicate", None, 2),
+    "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
+    _upsampled(x, size, scale_factor, align_corners),
+    "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
+    "Unflatten": lambda x, *, axis, unflattened_size: torch.unflatten(x, axis, tuple(unflattened_size)),
+    "Upsample": lambda x, *, size=None, scale_factor=None, mode="nearest", align_corners=None,
+    recompute_scale_factor=None: F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor),
+    "ZeroPad2d": lambda x, *, padding: _padded(x, padding, "constant", 0.0, 2),
+    # -- others
+    "ClipByNorm": lambda x, clip_norm, *, axis=None: _clipped(x, clip_norm, axis),
+    "CosineSimilarity": lambda x1, x2, *, dim=1, eps=1e-8: F.cosine_similarity(x1, x2, dim, eps),
+    "L1Regularizer": lambda weights, *, scale: scale * weights.abs().sum(),
+    "Moments": lambda x, *, axis=None, keep_dims=False: tuple(reversed(torch.var_mean(
+        x, axis, correction=0, keepdim=bool(keep_dims)))),
+    "Norm": lambda x, *, axis=(), keep_dims=False: torch.linalg.vector_norm(
+        x, dim=axis if axis != () else None, keepdim=keep_dims),
+    "OneHot": lambda indices, *, axis=-1, depth=1, on_value=1.0, off_value=0.0, dtype=torch.float32: FUNCTIONS[
+        "one_hot"](indices, depth, on_value, off_value, axis).to(dtype_of(dtype)),
+    "ReduceLogSumExp": lambda x, *, axis, keep_dims=False: torch.logsumexp(x, axis, keepdim=keep_dims),
+    "Tril": lambda x, k=0: torch.tril(x, k), "Triu": lambda x, k=0: torch.triu(x, k),
+}  # fmt: skip
+RANDOM: dict[str, Function] = {
+    "Dropout1d": lambda x, *, p=0.5, training=False: F.dropout1d(x, p, training),
+    "Dropout2d": lambda x, *, p=0.5, training=False: F.dropout2d(x, p, training),
+    "Dropout3d": lambda x, *, p=0.5, training=False: F.dropout3d(x, p, training),
+    "RReLU": lambda x, *, lower=1 / 8, upper=1 / 3, training=False: F.rrelu(x, lower, upper, training),
+}
+LOSSES: dict[str, Function] = {
+    "CosineEmbeddingLoss": lambda x1, x2, target, *, margin=0.0, reduction="mean": F.cosine_embedding_loss(
+        x1, x2, target, margin, reduction=reduction),
+    "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
+    zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
+    "DiceLoss": lambda logits, labels, *, smooth=1e-5: _dice(logits, labels, smooth),
+    "FocalLoss": lambda logits, labels, *, weight=None, gamma=2.0, reduction="mean": _focal(
+        logits, labels, weight, gamma, reduction),
+    "GaussianNLLLoss": lambda logits, labels, var, *, full=False, eps=1e-6, reduction="mean": F.gaussian_nll_loss(
+        logits, labels, var, full, eps, reduction),
+    "HingeEmbeddingLoss": lambda logits, labels, *, margin=1.0, reduction="mean": F.hinge_embedding_loss(
+        logits, labels, margin, reduction=reduction),
+    "HuberLoss": lambda logits, labels, *, reduction="mean", delta=1.0: F.huber_loss(logits, labels, reduction, delta),
+    "KLDivLoss": lambda logits, labels, *, reduction="mean": FUNCTIONS["kl_div"](logits, labels, reduction),
+    "MarginRankingLoss": lambda input1, input2, target, *, margin=0.0, reduction="mean": F.margin_ranking_loss(
+        input1, input2, target, margin, reduction=reduction),
+    "MultiLabelSoftMarginLoss": lambda x, target, *, weight=None, reduction="mean": F.multilabel_soft_margin_loss(
+        x, target, weight, reduction=reduction),
+    "MultiMarginLoss": lambda x, target, *, p=1, margin=1.0, reduction="mean", weight=None: F.multi_margin_loss(
+        x, target.long(), p, margin, weight, reduction=reduction),
+    "PoissonNLLLoss": lambda x, target, *, log_input=True, full=False, eps=1e-8, reduction="mean": F.poisson_nll_loss(
+        x, target, log_input, full, eps=eps, reduction=reduction),
+    "RMSELoss": lambda logits, labels: (logits - labels).square().mean().sqrt(),
+    "SoftMarginLoss": lambda logits, labels, *, reduction="mean": F.soft_margin_loss(
+        logits, labels, reduction=reduction),
+    "TripletMarginLoss": lambda x, positive, negative, *, p=2, swap=False, eps=1e-6, reduction="mean", margin=1.0:
+    F.triplet_margin_loss(x, positive, negative, margin, p, eps, swap, reduction=reduction),
+}  # fmt: skip
+
+
+def _classes(functions: dict[str, Function], base: type[Cell], **body: Any) -> dict[str, type[Cell]]:
+    common = {"__module__": __name__, "__doc__": "As the reference has it.", **body}
+    return {name: type(name, (base,), {"function": staticmethod(own), **common}) for name, own in functions.items()}
+
+
+CLASSES = {**_classes(CELLS, Simple), **_classes(RANDOM, Simple, is_random=True), **_classes(LOSSES, SimpleLoss)}
+globals().update(CLASSES)
+
+__all__ = list(CLASSES)

@@ -1,0 +1,148 @@
+"""Layers that are torch's modules with the reference's arguments, and its initial values from the dialect's generator.
+
+Parameters keep torch's names: ``lstm.weight_ih_l0``, ``attention.in_proj_weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from shardwise.mindspore.common.seed import generator
+from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.tensor import Parameter
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """A module of torch, whose random numbers follow from the dialect's generator: equal on all ranks."""
+    seed = int(torch.randint(2**31, (), generator=generator()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = make(*args, **kwargs)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if not isinstance(parameter, Parameter):
+                setattr(part, name, Parameter(parameter, name, parameter.requires_grad))
+    return module
+
+
+class Wrapped(Cell):
+    """A module of torch, made by ``make`` from the reference's arguments."""
+
+    is_wrapper = True
+    make: Callable[..., nn.Module]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.module = seeded(type(self).make, *args, **kwargs)
+
+    def construct(self, *inputs: Any, **named: Any) -> Any:
+        return self.module(*inputs, **named)
+
+
+class _Recurrent(Wrapped):
+    """``construct(x, hx=None, seq_length=None)`` returns the outputs and the last state. ``seq_length``: of each
+    row."""
+
+    kind: Callable[..., nn.Module]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *args: Any,
+        has_bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        dtype: torch.dtype = torch.float32,
+        **kwargs: Any,
+    ) -> None:
+        Cell.__init__(self)
+        self.batch_first = batch_first
+        names = (*self.leading, "has_bias", "batch_first", "dropout", "bidirectional")
+        given: dict[str, Any] = {
+            "has_bias": has_bias,
+            "batch_first": batch_first,
+            "dropout": dropout,
+            "bidirectional": bidirectional,
+        }
+        given |= kwargs | dict(zip(names, args, strict=False))
+        given["bias"] = given.pop("has_bias")
+        self.batch_first = given["batch_first"]
+        self.module = seeded(type(self).kind, input_size, hidden_size, num_layers, dtype=dtype, **given)
+
+    leading: tuple[str, ...] = ()  # settings before has_bias
+
+    def construct(self, x: Any, hx: Any = None, seq_length: Any = None) -> Any:
+        if seq_length is None:
+            return self.module(x, hx)
+        packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), self.batch_first, enforce_sorted=False)
+        output, state = self.module(packed, hx)
+        padded, _ = pad_packed_sequence(output, self.batch_first, total_length=x.shape[1 if self.batch_first else 0])
+        return padded, state
+
+
+def _encoder_layer(
+    d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Any = "relu",
+    layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, dtype: Any = None,
+) -> nn.Module:  # fmt: skip
+    return nn.TransformerEncoderLayer(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
+                                      batch_first, norm_first, dtype=dtype)  # fmt: skip
+
+
+def _decoder_layer(
+    d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Any = "relu",
+    layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, dtype: Any = None,
+) -> nn.Module:  # fmt: skip
+    return nn.TransformerDecoderLayer(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
+                                      batch_first, norm_first, dtype=dtype)  # fmt: skip
+
+
+def _inner(layer: Any) -> Any:
+    return getattr(layer, "module", layer)
+
+
+WRAPPED: dict[str, Callable[..., nn.Module]] = {
+    "BiDense": lambda in1_channels, in2_channels, out_channels, weight_init=None, bias_init=None, has_bias=True,
+    dtype=None: nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
+    "GRUCell": lambda input_size, hidden_size, has_bias=True, dtype=None: nn.GRUCell(
+        input_size, hidden_size, has_bias, dtype=dtype),
+    "LSTMCell": lambda input_size, hidden_size, has_bias=True, dtype=None: nn.LSTMCell(
+        input_size, hidden_size, has_bias, dtype=dtype),
+    "RNNCell": lambda input_size, hidden_size, has_bias=True, nonlinearity="tanh", dtype=None: nn.RNNCell(
+        input_size, hidden_size, has_bias, nonlinearity, dtype=dtype),
+    "MultiheadAttention": lambda embed_dim, num_heads, dropout=0.0, has_bias=True, add_bias_kv=False,
+    add_zero_attn=False, kdim=None, vdim=None, batch_first=False, dtype=None: nn.MultiheadAttention(
+        embed_dim, num_heads, dropout, has_bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, dtype=dtype),
+    "TransformerEncoderLayer": _encoder_layer,
+    "TransformerDecoderLayer": _decoder_layer,
+    "TransformerEncoder": lambda encoder_layer, num_layers, norm=None: nn.TransformerEncoder(
+        _inner(encoder_layer), num_layers, norm, enable_nested_tensor=False),
+    "TransformerDecoder": lambda decoder_layer, num_layers, norm=None: nn.TransformerDecoder(
+        _inner(decoder_layer), num_layers, norm),
+    "Transformer": lambda d_model=512, nhead=8, num_encoder_layers=6, num_decoder_layers=6, dim_feedforward=2048,
+    dropout=0.1, activation="relu", custom_encoder=None, custom_decoder=None, layer_norm_eps=1e-5, batch_first=False,
+    norm_first=False, dtype=None: nn.Transformer(
+        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation,
+        _inner(custom_encoder), _inner(custom_decoder), layer_norm_eps, batch_first, norm_first, dtype=dtype),
+}  # fmt: skip
+RECURRENT: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
+    "GRU": (nn.GRU, ()), "LSTM": (nn.LSTM, ()), "RNN": (nn.RNN, ("nonlinearity",)),
+}  # fmt: skip
+_BODY = {"__module__": __name__, "__doc__": "Torch's module, with the reference's arguments."}
+CLASSES: dict[str, type[Cell]] = {
+    **{name: type(name, (Wrapped,), {"make": staticmethod(own), **_BODY}) for name, own in WRAPPED.items()},
+    **{
+        name: type(name, (_Recurrent,), {"kind": staticmethod(own), "leading": leading, **_BODY})
+        for name, (own, leading) in RECURRENT.items()
+    },
+}
+globals().update(CLASSES)
+
+__all__ = list(CLASSES)

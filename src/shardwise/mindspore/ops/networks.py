@@ -1,0 +1,113 @@
+"""Functions of networks and losses: a part of the table of ``ops.functions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.mindspore.named import Function
+from shardwise.mindspore.ops.images import Conv2D
+from shardwise.mindspore.ops.normalization import LayerNorm
+
+Tensor = torch.Tensor
+
+
+def sizes_of(size: Any) -> tuple[int, ...]:
+    return (size,) if isinstance(size, int) else tuple(int(one) for one in size)
+
+
+def as_int(x: Tensor) -> Tensor:
+    return x.to(torch.int64)
+
+
+def _padding(pad_mode: str, padding: Any) -> Any:
+    """The padding of a convolution in torch's words."""
+    if pad_mode == "pad":
+        sizes = sizes_of(padding)
+        return sizes if len(sizes) in (1, 3) else (sizes[0], sizes[-1])
+    return pad_mode
+
+
+def _convolved(x: Any, weight: Any, bias: Any, stride: Any, mode: str, padding: Any, dilation: Any, groups: int) -> Any:
+    pad = padding if isinstance(padding, int) or len(padding) == 4 else (padding[0],) * 2 + (padding[1],) * 2
+    kernel = tuple(weight.shape[2:])
+    y = Conv2D(weight.shape[0], kernel, 1, mode, pad, stride, dilation, groups)(x, weight)
+    return y if bias is None else y + bias.reshape(-1, 1, 1)
+
+
+def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Of Kullback and Leibler, from logarithms; torch's "mean" will change its meaning."""
+    each = F.kl_div(logits, labels, reduction="none")
+    if reduction == "none":
+        return each
+    return each.sum() / {"sum": 1, "mean": each.numel(), "batchmean": each.shape[0]}[reduction]
+
+
+def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    inverse = torch.rsqrt(torch.mean(torch.square(x), -1, keepdim=True) + epsilon)
+    return x * inverse * gamma, inverse
+
+
+NETWORKS: dict[str, Function] = {
+    # -- networks
+    "adaptive_avg_pool1d": lambda input, output_size: F.adaptive_avg_pool1d(input, output_size),
+    "adaptive_avg_pool2d": lambda input, output_size: F.adaptive_avg_pool2d(input, output_size),
+    "adaptive_max_pool2d": lambda input, output_size: F.adaptive_max_pool2d(input, output_size),
+    "avg_pool2d": lambda x, kernel_size=1, stride=1, padding=0: F.avg_pool2d(x, kernel_size, stride, padding),
+    "batch_norm": lambda input_x, running_mean, running_var, weight, bias, training=False, momentum=0.1, eps=1e-5:
+    F.batch_norm(input_x, running_mean, running_var, weight, bias, training, momentum, eps),
+    "conv1d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
+    F.conv1d(input, weight, bias, stride, _padding(pad_mode, padding), dilation, groups),
+    "conv2d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
+    _convolved(input, weight, bias, stride, pad_mode, padding, dilation, groups),
+    "conv3d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
+    F.conv3d(input, weight, bias, stride, _padding(pad_mode, padding), dilation, groups),
+    "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: F.cosine_similarity(x1, x2, dim, eps),
+    "dropout": lambda input, p=0.5, training=True, seed=None: F.dropout(input, p, training),
+    "dropout1d": lambda input, p=0.5, training=True: F.dropout1d(input, p, training),
+    "dropout2d": lambda input, p=0.5, training=True: F.dropout2d(input, p, training),
+    "dropout3d": lambda input, p=0.5, training=True: F.dropout3d(input, p, training),
+    "embedding": lambda input, weight, padding_idx=None: F.embedding(input, weight, padding_idx),
+    "grid_sample": lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
+        input, grid, mode, padding_mode, align_corners),
+    "group_norm": lambda input, num_groups, weight=None, bias=None, eps=1e-5: F.group_norm(
+        input, num_groups, weight, bias, eps),
+    "interpolate": lambda input, size=None, scale_factor=None, mode="nearest", align_corners=None,
+    recompute_scale_factor=None: F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor),
+    "l2_normalize": lambda input, axis=-1, epsilon=1e-4: input * torch.rsqrt(torch.clamp(torch.sum(
+        torch.square(input), axis, keepdim=True), min=epsilon)),
+    "layer_norm": lambda input_x, gamma, beta, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7: LayerNorm(
+        begin_norm_axis, begin_params_axis, epsilon)(input_x, gamma, beta),
+    "max_pool2d": lambda x, kernel_size, stride=None, padding=0, dilation=1, return_indices=False, ceil_mode=False:
+    F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices),
+    "rms_norm": lambda x, gamma, epsilon=1e-6: _rms_norm(x, gamma, epsilon),
+    # -- losses
+    "binary_cross_entropy": lambda logits, labels, weight=None, reduction="mean": F.binary_cross_entropy(
+        logits, labels, weight, reduction=reduction),
+    "binary_cross_entropy_with_logits": lambda logits, label, weight=None, pos_weight=None, reduction="mean":
+    F.binary_cross_entropy_with_logits(logits, label, weight, reduction=reduction, pos_weight=pos_weight),
+    "cosine_embedding_loss": lambda input1, input2, target, margin=0.0, reduction="mean": F.cosine_embedding_loss(
+        input1, input2, target, margin, reduction=reduction),
+    "cross_entropy": lambda input, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
+    F.cross_entropy(input, target if target.is_floating_point() else as_int(target), weight,
+                    ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing),
+    "ctc_loss": lambda log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean",
+    zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
+    "hinge_embedding_loss": lambda inputs, targets, margin=1.0, reduction="mean": F.hinge_embedding_loss(
+        inputs, targets, margin, reduction=reduction),
+    "huber_loss": lambda input, target, reduction="mean", delta=1.0: F.huber_loss(input, target, reduction, delta),
+    "kl_div": lambda logits, labels, reduction="mean": _divergence(logits, labels, reduction),
+    "l1_loss": lambda input, target, reduction="mean": F.l1_loss(input, target, reduction=reduction),
+    "margin_ranking_loss": lambda input1, input2, target, margin=0.0, reduction="mean": F.margin_ranking_loss(
+        input1, input2, target, margin, reduction=reduction),
+    "mse_loss": lambda input, target, reduction="mean": F.mse_loss(input, target, reduction=reduction),
+    "nll_loss": lambda inputs, target, weight=None, ignore_index=-100, reduction="mean": F.nll_loss(
+        inputs, as_int(target), weight, ignore_index=ignore_index, reduction=reduction),
+    "smooth_l1_loss": lambda input, target, beta=1.0, reduction="none": F.smooth_l1_loss(
+        input, target, reduction=reduction, beta=beta),
+    "soft_margin_loss": lambda input, target, reduction="mean": F.soft_margin_loss(input, target, reduction=reduction),
+    "triplet_margin_loss": lambda anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False, reduction="mean":
+    F.triplet_margin_loss(anchor, positive, negative, margin, p, eps, swap, reduction=reduction),
+}  # fmt: skip

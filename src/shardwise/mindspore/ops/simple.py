@@ -1,0 +1,141 @@
+"""Primitives that are one function of torch or of ``ops.functions``, each a line of a table.
+
+Positional arguments are those of the call, keyword-only ones those of the constructor (``named.settings_of``). A
+strategy splits the first operand; what is inside follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.mindspore.named import Function, bound
+from shardwise.mindspore.ops.functions import FUNCTIONS
+from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.tensor_methods import dtype_of
+
+
+class Simple(Primitive):
+    """``function(*operands, **settings)``."""
+
+    lead = 0
+    function: Function
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**bound(self.name, type(self).function, args, kwargs))
+        self.settings = dict(self.attrs)
+
+    def compute(self, *args: Any) -> Any:
+        return type(self).function(*args, **self.settings)
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any, heads: int, scale: float, keep: float, layout: str
+) -> Any:
+    """Attention of (batch, time, heads * width) or the layouts that the letters say; True in a mask is left out."""
+    split = "BSND" if layout in ("BSH", "BSND") else "BNSD"
+    apart = [x.reshape(*x.shape[:2], heads, -1) if layout == "BSH" else x for x in (query, key, value)]
+    q, k, v = (x.transpose(1, 2) if split == "BSND" else x for x in apart)
+    mask = None if attn_mask is None else ~attn_mask.bool()
+    out = F.scaled_dot_product_attention(q, k, v, mask, 1 - keep, scale=scale)
+    out = out.transpose(1, 2) if split == "BSND" else out
+    return out.reshape(query.shape)
+
+
+def _print(*values: Any) -> Any:
+    print(*values)
+    return values[0] if values else None
+
+
+def _depth_to_space(x: Any, block: int) -> Any:
+    n, c, h, w = x.shape
+    apart = x.reshape(n, block, block, c // block**2, h, w).permute(0, 3, 4, 1, 5, 2)
+    return apart.reshape(n, c // block**2, h * block, w * block)
+
+
+SIMPLE: dict[str, Function] = {
+    # -- elements
+    "Acosh": lambda x: torch.acosh(x), "Asinh": lambda x: torch.asinh(x), "Atanh": lambda x: torch.atanh(x),
+    "Addcdiv": FUNCTIONS["addcdiv"], "Addcmul": FUNCTIONS["addcmul"],
+    "BitwiseAnd": lambda x, y: torch.bitwise_and(x, y), "BitwiseOr": lambda x, y: torch.bitwise_or(x, y),
+    "BitwiseXor": lambda x, y: torch.bitwise_xor(x, y), "Erfinv": lambda x: torch.erfinv(x),
+    "Lerp": FUNCTIONS["lerp"], "LogicalXor": lambda x, y: torch.logical_xor(x, y),
+    "MaskedFill": FUNCTIONS["masked_fill"], "NanToNum": FUNCTIONS["nan_to_num"],
+    "TruncateDiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "TruncateMod": lambda x, y: torch.fmod(x, y),
+    "Xdivy": FUNCTIONS["xdivy"], "Xlogy": lambda x, y: torch.xlogy(x, y),
+    # -- activations
+    "CeLU": lambda x, *, alpha=1.0: F.celu(x, alpha), "FastGeLU": FUNCTIONS["fast_gelu"],
+    "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd), "LogSigmoid": lambda x: F.logsigmoid(x),
+    "PReLU": lambda x, weight: F.prelu(x, weight), "ReLUV2": lambda x: (torch.relu(x), x > 0),
+    "SiLU": lambda x: F.silu(x), "SoftShrink": lambda x, *, lambd=0.5: F.softshrink(x, lambd),
+    # -- shapes
+    "DepthToSpace": lambda x, *, block_size: _depth_to_space(x, block_size),
+    "Diag": lambda x: torch.diag(x), "DiagPart": lambda x: torch.diagonal(x),
+    "Einsum": lambda operands, *, equation: torch.einsum(equation, *operands),
+    "Meshgrid": lambda inputs, *, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
+    "MirrorPad": lambda x, paddings, *, mode="REFLECT": F.pad(
+        x, [int(n) for pair in reversed(paddings.tolist()) for n in pair], mode.lower()),
+    "Pad": lambda x, *, paddings: F.pad(x, [n for pair in reversed(paddings) for n in pair]),
+    "ReverseV2": lambda x, *, axis: torch.flip(x, tuple(axis)),
+    "SpaceToDepth": lambda x, *, block_size: x.reshape(
+        *x.shape[:2], x.shape[2] // block_size, block_size, x.shape[3] // block_size, block_size
+    ).permute(0, 3, 5, 1, 2, 4).flatten(1, 3),
+    "Tril": lambda x, *, diagonal=0: torch.tril(x, diagonal), "Triu": lambda x, *, diagonal=0: torch.triu(x, diagonal),
+    "Unique": lambda x: torch.unique(x, return_inverse=True),
+    # -- reductions
+    "LpNorm": lambda x, *, axis, p=2, keep_dims=False, epsilon=1e-12: torch.linalg.vector_norm(
+        x, p, axis, keep_dims).clamp(min=epsilon),
+    "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
+        torch.std(x, axis or tuple(range(x.dim())), correction=int(unbiased), keepdim=keep_dims),
+        torch.mean(x, axis or tuple(range(x.dim())), keepdim=keep_dims)),
+    # -- networks
+    "AdaptiveAvgPool2D": lambda x, *, output_size: F.adaptive_avg_pool2d(x, output_size),
+    "Conv3D": lambda x, weight, *, out_channel, kernel_size, mode=1, pad_mode="valid", pad=0, stride=1, dilation=1,
+    group=1: F.conv3d(x, weight, None, stride, pad if pad_mode == "pad" else pad_mode, dilation, group),
+    "Dropout2D": lambda x, *, keep_prob=0.5: (y := F.dropout2d(x, 1 - keep_prob, True), y != 0),
+    "FlashAttentionScore": lambda query, key, value, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None,
+    prefix=None, *, head_num, keep_prob=1.0, scale_value=1.0, pre_tokens=2**31 - 1, next_tokens=2**31 - 1,
+    inner_precise=0, input_layout="BSH", sparse_mode=0: (None, None, None, _attention(
+        query, key, value, attn_mask, head_num, scale_value, keep_prob, input_layout)),
+    "MaxPool3D": lambda x, *, kernel_size=1, strides=1, pad_mode="valid": F.max_pool3d(x, kernel_size, strides),
+    "ResizeBilinear": lambda x, *, size, align_corners=False: F.interpolate(
+        x, tuple(size), mode="bilinear", align_corners=align_corners),
+    "ResizeNearestNeighbor": lambda x, *, size, align_corners=False: F.interpolate(x, tuple(size)),
+    "RmsNorm": lambda x, gamma, *, epsilon=1e-6: FUNCTIONS["rms_norm"](x, gamma, epsilon),
+    # -- losses
+    "KLDivLoss": lambda logits, labels, *, reduction="mean": FUNCTIONS["kl_div"](logits, labels, reduction),
+    "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
+        F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
+    "SmoothL1Loss": lambda prediction, target, *, beta=1.0, reduction="none": F.smooth_l1_loss(
+        prediction, target, reduction=reduction, beta=beta),
+    # -- parameters
+    "Assign": FUNCTIONS["assign"], "AssignAdd": FUNCTIONS["assign_add"], "AssignSub": FUNCTIONS["assign_sub"],
+    "ScatterAdd": lambda x, indices, updates, *, use_locking=False: FUNCTIONS["scatter_add"](x, indices, updates),
+    "ScatterUpdate": lambda x, indices, updates, *, use_locking=True: FUNCTIONS["scatter_update"](x, indices, updates),
+    # -- new tensors
+    "DType": lambda x: x.dtype, "LinSpace": FUNCTIONS["linspace"], "Rank": lambda x: x.dim(),
+    "Randperm": lambda n, *, max_length=1, pad=-1, dtype=torch.int32: torch.randperm(int(n), dtype=dtype_of(dtype)),
+    "ScalarToArray": lambda x: torch.tensor(x),
+    "ScalarToTensor": lambda x, dtype=torch.float32: torch.tensor(x, dtype=dtype_of(dtype)),
+    "ScatterNd": FUNCTIONS["scatter_nd"], "Size": lambda x: x.numel(),
+    "StandardNormal": lambda shape, *, seed=0, seed2=0: torch.randn(tuple(shape)),
+    "TensorSummary": lambda name, value: None, "ScalarSummary": lambda name, value: None,
+    "HistogramSummary": lambda name, value: None, "ImageSummary": lambda name, value: None,
+    "TupleToArray": lambda x: torch.tensor(x),
+    "UniformInt": lambda shape, minval, maxval, *, seed=0, seed2=0: torch.randint(
+        int(minval), int(maxval), tuple(shape), dtype=torch.int32),
+    "UniformReal": lambda shape, *, seed=0, seed2=0: torch.rand(tuple(shape)),
+    "Print": _print,
+}  # fmt: skip
+
+
+PRIMITIVES = {
+    name: type(name, (Simple,), {"function": staticmethod(function), "__module__": __name__,
+                                 "__doc__": f"``{name}``, as the reference has it."})
+    for name, function in SIMPLE.items()
+}  # fmt: skip
+globals().update(PRIMITIVES)
+
+__all__ = list(PRIMITIVES)

@@ -1,0 +1,60 @@
+"""What a split cell's plan says of copies and of redistributions, for people."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import shardwise as sw
+from shardwise.layouts.text import parse_layout
+from shardwise.mindspore import engine
+from shardwise.plans.quantities import format_bytes
+
+# How the reference makes each collective of a redistribution: collectives, splits and concatenations.
+PARTS = {
+    "all_gather": "AllGather, Split and Concat where it is not dim 0",
+    "all_to_all": "AlltoAll",
+    "all_reduce": "AllReduce",
+    "reduce_scatter": "ReduceScatter",
+    "collective_permute": "Send and Receive",
+    "slice": "StridedSlice",
+}
+
+
+def _plan_of(network: Any) -> sw.Plan:
+    """Of a plan itself, or of a cell that has been split."""
+    if isinstance(network, sw.Plan):
+        return network
+    return engine.plan_of(network)
+
+
+def copies_report(network: Any) -> str:
+    """How often each parameter is held, and what the copies take: of a cell that has run split, or of a plan."""
+    plan = _plan_of(network)
+    devices, lines, whole, held = plan.mesh.num_devices, [], 0, 0
+    for entry in plan.parameters:
+        layout = parse_layout(entry.layout, plan.mesh)
+        num_bytes = prod(entry.shape) * _width(entry.dtype)
+        parts = prod(plan.mesh.sizes[axis] for axis in layout.positions)
+        whole, held = whole + num_bytes, held + num_bytes * devices // parts
+        lines.append(f"{entry.name}: {format_bytes(num_bytes)}, {devices // parts} copies, {layout}")
+    redundant = f"{held / whole - 1:.3g} times the parameters" if whole else "nothing"
+    total = f"{devices} devices hold {format_bytes(held)} of {format_bytes(whole)}: redundant are {redundant}"
+    return "\n".join((*lines, total))
+
+
+def redistribution_report(network: Any) -> str:
+    """Every redistribution between operators with the collectives and slices that it is made of, and how the reference
+    says them: of a cell that has run split, or of a plan."""
+    plan, lines = _plan_of(network), []
+    for entry in plan.conversions:
+        moves = [move.split("(")[0].split("@")[0].strip() for move in entry.path] or [c.kind for c in entry.forward]
+        said = "; ".join(f"{PARTS[word]}" for word in (c.kind for c in entry.forward) if word in PARTS)
+        lines.append(f"{entry} [{', '.join(moves)}]" + (f" ({said})" if said else ""))
+    return "\n".join(lines) or "no redistribution"
+
+
+def _width(dtype: str) -> int:
+    from shardwise.layouts.text import parse_dtype
+
+    return parse_dtype(dtype).itemsize

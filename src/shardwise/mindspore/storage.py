@@ -1,0 +1,53 @@
+"""How parameters are stored: over which of their copies they are divided, and what programs say of single ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import problem
+from shardwise.layouts.text import parse_layout
+from shardwise.mindspore.checks import closest
+from shardwise.plans.plan import Plan
+
+PARAMETERS = "_shardwise_parameter_plan"  # the attribute of what ms.shard says of parameters
+
+
+def shard_axes(plan: Plan, ranks: int) -> tuple[str, ...]:
+    """The axes of the nearest ``ranks`` copies of parameters. Raises ValueError where there are not so many."""
+    copied = copied_axes(plan)
+    axes = [axis for axis in plan.mesh.sub_axes if any(axis in own for own in copied.values())]
+    most, taken = plan.mesh.size_of(axes), list[str]()
+    while axes and plan.mesh.size_of(taken) < ranks:
+        taken.insert(0, axes.pop())
+    if plan.mesh.size_of(taken) != ranks:
+        what = f"optimizer_weight_shard_size is {ranks}, and parameters have at most {most} copies"
+        raise ValueError(problem(what, fix=f"a power of two that divides {most}; -1: all of them"))
+    return tuple(taken)
+
+
+def copied_axes(plan: Plan) -> dict[str, frozenset[str]]:
+    """Parameter -> the axes along which the ranks that use it have equal copies."""
+    stored, found = plan.layouts, dict[str, frozenset[str]]()
+    for entry in plan.conversions:
+        if entry.value in stored:
+            states = parse_layout(entry.target, plan.mesh).state_of
+            replicated = {axis for axis, state in states.items() if state == "R"}
+            found[entry.value] = found.get(entry.value, frozenset()) | replicated
+    return found
+
+
+def parameter_plans(cell: nn.Module) -> dict[str, Any]:
+    """The split counts that ``ms.shard(parameter_plan=)`` gave to parameters. Raises ValueError for unknown ones."""
+    named, found = dict(cell.named_parameters()), dict[str, Any]()
+    for module in cell.modules():
+        for candidate in (module, *vars(module).values()):
+            own = getattr(candidate, "__dict__", {}).get(PARAMETERS) or {}
+            for key, counts in own.items():
+                path = key.removeprefix("self.")
+                names = [n for n, p in named.items() if f".{n}".endswith(f".{path}") or getattr(p, "name", "") == path]
+                if not names:
+                    raise ValueError(problem(f"parameter_plan names {key!r}", fix=closest(path, named)))
+                found |= dict.fromkeys(names, counts)
+    return found

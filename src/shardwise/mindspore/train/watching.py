@@ -1,0 +1,168 @@
+"""Callbacks that watch a value and act on it: stop, lower the learning rate, keep a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import problem
+from shardwise.mindspore.notes import note
+from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
+
+MODES = ("auto", "min", "max")
+GROWS = ("acc", "precision", "recall", "f1", "auc")  # of names whose larger values are better
+
+
+class _Watching(Callback):
+    """``monitor``: "loss", or "eval_" and the name of a metric; ``min_delta``: what counts as better."""
+
+    def __init__(self, monitor: str, mode: str, min_delta: float, patience: int, verbose: bool) -> None:
+        if mode not in MODES:
+            raise ValueError(problem(f"mode is {mode!r}", fix=f"one of {', '.join(MODES)}"))
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ValueError(problem(f"patience is {patience!r}", fix="a number of epochs from 0"))
+        grows = mode == "max" or (mode == "auto" and any(word in monitor.lower() for word in GROWS))
+        self.monitor, self.sign = monitor, 1.0 if grows else -1.0
+        self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
+        self.best, self.wait = -np.inf, 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self.best, self.wait = -np.inf, 0
+
+    def value(self, run_context: RunContext) -> float | None:
+        """What is watched; None, with a note, where there is no such value."""
+        params = run_context.original_args()
+        if self.monitor == "loss":
+            return loss_value(params.net_outputs)
+        results = {f"eval_{name}": value for name, value in params.eval_results.items()}
+        if self.monitor in results:
+            return float(np.mean(results[self.monitor]))
+        if params.eval_results or params.mode == "train":
+            known = ", ".join(("loss", *results))
+            note(f"{type(self).__name__} watches {self.monitor!r}, which is not among {known}")
+        return None
+
+    def is_better(self, value: float) -> bool:
+        """Whether a value is the best so far; then it is kept."""
+        if self.sign * value - self.min_delta <= self.best:
+            return False
+        self.best = self.sign * value
+        return True
+
+
+class EarlyStopping(_Watching):
+    """Stop where a value has not become better for ``patience`` epochs, or is not better than ``baseline``.
+    ``restore_best_weights``: give the network those of its best epoch at the end."""
+
+    def __init__(
+        self,
+        monitor: str = "eval_loss",
+        min_delta: float = 0,
+        patience: int = 0,
+        verbose: bool = False,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta, patience, verbose)
+        self.baseline, self.restore_best_weights = baseline, restore_best_weights
+        self.stopped_epoch = 0
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        value, params = self.value(run_context), run_context.original_args()
+        if value is None:
+            return
+        self.wait += 1
+        if self.is_better(value):
+            if self.restore_best_weights:
+                self._weights = {name: p.detach().clone() for name, p in params.network.named_parameters()}
+            if self.baseline is None or self.sign * value > self.sign * self.baseline:
+                self.wait = 0
+        if self.wait >= self.patience and (self.wait or self.patience):
+            self.stopped_epoch = params.cur_epoch_num
+            run_context.request_stop()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        if self.stopped_epoch and self.verbose:
+            print(f"Epoch {self.stopped_epoch:05d}: early stopping")
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                run_context.original_args().network.get_parameter(name).copy_(weight)
+
+
+class ReduceLROnPlateau(_Watching):
+    """Multiply the learning rate by ``factor`` where a value has not become better for ``patience`` epochs, not below
+    ``min_lr``; then wait ``cooldown`` epochs."""
+
+    def __init__(
+        self,
+        monitor: str = "eval_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: bool = False,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta, patience, verbose)
+        if not 0 < factor < 1:
+            raise ValueError(problem(f"factor is {factor}", fix="a number between 0 and 1"))
+        self.factor, self.cooldown, self.min_lr, self.resting = factor, cooldown, min_lr, 0
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        value, params = self.value(run_context), run_context.original_args()
+        if value is None:
+            return
+        if self.resting:
+            self.resting, self.wait = self.resting - 1, 0
+        if self.is_better(value):
+            self.wait = 0
+        elif not self.resting:
+            self.wait += 1
+            rate = params.optimizer.get_lr()
+            if self.wait >= self.patience and rate > self.min_lr:
+                params.optimizer.learning_rate = max(rate * self.factor, self.min_lr)
+                self.resting, self.wait = self.cooldown, 0
+                if self.verbose:
+                    now = params.optimizer.get_lr()
+                    print(f"Epoch {params.cur_epoch_num:05d}: ReduceLROnPlateau reducing learning rate to {now}.")
+
+
+class LearningRateScheduler(Callback):
+    """After every step the learning rate is ``function(present rate, number of the step)``."""
+
+    def __init__(self, learning_rate_function: Callable[[float, int], float]) -> None:
+        if not callable(learning_rate_function):
+            what = f"LearningRateScheduler({learning_rate_function!r})"
+            raise TypeError(problem(what, fix="a function of the rate and the step"))
+        self.learning_rate_function = learning_rate_function
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode == "train":
+            rate = self.learning_rate_function(params.optimizer.get_lr(), params.cur_step_num)
+            params.optimizer.learning_rate = float(rate)
+
+
+class History(Callback):
+    """``epoch``: the numbers of the epochs; ``history``: what the network returned at their ends, and the metrics."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[Any]] = {}
+        self.epoch: dict[str, list[int]] = {}
+
+    def begin(self, run_context: RunContext) -> None:
+        if run_context.original_args().mode == "train":
+            self.history, self.epoch = {}, {"epoch": []}
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self.epoch["epoch"].append(params.cur_epoch_num)
+        self.history.setdefault("net_output", []).append(params.net_outputs)
+        for name, value in params.eval_results.items():
+            self.history.setdefault(f"eval_{name}", []).append(value)

@@ -1,0 +1,243 @@
+"""The names that programs use: functions, primitives, cells, losses, optimizers, metrics; and those that are absent."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import shardwise as sw
+import shardwise.mindspore as ms
+from mindspore.operator_samples import i, r
+from shardwise.mindspore import aliases, engine, nn, ops
+from shardwise.mindspore.nn import simple, wrapped
+from shardwise.mindspore.ops.functions import FUNCTIONS
+from shardwise.mindspore.ops.simple import SIMPLE
+
+
+@pytest.fixture(autouse=True)
+def _default_context() -> Iterator[None]:
+    ms.reset_auto_parallel_context()
+    yield
+    ms.reset_auto_parallel_context()
+
+
+X, Y, CUBE = r(4, 6), r(4, 6) + 0.1, r(2, 4, 6)
+IMAGE, MASK, IDS = r(2, 4, 6, 6), r(4, 6) > 0, i(6, 4)
+# Calls in the reference's words, and their formulas.
+CALLS: list[tuple[Any, Any]] = [
+    (ops.where(condition=MASK, input=X, other=0.0), X * MASK),
+    (ops.arange(2, 8, 2), torch.tensor([2, 4, 6])), (ops.arange(end=3), torch.arange(3)),
+    (ops.bmm(CUBE, CUBE.mT), CUBE @ CUBE.mT), (ops.einsum("ij,kj->ik", X, Y), X @ Y.T),
+    (ops.tril(X, diagonal=1), X.tril(1)), (ops.cat((X, Y), axis=1), torch.cat((X, Y), 1)),
+    (ops.silu(X), X * torch.sigmoid(X)), (ops.fast_gelu(X), X / (1 + torch.exp(-1.702 * X))),
+    (ops.cross_entropy(X, IDS), -X.log_softmax(1)[torch.arange(4), IDS].mean()),
+    (ops.masked_fill(X, MASK, 2.0), torch.where(MASK, 2.0, X)), (ops.max(X, axis=1), tuple(X.max(1))),
+    (ops.max(X), (X.max(), torch.zeros((), dtype=torch.int32))), (ops.std(X, axis=0, ddof=1), X.std(0)),
+    (ops.sum(X, dim=1, keepdim=True), X.sum(1, True)), (ops.reduce_sum(X, axis=1, keep_dims=True), X.sum(1, True)),
+    (ops.mean(x=X, axis=(0, 1)), X.mean()), (ops.mean(input=X, dim=0, keepdims=True), X.mean(0, True)),
+    (ops.split(X, 2, axis=1), X.split(2, 1)), (ops.split(X, axis=1, output_num=3), X.split(2, 1)),
+    (ops.topk(X, k=2, dim=0), tuple(X.topk(2, 0))),
+    (ops.gather_elements(X, 1, IDS[:, None]), X.gather(1, IDS[:, None])),
+    (ops.one_hot(IDS, 6, 1.0, 0.0), torch.eye(6)[IDS]), (ops.clip_by_norm(X, 1.0), X / (X.norm() + 1e-6)),
+    (ops.rms_norm(X, Y[0])[0], X * (X.square().mean(-1, True) + 1e-6).rsqrt() * Y[0]),
+    (ops.scatter_nd(IDS[:, None], X[:, 0], (6,)), torch.zeros(6).double().index_add(0, IDS, X[:, 0])),
+    (ops.sequence_mask(torch.tensor([1, 3]), 4), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]).bool()),
+    (ops.flatten(IMAGE), IMAGE.reshape(2, -1)), (ops.repeat_elements(X, 2, 1), X.repeat_interleave(2, 1)),
+    (ops.meshgrid(X[0], X[1, :2]), tuple(torch.meshgrid(X[0], X[1, :2], indexing="xy"))),
+    (ops.addcdiv(X, X, Y, 2.0), X + 2 * X / Y), (ops.xdivy(0 * X, 0 * X), 0 * X),
+    (ops.conv2d(IMAGE, r(3, 4, 3, 3), pad_mode="same"), F.conv2d(IMAGE, r(3, 4, 3, 3), padding=1)),
+    (ops.l2_normalize(X), F.normalize(X)), (ops.tensor_dot(X, Y, ((0, 1), (0, 1))), (X * Y).sum()),
+    (ops.batch_dot(X, Y), (X * Y).sum(1)), (ops.logsumexp(X, 1), X.exp().sum(1).log()),
+    (ops.full((2, 3), 1.5), torch.full((2, 3), 1.5)), (ops.norm(X), X.norm()),
+    (ops.isclose(X, X), torch.ones(4, 6) > 0),
+    (ops.stack((X, Y), axis=-1), torch.stack((X, Y), -1)), (ops.cumsum(x=X, axis=1), X.cumsum(1)),
+    (ops.expand_dims(X, 0), X[None]), (ops.transpose(CUBE, (2, 0, 1)), CUBE.permute(2, 0, 1)),
+    (ops.clamp(X, min=0), X.clamp(min=0)), (ops.size(X), 24), (ops.shape(X), (4, 6)), (ops.unstack(X), X.unbind(0)),
+    # primitives
+    (ops.SiLU()(X), F.silu(X)), (ops.Tril(1)(X), X.tril(1)), (ops.RmsNorm(1e-5)(X, Y[0])[0],
+                                                               ops.rms_norm(X, Y[0], 1e-5)[0]),
+    (ops.Einsum("ij,ij->i")((X, Y)), (X * Y).sum(1)), (ops.LinSpace()(0.0, 1.0, 3), torch.tensor([0, 0.5, 1.0])),
+    (ops.ReduceStd(axis=1)(X), (X.std(1), X.mean(1))), (ops.ReverseV2([1])(X), X.flip(1)),
+    (ops.DepthToSpace(2)(ops.SpaceToDepth(2)(IMAGE)), IMAGE), (ops.Pad(((1, 0), (0, 2)))(X), F.pad(X, (0, 2, 1, 0))),
+    (ops.ResizeBilinear((3, 3))(IMAGE), F.interpolate(IMAGE, (3, 3), mode="bilinear")),
+    (ops.FlashAttentionScore(2, scale_value=3**-0.5)(CUBE, CUBE, CUBE)[3],
+     F.scaled_dot_product_attention(*(CUBE.view(2, 4, 2, 3).transpose(1, 2),) * 3).transpose(1, 2).reshape(2, 4, 6)),
+    (ops.KLDivLoss()(X.log_softmax(1), Y.softmax(1)), (Y.softmax(1) * (Y.log_softmax(1) - X.log_softmax(1))).mean()),
+    (ops.Size()(X), 24), (ops.Rank()(X), 2), (ops.MaskedFill()(X, MASK, 1.0), torch.where(MASK, 1.0, X)),
+    # cells and losses
+    (nn.SiLU()(X), F.silu(X)), (nn.GLU(0)(X), F.glu(X, 0)), (nn.Hardtanh(-0.5, 0.5)(X), X.clamp(-0.5, 0.5)),
+    (nn.AdaptiveAvgPool2d(3)(IMAGE), IMAGE.reshape(2, 4, 3, 2, 3, 2).mean((3, 5))),
+    (nn.MaxPool1d(3, 2, "same")(CUBE), F.max_pool1d(F.pad(CUBE, (0, 1), value=-1e9), 3, 2)),
+    (nn.AvgPool1d(2, 2)(CUBE), CUBE.reshape(2, 4, 3, 2).mean(-1)),
+    (nn.Pad(((1, 1), (0, 2)))(X), F.pad(X, (0, 2, 1, 1))),
+    (nn.MaxPool2d(3, 2, "pad", 1)(IMAGE), F.max_pool2d(IMAGE, 3, 2, 1)), (nn.ClipByNorm()(X, 1.0), X / X.norm()),
+    (nn.PixelShuffle(2)(IMAGE), F.pixel_shuffle(IMAGE, 2)), (nn.Norm(1)(X), X.norm(dim=1)), (nn.Tril()(X), X.tril()),
+    (nn.Moments(axis=0)(X), (X.mean(0), X.var(0, correction=0))), (nn.ZeroPad2d(1)(IMAGE), F.pad(IMAGE, (1,) * 4)),
+    (nn.OneHot(depth=6)(IDS), torch.eye(6)[IDS]), (nn.HuberLoss(delta=0.5)(X, Y), F.huber_loss(X, Y, delta=0.5)),
+    (nn.FocalLoss(gamma=0.0)(X, IDS), F.cross_entropy(X, IDS)), (nn.RMSELoss()(X, Y), (X - Y).square().mean().sqrt()),
+    (nn.DiceLoss(smooth=0.0)(MASK.double(), MASK.double()), torch.tensor(0.0).double()),
+    (nn.KLDivLoss("sum")(X.log_softmax(1), Y.softmax(1)), F.kl_div(X.log_softmax(1), Y.softmax(1), reduction="sum")),
+    (nn.InstanceNorm2d(4, dtype=torch.float64)(IMAGE), F.instance_norm(IMAGE)),
+    (nn.TripletMarginLoss()(X, Y, -X), F.triplet_margin_loss(X, Y, -X)),
+    # numpy
+    (ms.numpy.concatenate((X, Y), 1), torch.cat((X, Y), 1)), (ms.numpy.mean([1.0, 2.0]), torch.tensor(1.5)),
+    (ms.numpy.array([1, 2]), torch.tensor([1, 2])), (ms.numpy.power(X, 2), X**2),
+]  # fmt: skip
+
+
+def test_calls_in_the_words_of_the_reference_are_their_formulas() -> None:
+    for number, (found, want) in enumerate(CALLS):
+        own, other = pytree.tree_leaves(found), pytree.tree_leaves(want)
+        assert len(own) == len(other), number
+        for a, b in zip(own, other, strict=True):
+            told = f"call {number}"
+            if isinstance(b, Tensor):
+                torch.testing.assert_close(a.as_subclass(Tensor), b.as_subclass(Tensor), check_dtype=False, msg=told)
+            else:
+                assert a == b, told
+
+
+def test_every_function_and_simple_name_can_be_called_and_described() -> None:
+    assert len(FUNCTIONS) > 300
+    assert {*FUNCTIONS, *SIMPLE} <= {*ops.__all__}
+    assert {*simple.CLASSES, *wrapped.CLASSES} <= {*nn.__all__}
+    assert all(callable(getattr(ops, name)) for name in ops.__all__)
+    assert all(getattr(nn, name) is not None for name in nn.__all__)
+    with pytest.raises(TypeError, match=r"SoftShrink\(lambd=0\.5\)"):
+        nn.SoftShrink(0.5, 1.0)
+
+
+def test_absent_names_say_the_nearest_one() -> None:
+    for path, name, nearest in (
+        ("ops", "Mattmul", "MatMul"), ("ops", "reduce_summ", "reduce_sum"), ("nn", "Dence", "Dense"),
+        ("nn", "SoftmaxCrossEntropy", "SoftmaxCrossEntropyWithLogits"),
+        ("dataset", "TFRecordDataset", "GeneratorDataset"),
+        ("dataset.vision", "RandomCropp", "RandomCrop"), ("train", "SummaryCollector", "LossMonitor"),
+        ("ops.operations", "Sigmoidd", "Sigmoid"), ("numpy", "aranje", "arange"), ("", "set_contxt", "set_context"),
+        ("", "transform_checkpoints", "load_distributed_checkpoint"),
+    ):  # fmt: skip
+        module = importlib.import_module(f"shardwise.mindspore.{path}".rstrip("."))
+        with pytest.raises(AttributeError, match=rf"has no {name}\n(.|\n)*{nearest}"):
+            getattr(module, name)
+        assert not hasattr(module, name)
+        with pytest.raises(ImportError, match=rf"has no {name}\n(.|\n)*{nearest}"):
+            exec(f"from {module.__name__} import {name}", {})
+
+
+def test_long_paths_of_imports_lead_here() -> None:
+    for path, own in aliases.PATHS.items():
+        module = importlib.import_module(f"shardwise.mindspore.{path}")
+        assert module is importlib.import_module(f"shardwise.mindspore.{own}")
+    from shardwise.mindspore.nn.optim.momentum import Momentum
+
+    from shardwise.mindspore.ops import functional as Fn
+    from shardwise.mindspore.train.callback import EarlyStopping
+
+    assert (Momentum, Fn.relu, EarlyStopping) == (nn.Momentum, ops.relu, ms.train.EarlyStopping)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def test_optimizers_follow_their_formulas() -> None:
+    """Against torch's where it has the same formula, with the reference's starts."""
+    cases: list[tuple[Any, Any]] = [
+        (lambda p: nn.Adagrad(p, accum=0.0, learning_rate=0.1), lambda p: torch.optim.Adagrad(p, 0.1, eps=0.0)),
+        (lambda p: nn.Adadelta(p, 0.5, 0.8, 1e-6), lambda p: torch.optim.Adadelta(p, 0.5, 0.8, 1e-6)),
+        (lambda p: nn.AdaMax(p, 0.1, eps=1e-30), lambda p: torch.optim.Adamax(p, 0.1, eps=1e-30)),
+        (lambda p: nn.Rprop(p, 0.1), lambda p: torch.optim.Rprop(p, 0.1)),
+        (lambda p: nn.LazyAdam(p, 0.1, eps=1e-30), lambda p: torch.optim.Adam(p, 0.1, eps=1e-30)),
+    ]
+    for own, other in cases:
+        first, second = ms.Parameter(X.clone(), "p"), torch.nn.Parameter(X.clone())
+        ours, torchs = own([first]), other([second])
+        for step in range(3):
+            gradient = (X * (step + 1)).sin()
+            ours([gradient])
+            second.grad = gradient.clone()
+            torchs.step()
+        torch.testing.assert_close(first.detach().as_subclass(Tensor), second.detach(), rtol=1e-9, atol=1e-12)
+    p = ms.Parameter(torch.tensor([1.0, -2.0]).double(), "p")
+    nn.RMSProp([p], 0.1, decay=0.5, epsilon=0.0)([torch.tensor([1.0, 2.0]).double()])  # s = .5 + .5 g^2
+    torch.testing.assert_close(p.detach(), torch.tensor([1 - 0.1 / 1.0, -2 - 0.2 / 2.5**0.5]).double())
+    p = ms.Parameter(torch.tensor([1.0]).double(), "p")
+    nn.FTRL([p], initial_accum=0.25, learning_rate=0.5)([torch.tensor([0.5]).double()])
+    z = 0.5 - (0.5**0.5 - 0.5) / 0.5  # a = .25 + .25
+    torch.testing.assert_close(p.detach(), torch.tensor([-z / (0.5**0.5 / 0.5)]).double())
+    p, q = (ms.Parameter(torch.full((2,), 3.0).double(), "w") for _ in range(2))
+    nn.LARS(nn.Momentum([p], 0.1, 0.9), epsilon=0.0, coefficient=0.5)([torch.ones(2).double()])
+    nn.Momentum([q], 0.1, 0.9)([torch.full((2,), 0.5 * 3.0).double()])
+    torch.testing.assert_close(p.detach(), q.detach())
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_follow_their_definitions() -> None:
+    output = np.array([[0.2, 0.5, 0.3], [0.3, 0.1, 0.6], [0.9, 0.05, 0.05], [0.4, 0.5, 0.1]])
+    label = np.array([1, 0, 0, 1])
+    measured = {}
+    for name, metric in {
+        "accuracy": nn.Accuracy(), "precision": nn.Precision(), "recall": nn.Recall(), "F1": nn.F1(),
+        "top2": nn.TopKCategoricalAccuracy(2), "matrix": nn.ConfusionMatrix(3), "perplexity": nn.Perplexity(),
+    }.items():  # fmt: skip
+        metric.clear()
+        for rows in (slice(2), slice(2, 4)):
+            metric.update(ms.Tensor(output[rows]), label[rows])
+        measured[name] = metric.eval()
+    assert measured["accuracy"] == 0.75
+    np.testing.assert_allclose(measured["precision"], [1, 1, 0])
+    np.testing.assert_allclose(measured["recall"], [0.5, 1, 0])
+    np.testing.assert_allclose(measured["F1"], [2 / 3, 1, 0])
+    assert measured["top2"] == 1.0
+    np.testing.assert_allclose(measured["matrix"], [[1, 0, 1], [0, 2, 0], [0, 0, 0]])
+    np.testing.assert_allclose(measured["perplexity"], np.exp(-np.log([0.5, 0.3, 0.9, 0.5]).mean()))
+    roc = nn.ROC(pos_label=1)
+    roc.update(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1]))
+    false, true, _ = roc.eval()
+    np.testing.assert_allclose((false, true), ([0, 0, 0.5, 0.5, 1], [0, 0.5, 0.5, 1, 1]))
+    assert nn.auc(false, true) == 0.75
+    with pytest.raises(RuntimeError, match="has seen no batch"):
+        nn.Recall().eval()
+
+
+# -- in construct ------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Cell):
+    """The reference's methods inside of construct, a torch module in the middle, recurrent and attention layers."""
+
+    def __init__(self, *, recurrent: bool = True) -> None:
+        super().__init__()
+        self.dense, self.scale, self.recurrent = nn.Dense(6, 5), ms.Tensor(2.0), recurrent
+        self.attention = torch.nn.MultiheadAttention(6, 2, batch_first=True)
+        self.lstm = nn.LSTM(5, 5, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)
+
+    def construct(self, x: Tensor) -> Tensor:
+        y = self.encoder(x + self.attention(x, x, x)[0])
+        z = self.dense(y).astype("float32") * self.scale  # type: ignore[attr-defined]
+        z = self.lstm(z)[0] if self.recurrent else z
+        best = z.max(axis=1, keepdims=True)  # type: ignore[call-overload]
+        mixed = z.transpose((0, 2, 1)).expand_dims(1).squeeze(1)  # type: ignore[attr-defined, call-overload]
+        return best.sum() + mixed.std(2).mean(axis=(0, 1)) + z.split(1, axis=0)[0][::-1].mean()  # type: ignore
+
+
+def test_methods_of_tensors_hold_inside_construct_and_under_a_plan() -> None:
+    ms.set_seed(0)
+    net, x = Words(), r(4, 3, 6).float()
+    value = net(ms.Tensor(x))
+    assert isinstance(value, ms.Tensor)
+    assert not hasattr(torch.Tensor, "expand_dims")
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=2)
+    net = Words(recurrent=False)
+    assert sw.verify(net, x, engine.planned(net, (x,))).ok
+    assert isinstance(ops.zeros((2, 3), ms.float32).asnumpy(), np.ndarray)
