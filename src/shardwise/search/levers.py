@@ -3,7 +3,7 @@ wait on the host, parameters that are gathered again in backward.
 
 ``full``: of a segment what comes in and goes out is kept, everything between is made again (``all``: what goes out,
 too). ``cheap``: of its values as few bytes are kept as there are ways to make the others again without a product (a
-minimum cut, as in torch.compile's partitioner). """
+minimum cut, as in torch.compile's partitioner)."""
 
 from __future__ import annotations
 
