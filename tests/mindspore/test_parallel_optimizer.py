@@ -151,8 +151,9 @@ class TwoProducts(ms.nn.Cell):
 
 
 def test_the_groups_of_case_opt_1() -> None:
-    """weight1 is split 8 ways and weight2 8 ways over 32 devices: each has four copies. There weight1 stays whole by
-    the threshold of 1 KB, which counts its part; here the whole counts, so both are split over their copies."""
+    """The case "opt-1": weight1 is split 8 ways and weight2 8 ways over 32 devices: each has four copies. There weight1
+    stays whole by the threshold of 1 KB, which counts its part; here the whole counts, so both are split over their
+    copies."""
     ms.set_auto_parallel_context(
         parallel_mode="semi_auto_parallel", device_num=32, enable_parallel_optimizer=True,
         parallel_optimizer_config={"parallel_optimizer_threshold": 1},

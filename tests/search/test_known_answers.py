@@ -309,7 +309,7 @@ TINY: dict[str, Case] = {
 
 def _without_latency(cluster: sw.Cluster) -> sw.Cluster:
     """Where small models are split as large ones are: nothing takes time but FLOPs and bytes."""
-    device = replace(cluster.device, kernel_latency=0.0, matmul_half_flops=0.0)
+    device = replace(cluster.device, kernel_latency=0.0, matmul_half_flops=0.0, launch=0.0)
     levels = tuple(replace(level, latency=0.0, launch=0.0) for level in cluster.levels)
     return replace(cluster, device=device, levels=levels)
 
