@@ -114,6 +114,8 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
         par(ids, labels)
     with pytest.raises(sw.ShardwiseError, match='"all"'):
         par.step(ids, labels, loss="first")  # type: ignore[arg-type]
+    with pytest.raises(sw.PlanError, match="under a plan of stages there is no compile=True"):
+        sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
 
 
 class no_warning:

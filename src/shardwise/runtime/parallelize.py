@@ -84,7 +84,8 @@ def parallelize(
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
-        _check_pipeline(agreed, size, inputs, check_replicas, host)
+        _check_pipeline(agreed, size, inputs, check_replicas, host, compile)
+        compile = False
     else:
         _check_ranks(agreed, size)
     if device is None:
@@ -122,7 +123,9 @@ def _check_ranks(plan: Plan, size: int) -> None:
         )
 
 
-def _check_pipeline(plan: Plan, size: int, inputs: Inputs, check_replicas: int | None, host: Sequence[str]) -> None:
+def _check_pipeline(
+    plan: Plan, size: int, inputs: Inputs, check_replicas: int | None, host: Sequence[str], compile: bool | None
+) -> None:
     """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
@@ -138,6 +141,7 @@ def _check_pipeline(plan: Plan, size: int, inputs: Inputs, check_replicas: int |
             ('inputs="local"', inputs == "local"),
             ("check_replicas", check_replicas),
             ("host", host),
+            ("compile=True", compile),
         )
         if is_asked
     ]
