@@ -114,6 +114,12 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
         par(ids, labels)
     with pytest.raises(sw.ShardwiseError, match='"all"'):
         par.step(ids, labels, loss="first")  # type: ignore[arg-type]
+    thawed = copy.deepcopy(reference).requires_grad_(False)
+    thawed.tokens.requires_grad_(True)
+    split = sw.parallelize(thawed, par.plan if dist.get_rank() == 0 else None)
+    split.requires_grad_(True)
+    with pytest.raises(sw.ShardwiseError, match="was frozen when the module was split"):
+        split.step(*staged_batch(8))
     with pytest.raises(sw.PlanError, match="under a plan of stages there is no compile=True"):
         sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
 

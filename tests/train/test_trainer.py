@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,30 @@ def on_ranks(folder: str) -> list[float]:
     second.fit(9)  # nothing is left to do
     assert second.step == 9
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    damaged(Path(folder) / "damaged", rank)
     return by_hand(9)
+
+
+def damaged(where: Path, rank: int) -> None:
+    """The newest checkpoint is damaged: a run goes on from the one before it, and saves under the same name."""
+    trainer(where, save_every=1).fit(2)
+    dist.barrier()
+    if rank == 0:
+        file = max((where / "step-2").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    again = trainer(where, save_every=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        again.fit(3)
+    assert rank > 0 or any("step-2 is skipped" in str(one.message) for one in said)
+    dist.barrier()
+    assert {path.name for path in where.glob("step-*")} == {"step-1", "step-2", "step-2.damaged", "step-3"}
+    par = split("dp2")
+    optimizer, _ = tools(par)
+    nothing = sw.DataLoader(data(), par, 1000, seed=5, drop_last=True)
+    with pytest.raises(sw.ShardwiseError, match="no batch"):
+        sw.Trainer(par, optimizer, nothing).fit(1)
 
 
 def test_the_loop_is_its_parts_and_survives_a_signal(run_ranks: RunRanks, tmp_path: Path) -> None:

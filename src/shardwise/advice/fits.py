@@ -16,6 +16,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import flops_of
 from shardwise.costs.kernels import DTYPE_NAMES
 from shardwise.costs.memory import Memory
+from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.trees import flatten
 from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.quantities import format_bytes, format_seconds
@@ -161,6 +162,14 @@ def fits(
         settings = {"memory_bytes": inf, **settings}
     question = Question.of(module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
     asked = question.planned("")
+    if asked.plan is not None and asked.plan.prediction is None:
+        raise ShardwiseError(
+            problem(
+                "sw.fits answers from prices, and a plan of these settings has none (stages, a mode, or strategies "
+                "that are completed without a search)",
+                fix='leave them out, or add search="dynamic_programming"; of stages print(sw.plan(...)) tells the same',
+            )
+        )
     flops = peak = 0.0
     memory = None
     if asked.plan is None:

@@ -135,9 +135,9 @@ def capture(
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
     traced = trace(module, examples, call, regions, precision)
-    if traced.outcome.changed:
-        _check_state(module, given, call, traced.outcome.changed, precision)
     with no_autocast(), quiet():
+        if traced.outcome.changed:
+            _check_state(module, given, call, traced.outcome.changed, precision)
         graph, constants, scopes, memories, segments = _to_graph(traced, module, given, precision)
     announce_selective(segments)
     annotations = tuple(

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from shardwise.errors import problem
@@ -77,6 +79,9 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
     def missing(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        is_package = hasattr(sys.modules[module], "__path__")
+        if is_package and find_spec(f"{module}.{name}") is not None:  # a module that nobody has imported yet
+            return import_module(f"{module}.{name}")
         short = module.removeprefix("shardwise.mindspore").lstrip(".")
         known = {own.lower(): own for own in names() if not own.startswith("_")}
         near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
@@ -135,6 +137,13 @@ def pipeline_of(
     """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
     be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
     scheduled."""
+    if call.precision.compute == torch.float16:
+        raise PlanError(
+            problem(
+                "float16 needs a scaled loss, and under stages the loss is differentiated inside of par.step",
+                fix="compute in bfloat16, or plan without stages",
+            )
+        )
     schedule = schedule_of(asked.schedule or "1F1B")
     marks = marks_of(call.module)
     num_stages = _num_stages(asked.stages, marks)

@@ -206,6 +206,13 @@ class Plan:
         raise self._without_search()
 
     def _without_search(self) -> PlanError:
+        if self.is_pipeline:
+            return PlanError(
+                problem(
+                    "a plan of stages is not explained: it has a search for every stage",
+                    fix="print(plan) shows what every stage takes; plan a part of the model by itself",
+                )
+            )
         why = "it was not chosen by price" if self.prediction is None else "a plan file has no search in it"
         return PlanError(
             problem(

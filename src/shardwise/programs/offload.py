@@ -24,7 +24,7 @@ from shardwise.programs.instructions import (
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
 
-ON_HOST = "@host"  # ends the name of a copy on the host
+ON_HOST = "@waiting"  # ends the name of a copy on the host
 BACK = "@back"  # ends the name of what came back, and of what is viewed in it
 SMALLEST_BYTES = 1 << 16  # what is smaller stays: starting a copy takes longer than the copy
 ON_THEIR_WAY = 2
@@ -93,7 +93,8 @@ def _views(
         while name != value:
             instruction = forward[maker[name]]
             shared = dict(zip(instruction.results, shares_of(instruction), strict=True))[name]
-            if not isinstance(instruction, Compute) or shared is None or set(instruction.operands) != {shared}:
+            is_view = isinstance(instruction, Compute) and not instruction.writes
+            if not is_view or shared is None or set(instruction.operands) != {shared}:
                 return None
             found.add(maker[name])
             name = shared

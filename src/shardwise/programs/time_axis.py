@@ -33,7 +33,7 @@ from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import Place, Places, Split, Where
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.dispatch import Dispatch
+from shardwise.programs.dispatch import LOCAL, Dispatch
 from shardwise.programs.lower import PlacedOp, lower
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule
@@ -199,6 +199,8 @@ class _Axis:
             self._sum(op, local, statistics)
         if isinstance(self.where[loss], Place) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
             raise _refusal(self.graph.producer[loss], "makes a loss that is no sum over samples")
+        if self.where[loss] == LOCAL:
+            raise _refusal(self.graph.producer[loss], "makes the loss of rows that were sorted by expert")
         for buffer, value in self.graph.mutations:
             if self.where[value] != "I" and value not in statistics:
                 name = self.graph.source_of[buffer].names[0]

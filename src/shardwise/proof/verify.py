@@ -66,6 +66,7 @@ class Report:
     rounding: Rounding | None = None  # what rounding does to tensors that differ by more than the tolerance
     first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
     in_dtypes: InDtypes | None = None  # of a plan with a precision: the comparison in its own dtypes
+    in_float64_only: bool = False  # a plan with a precision was not compared in its own dtypes
 
     @property
     def max_error(self) -> float:
@@ -90,6 +91,7 @@ class Report:
         lines += [] if self.rounding is None else [f"  {line}" for line in self.rounding.lines()]
         lines += [f"  first wrong: {self.first_wrong}"] if self.first_wrong else []
         lines += [] if self.in_dtypes is None else [f"  {line}" for line in self.in_dtypes.lines()]
+        lines += ["  in the plan's precision: not compared (several passes, or stages)"] if self.in_float64_only else []
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
         lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
         lines += [f"  backward of {name} is autograd's: {why}" for name, why in self.untraceable.items()]
@@ -176,6 +178,7 @@ def verify(
         rounding=rounding,
         first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
         in_dtypes=in_own,
+        in_float64_only=in_own is None and not plan.precision.is_models,
     )
 
 
@@ -220,6 +223,7 @@ def _pipeline_report(
         planned_backward=tuple(c for number in range(len(plan.stages)) for c in ranks.planned_backward(number)),
         matches_plan=listed,
         untraceable={k: v for programs in ranks.programs[passes.sizes[0]] for k, v in programs[0].untraceable.items()},
+        in_float64_only=not plan.precision.is_models,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, listed
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.autocast import check_ambient, no_autocast
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
@@ -346,3 +346,20 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 __all__ = ["Call", "Calls", "Compiled", "Inputs", "Settings", "meta_copy"]
+
+
+def check_frozen(compiled: Compiled) -> None:
+    """Raise ShardwiseError for parameters that were thawed after the split: no collective reduces their gradients."""
+    thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
+    if thawed:
+        raise ShardwiseError(
+            problem(
+                f"{listed(thawed)} was frozen when the module was split and requires a gradient now, which no "
+                "collective would reduce",
+                fix="set requires_grad_(True) before sw.plan and sw.parallelize; freezing later is possible",
+            )
+        )
+
+
+def _requires_grad(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad

@@ -26,7 +26,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned
+from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned, check_frozen
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -373,19 +373,7 @@ def _check_gradients(compiled: Compiled, given: list[torch.Tensor]) -> None:
                 fix="pass input.detach(), or make what computes the input a part of the module that is split",
             )
         )
-    thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
-    if thawed:
-        raise ShardwiseError(
-            problem(
-                f"{listed(thawed)} was frozen when the module was split and requires a gradient now, which no "
-                "collective would reduce",
-                fix="set requires_grad_(True) before sw.plan and sw.parallelize; freezing later is possible",
-            )
-        )
-
-
-def _requires_grad(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
+    check_frozen(compiled)
 
 
 __all__ = ["Parallel"]

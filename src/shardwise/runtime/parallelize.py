@@ -100,7 +100,7 @@ def parallelize(
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
     settings = Settings(loss, inputs, device, compile, every, streams, on_host)
     kind = Pipeline if agreed.is_pipeline else Parallel
-    return kind(module, agreed, settings, seed=seed, init=init)
+    return kind(module, agreed, settings, seed=seed, init=init, weights=weights)
 
 
 def _check_ranks(plan: Plan, size: int) -> None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import SCHEDULES
 from shardwise.plans.stages import Bound, bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -93,6 +94,7 @@ class Pipeline(Split):
         *,
         seed: int | None = None,
         init: Init | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         super().__init__()
         self.plan, self.device, self.schedule = plan, settings.device, SCHEDULES[plan.schedule]
@@ -115,7 +117,7 @@ class Pipeline(Split):
         for ranks in self._ranks:  # of all devices of a stage: parameters are gathered for hooks over it
             ranks.create_groups([ranks.mesh.sub_axes])
         own = Own(self.layouts, self._ranks[self._stages[0]], self._everyone, frozenset(), self._everyone, self._names)
-        hold(self, module, plan, own, self.device, seed, init)
+        hold(self, module, plan, own, self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
         self.train(module.training)
@@ -197,6 +199,9 @@ class Pipeline(Split):
                         fix="pass input.detach(), or make what computes the input a part of the module that is split",
                     )
                 )
+        for worker in ready.workers:
+            for program in worker.programs.values():
+                check_frozen(program.compiled)
         losses = self._run(ready, tensors, keeps=True)
         self._add_gradients(ready)
         last = self.plan.stages[-1].placement.ranks

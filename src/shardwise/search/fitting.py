@@ -71,7 +71,8 @@ def _eased(planner: Planner, planned: Planned, how: How | None, segments: Sequen
         return planned
     weaker: How = "cheap" if how == "full" else "none"  # what is kept is named, too
     strong = planner.settings.levers
-    eased = tuple(own if own in segments else replace(own, how=weaker) for own in strong.segments)
+    asked = {*segments}
+    eased = tuple(own if own in asked or own.how == "none" else replace(own, how=weaker) for own in strong.segments)
     return planner.eased(planned, replace(strong, segments=eased))
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from shardwise.errors import ShardwiseError, problem
 from shardwise.train.manifest import FILE, Manifest, read_manifest
 
-INCOMPLETE, DELETED = ".incomplete", ".deleted"
+INCOMPLETE, DELETED, DAMAGED = ".incomplete", ".deleted", ".damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,21 @@ def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path,
     for path in sorted(folder.iterdir()):
         if path.name.endswith(INCOMPLETE):
             torn.append((path, "its save did not finish"))
-        elif path.is_dir() and (path / FILE).exists() and not path.name.endswith(DELETED):
+        elif path.is_dir() and (path / FILE).exists() and not path.name.endswith((DELETED, DAMAGED)):
             try:
                 found[path] = read_manifest(path)
             except ShardwiseError as error:
                 torn.append((path, str(error).split("\n", 1)[0]))
     written = {path: (path / FILE).stat().st_mtime_ns for path in found}
     return dict(sorted(found.items(), key=lambda item: (item[1].step, written[item[0]]))), torn
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints of a folder that are of later steps than the one that could be loaded, so that a run that
+    goes on from there may save under their names."""
+    for path, manifest in checkpoints_in(folder)[0].items():
+        if manifest.step > step:
+            path.rename(path.with_name(path.name + DAMAGED))
 
 
 def prune(new: Path, keep: Keep) -> Sequence[Path]:
@@ -81,4 +89,4 @@ def prune(new: Path, keep: Keep) -> Sequence[Path]:
     return gone
 
 
-__all__ = ["DELETED", "INCOMPLETE", "Keep", "checkpoints_in", "prune"]
+__all__ = ["DELETED", "INCOMPLETE", "Keep", "checkpoints_in", "prune", "set_aside"]

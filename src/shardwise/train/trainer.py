@@ -22,7 +22,7 @@ from shardwise.train.agreement import here
 from shardwise.train.checkpoints import finish_saving, save_checkpoint
 from shardwise.train.data import DataLoader
 from shardwise.train.resuming import load_checkpoint
-from shardwise.train.retention import Keep, checkpoints_in
+from shardwise.train.retention import Keep, checkpoints_in, set_aside
 
 Evaluate = Callable[[Parallel], Mapping[str, float]]
 
@@ -141,10 +141,22 @@ class Trainer:
         schedulers: Any = () if self.scheduler is None else self.scheduler
         found = load_checkpoint(self.folder, self.par, self.optimizer, schedulers=schedulers, data=self.loader)
         self.step = self._saved = found.step
+        if here()[0] == 0:
+            set_aside(self.folder, found.step)
 
     def _batches(self) -> Iterator[Any]:
         while True:
-            yield from self.loader
+            had_one = self.loader.cursor > 0
+            for batch in self.loader:
+                had_one = True
+                yield batch
+            if not had_one:
+                raise ShardwiseError(
+                    problem(
+                        "an epoch of the loader has no batch",
+                        fix="a smaller batch_size, or drop_last=False; an iterable data set must start again",
+                    )
+                )
 
     def _train_step(self, batches: Iterator[Any]) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """(mean loss, norm of the gradient before it was clipped, samples)."""
