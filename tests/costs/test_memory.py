@@ -90,6 +90,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
+    ("gpt2", 2, {"mode": "data_parallel"}),
     ("gpt2", 2, {"mode": "data_parallel", "zero": 3}),
     ("resnet", 2, {"mode": "data_parallel"}),
     ("idle", 2, {"mode": "data_parallel"}),

@@ -91,7 +91,7 @@ def test_a_classifier_of_very_many_classes_splits_its_head_and_not_its_body() ->
     assert layouts(plan)["head.weight"] == "f32[1000000@gpu, 512]"
     assert sent(plan, ("head.weight",)) == []
     assert plan.optimality_gap is not None
-    assert plan.optimality_gap < 0.05
+    assert plan.optimality_gap < 0.05  # 4.64 %
 
 
 def test_recommenders_split_their_tables_and_their_perceptrons_over_the_batch() -> None:
