@@ -91,7 +91,11 @@ def test_a_classifier_of_very_many_classes_splits_its_head_and_not_its_body() ->
     assert layouts(plan)["head.weight"] == "f32[1000000@gpu, 512]"
     assert sent(plan, ("head.weight",)) == []
     assert plan.optimality_gap is not None
-    assert plan.optimality_gap < 0.05  # 4.64 %
+    own = plan.prediction
+    assert own is not None
+    cheapest = own.additive_price if own.passed_over is None else own.passed_over.additive_price
+    assert cheapest <= own.bound * (1 + 1e-6), "the search itself leaves no gap"
+    assert plan.optimality_gap < 0.05  # given away for a plan that is faster in the simulation
 
 
 def test_recommenders_split_their_tables_and_their_perceptrons_over_the_batch() -> None:
