@@ -61,6 +61,14 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+def room(index: int) -> tuple[int, int]:
+    """Bytes of a GPU that tensors of this process have or can get, and all there are."""
+    import torch
+
+    free, whole = torch.cuda.mem_get_info(index)
+    return free + torch.cuda.memory_reserved(index), whole
+
+
 def smi_gpus() -> dict[str, SmiGpu]:
     """What nvidia-smi knows, by uuid; empty where there is none."""
     found = {}
