@@ -82,7 +82,7 @@ def _of_cpus(num_devices: int) -> tuple[Cluster, list[str]]:
     source = f"{format_quantity(whole, 'B')} that processes may take on this machine, in {num_devices} equal parts"
     sources = tuple({**dict(cluster.sources), "device.memory": source}.items())
     return replace(cluster, device=device, sources=sources), [
-        f"no GPU is here: CPU ranks, with a part of {format_quantity(whole, 'B')} each",
+        f"no GPU is here: CPU ranks, each with its part of {format_quantity(whole, 'B')}",
         "speeds and links are those of the machine on which this project is tested",
     ]
 
