@@ -35,13 +35,13 @@ from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
-from shardwise.runtime.profile import StepProfile, profile_step
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
 from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
+from shardwise.runtime.step_profile import StepProfile, profile_step
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 

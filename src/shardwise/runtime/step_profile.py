@@ -82,11 +82,7 @@ class StepProfile:
         lines = [
             f"forward and backward {measured}, predicted {predicted} ({self.cluster})",
             f"peak memory {own}, predicted {expected}",
-            *(
-                ["the step is compiled; predicted, and measured below, are operators that are not"]
-                if self.compiled
-                else []
-            ),
+            *compiled,
             f"{'measured':>10} {'predicted':>10}  the largest disagreements first; what calibrates them",
         ]
         for row in self.rows[:_NUM_SHOWN]:
