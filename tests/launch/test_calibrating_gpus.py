@@ -104,6 +104,7 @@ def test_links_of_one_gpu_are_those_of_its_bundled_cluster(tmp_path: Path) -> No
     points.write_text(json.dumps(unknown.to_json()))
     cluster, lines = calibrate(tmp_path / "other.toml", points=points)
     assert cluster.levels[0].bandwidth == family("local").levels[0].bandwidth
+    assert "as local: not measured on 1 device" in (tmp_path / "other.toml").read_text()
     assert "more than 1.80 times as long" in lines[0]
     assert "end other programs" in lines[0]
     assert lines[0] in (tmp_path / "other.toml").read_text()

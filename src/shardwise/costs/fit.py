@@ -165,8 +165,8 @@ def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) 
         if getattr(measured, figure):
             device = replace(device, **{figure: getattr(measured, figure)})
             sources[f"device.{key}"] = source
-    if like is not None and not measured.collectives:
-        sources["levels"] = f"as {like.name}: not measured on {measured.sizes[0]} device"
+    if not measured.collectives:
+        sources["levels"] = f"as {'local' if like is None else like.name}: not measured on {measured.sizes[0]} device"
     return _with_spreads(Cluster(name, device, tuple(levels), sources=tuple(sources.items())), measured)
 
 
