@@ -206,6 +206,7 @@ class _Writer:
                     kwargs["device"] = device
             call = self.graph.call_function(target, tuple(args), kwargs)
         call.meta["op"], call.meta["source"] = instruction.origin.op, instruction.origin.source
+        call.meta["index"] = index  # in its list
         taken: dict[tuple[int, ...], fx.Node] = {(): call}
         for result, place in zip(instruction.results, instruction.places, strict=True):
             for depth in range(1, len(place) + 1):

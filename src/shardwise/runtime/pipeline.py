@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import CollectiveError, PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
@@ -233,6 +233,12 @@ class Pipeline(Split):
         """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
         Every tensor is whole on every rank, without gradients."""
         return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
+
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> NoReturn:
+        """Raises PlanError: stages are not profiled yet."""
+        raise PlanError(
+            problem("a plan of stages is not profiled", fix="profile a plan without stages= of a part of the model")
+        )
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         self._everyone.calls += 1
