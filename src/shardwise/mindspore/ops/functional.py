@@ -12,6 +12,7 @@ from torch import nn, vmap
 from shardwise.errors import problem
 from shardwise.mindspore import context, engine, strict
 from shardwise.mindspore.engine import STRATEGIES
+from shardwise.mindspore.holding import averaged_over
 from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.storage import PARAMETERS
@@ -38,7 +39,7 @@ def differentiate(
         weight.grad = None
     split = None
     if isinstance(network, nn.Module) and engine.is_split() and engine.is_outermost():
-        split, result = engine.run(network, tuple(map(plain, inputs)), kwargs)
+        split, result = engine.run(network, tuple(map(plain, inputs)), kwargs, sens)
     else:
         result = network(*inputs, **kwargs)
     loss = result[0] if isinstance(result, (tuple, list)) else result
@@ -48,7 +49,7 @@ def differentiate(
         weight.grad = grad
     if split is not None:
         if options.gradients_mean:
-            grads = tuple(grad / engine.averaged_over(weight) for grad, weight in zip(grads, weights, strict=True))
+            grads = tuple(grad / averaged_over(weight) for grad, weight in zip(grads, weights, strict=True))
         if loss.dim():
             own_loss = engine.own_part(split, 0, loss.detach())
             result = (own_loss, *result[1:]) if isinstance(result, (tuple, list)) else own_loss
@@ -179,7 +180,7 @@ def _split_as(name: str, role: str, given: tuple[Any, Any], values: tuple[Any, .
     if strategy is None or not (options.distributed and torch.compiler.is_exporting()):
         return values
     shapes = [tuple(getattr(tensor, "shape", ())) for tensor in values]
-    strict.check_tensors(name, role, strategy, shapes, options.devices, even=options.strict)
+    strict.check_tensors(name, role, strategy, shapes, options.stage_devices, even=options.strict)
     return tuple(
         laid(tensor, layout) if layout else counted(tensor, counts) if counts else tensor
         for tensor, counts, layout in zip(values, strategy, layouts or (None,) * len(values), strict=True)

@@ -62,7 +62,7 @@ class MatMul(Primitive):
         wanted = dict(
             zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
         )
-        mesh = sw.Mesh({AXIS: context.options().devices})
+        mesh = sw.Mesh({AXIS: context.options().stage_devices})
         choices = axes_of_counts(wanted, mesh)
         return " ".join(
             f"{name}@({','.join(axis for axis in choices if choices[axis] == name)})"

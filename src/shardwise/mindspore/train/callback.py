@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore import staged
 from shardwise.mindspore.train.serialization import save_checkpoint
 
 
@@ -132,7 +133,8 @@ def callbacks_of(argument: Any) -> list[Callback]:
 
 class LossMonitor(Callback):
     """Prints ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps: the
-    network's loss, of a loss vector the mean of this rank's part. Raises ValueError when it is not a number any more.
+    network's loss, of a loss vector the mean of this rank's part. Of the ranks of a pipeline those of the last stage
+    print (with ``pipeline_result_broadcast`` all). Raises ValueError when it is not a number any more.
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
@@ -148,7 +150,7 @@ class LossMonitor(Callback):
         where = f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}"
         if not np.isfinite(value):
             raise ValueError(f"{where}. Invalid loss, terminating training.")
-        if self._every and params.cur_step_num % self._every == 0:
+        if self._every and params.cur_step_num % self._every == 0 and staged.shows_loss():
             print_line(f"{where}, loss is {value}")
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:

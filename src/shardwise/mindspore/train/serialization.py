@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from shardwise.launch.ranks import rank
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.mindspore import context, engine
+from shardwise.mindspore.holding import Held, gathered, held, hold, is_elsewhere, joined, own_shard
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.tensor import Parameter, as_torch
-from shardwise.runtime.shards import shard
 
 FORMAT = "shardwise-rank-checkpoint"
 
@@ -29,7 +28,7 @@ class Slice(Parameter):
     """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one. ``is_state``: of an
     optimizer."""
 
-    held: engine.Held | None = None
+    held: Held | None = None
     is_state = False
 
 
@@ -40,7 +39,8 @@ def save_checkpoint(
     append_dict: dict[str, Any] | None = None,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them.
+    """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them; with
+    ``integrated_save`` whole: all ranks call it then.
 
     Buffers (running statistics) are saved, too, and the states of an optimizer: of ``optimizer``, or of a cell that
     trains (``nn.TrainOneStepCell``).
@@ -53,24 +53,31 @@ def save_checkpoint(
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
-    entries = {name: _entry(tensor, engine.held(tensor)) for name, tensor in tensors.items()}
+    kept = {name: (tensor, held(tensor), False) for name, tensor in tensors.items() if not is_elsewhere(tensor)}
+    if integrated_save:
+        kept = {name: (gathered(tensor, held(tensor)), None, False) for name, tensor in tensors.items()}
     for name, (state, parameter) in ({} if optimizer is None else optimizer.states()).items():
-        of_parameter = parameter is not None and state.shape == parameter.shape
-        holding = engine.held(parameter) if of_parameter and parameter is not None else None
-        entries[name] = {**_entry(state, holding), "state": True}
+        holding = held(parameter) if parameter is not None and state.shape == parameter.shape else None
+        if integrated_save and holding is not None and holding.is_split:
+            kept[name] = gathered(state, holding), None, True
+        elif integrated_save or parameter is None or not is_elsewhere(parameter):
+            kept[name] = state, holding, True
+    entries = {name: {**_entry(tensor, of), **({"state": True} if is_state else {})}
+               for name, (tensor, of, is_state) in kept.items()}  # fmt: skip
     path = Path(ckpt_file_name)
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"format": FORMAT, "rank": rank(), "parameters": entries, "info": append_dict or {}}, path)
 
 
-def _entry(tensor: torch.Tensor, holding: engine.Held | None) -> dict[str, Any]:
+def _entry(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
     if holding is not None:
         entry |= {
             "shape": list(holding.shape),
             "mesh": list(holding.layout.mesh.axes),
             "layout": format_layout(holding.layout),
+            "ranks": list(holding.ranks),
         }
     return entry
 
@@ -110,7 +117,8 @@ def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
         piece.is_state = "state" in entry
         if "layout" in entry:
             mesh = Mesh([(axis, size) for axis, size in entry["mesh"]])
-            piece.held = engine.Held(tuple(entry["shape"]), parse_layout(entry["layout"], mesh))
+            ranks = tuple(entry.get("ranks", range(mesh.num_devices)))
+            piece.held = Held(parse_layout(entry["layout"], mesh), ranks)
         parameters[name] = piece
     return parameters, content["info"], content["rank"]
 
@@ -127,10 +135,10 @@ def load_distributed_checkpoint(network: Any, checkpoint_filenames: Sequence[str
     if not files:
         raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
     names = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
-    joined: dict[str, Any] = {name: _joined(name, [own for own in files if name in own[0]]) for name in names}
+    found: dict[str, Any] = {name: _joined(name, [own for own in files if name in own[0]]) for name in names}
     if network is not None:
-        load_param_into_net(network, joined)
-    return {**joined, **files[0][1]}
+        load_param_into_net(network, found)
+    return {**found, **files[0][1]}
 
 
 def _joined(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
@@ -139,22 +147,20 @@ def _joined(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]
     if first.held is None or not first.held.layout.positions:
         first.held = None
         return first
-    shape, layout = first.held.shape, first.held.layout
-    places = torch.arange(prod(shape)).reshape(shape)
-    whole, missing = first.detach().new_zeros(prod(shape)), torch.ones(prod(shape), dtype=torch.bool)
-    for pieces, _, writer in files:
-        if pieces[name].held != first.held:
+    layout = first.held.layout
+    for pieces, *_ in files:
+        if (of := pieces[name].held) is None or of.layout != layout:
             told = f"{name} is split as {layout} in one file and otherwise in another"
             raise RuntimeError(problem(told, fix="the files of one checkpoint, one of every rank"))
-        own = shard(places, layout, layout.mesh.coordinates(writer)).reshape(-1)
-        whole[own], missing[own] = pieces[name].detach().reshape(-1), False
+    parts = [(writer, pieces[name]) for pieces, _, writer in files if pieces[name].held == first.held]
+    whole, missing = joined(first.held, parts)
     if missing.any():
         writers = ", ".join(str(writer) for *_, writer in files)
         told = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
         raise RuntimeError(problem(told, fix=f"the files of all {layout.mesh.num_devices} ranks"))
-    joined = Slice(whole.reshape(shape).as_subclass(torch.Tensor), name, requires_grad=first.requires_grad)
-    joined.is_state = first.is_state
-    return joined
+    found = Slice(whole, name, requires_grad=first.requires_grad)
+    found.is_state = first.is_state
+    return found
 
 
 def load_param_into_net(
@@ -176,7 +182,7 @@ def load_param_into_net(
         entry = entries.get(name)
         if entry is None:
             continue
-        of, now = getattr(entry, "held", None), engine.held(target)
+        of, now = getattr(entry, "held", None), held(target)
         whole = tuple(entry.shape) if of is None else of.shape
         expected = tuple(target.shape) if now is None else now.shape
         if whole != expected:
@@ -190,11 +196,11 @@ def load_param_into_net(
         loads.append((target, entry, of))
     for target, entry, of in loads:
         data = entry.detach().as_subclass(torch.Tensor).to(dtype=target.dtype, device=target.device)
-        if of is None or engine.held(target) is not None:
+        if of is None or held(target) is not None:
             with torch.no_grad():
-                target.copy_(engine.own_shard(data, target))
+                target.copy_(own_shard(data, target))
         else:
-            engine.hold(target, data.clone(), of.shape, of.layout)
+            hold(target, data.clone(), of)
     if isinstance(getattr(net, "optimizer", None), Optimizer):
         load_param_into_net(net.optimizer, parameter_dict)
     missing = [name for name in targets if name not in parameter_dict]
@@ -204,12 +210,14 @@ def load_param_into_net(
     return missing, extra
 
 
-def _check_part(name: str, of: engine.Held | None, now: engine.Held | None) -> None:
+def _check_part(name: str, of: Held | None, now: Held | None) -> None:
     """Raises RuntimeError where a part of a parameter is not the one that this rank needs."""
     if of is None or of == now:
         return
+    if now is not None and of.layout == now.layout and of.is_split == now.is_split and not of.layout.positions:
+        return
     ranks = of.layout.mesh.num_devices
-    split = now is None and engine.is_split() and context.options().devices == ranks
+    split = now is None and engine.is_split() and context.options().stage_devices == ranks
     if split or (now is None and not of.layout.positions):
         return
     here = "whole" if now is None else f"split as {now.layout}"
@@ -227,7 +235,7 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     format."""
     if file_format != "MINDIR":
         raise ValueError(problem(f"file_format is {file_format!r}", fix='"MINDIR"'))
-    if split := [name for name, p in net.named_parameters() if (of := engine.held(p)) and of.layout.positions]:
+    if split := [name for name, p in net.named_parameters() if (of := held(p)) and of.is_split]:
         what = f"{split[0]} is split over the ranks"
         raise RuntimeError(problem(what, fix="save a checkpoint, and load_distributed_checkpoint in one process"))
     tensors = tuple(as_torch(x) for x in inputs)
