@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,8 @@ def trained(kind: str = "mean", *stages: Any) -> dict[str, Any]:
     with redirect_stdout(printed):
         model.train(1, batches(), callbacks=[ms.LossMonitor(), watch], dataset_sink_mode=False)
     weights = {p.name: p.detach().numpy().copy() for p in net.get_parameters() if not is_elsewhere(p)}
-    return {"losses": seen, "weights": weights, "printed": printed.getvalue(), "net": net}
+    return {"losses": seen, "weights": weights, "printed": printed.getvalue(), "net": net,
+            "step": model.train_network}  # fmt: skip
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
@@ -116,13 +118,14 @@ def on_rank(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, config in CONFIGS.items():
         ms.reset_auto_parallel_context()
-        ms.set_auto_parallel_context(**STAGED, pipeline_config=config)
+        save = {"strategy_ckpt_save_file": f"{folder}/strategies/{kind}{dist.get_rank()}.json"}
+        ms.set_auto_parallel_context(**STAGED, pipeline_config=config, **save)
         run = trained(kind)
         found[kind] = told(run)
     net = run["net"]
     found["here"] = [p.name for p in net.get_parameters() if not is_elsewhere(p)]
     found["ranks"] = {p.name: own.ranks for p in net.get_parameters() if (own := held(p))}
-    ms.save_checkpoint(net, f"{folder}/{dist.get_rank()}/net.ckpt")
+    ms.save_checkpoint(run["step"], f"{folder}/rank_{dist.get_rank()}/net.ckpt")
     ms.save_checkpoint(net, f"{folder}/whole{dist.get_rank()}.ckpt", integrated_save=True)
     found["loop"] = loop()
     return found
@@ -147,7 +150,7 @@ def check(found: dict[str, Any], want: dict[str, Any], kind: str) -> None:
         np.testing.assert_allclose(own, want["weights"][name], rtol=1e-4, atol=1e-6, err_msg=f"{kind} {name}")
 
 
-def test_two_ranks_train_a_pipeline_as_one_process_does(run_ranks: RunRanks, tmp_path: Any) -> None:
+def test_two_ranks_train_a_pipeline_as_one_process_does(run_ranks: RunRanks, tmp_path: Path) -> None:
     one = {kind: trained(kind) for kind in CONFIGS}
     own_loop = loop()
     x, y = batches()[0]
@@ -165,11 +168,46 @@ def test_two_ranks_train_a_pipeline_as_one_process_does(run_ranks: RunRanks, tmp
     assert {*two[0]["here"], *two[1]["here"]} == one["mean"]["weights"].keys()
     assert not {*two[0]["here"]} & {*two[1]["here"]}
     for content in (
-        ms.load_distributed_checkpoint(None, [str(tmp_path / f"{rank}/net.ckpt") for rank in (0, 1)]),
+        ms.load_distributed_checkpoint(None, [str(tmp_path / f"rank_{rank}/net.ckpt") for rank in (0, 1)]),
         ms.load_checkpoint(str(tmp_path / "whole0.ckpt")),
     ):
         for name, weight in one["weighted"]["weights"].items():
             np.testing.assert_allclose(content[name].detach().numpy(), weight, rtol=1e-4, atol=1e-6)
+
+    elsewhere(tmp_path, one["weighted"])
+
+
+def elsewhere(folder: Path, want: dict[str, Any]) -> None:
+    """The files of the two ranks, as those of four ranks in other stages, as one file, and as parts again."""
+    strategies = folder / "strategies"
+    (strategies / "mean0.json").unlink()
+    (strategies / "mean1.json").unlink()
+    source, target = str(folder / "source.json"), str(folder / "target.json")
+    ms.merge_pipeline_strategys(str(strategies), source)
+    planned(Net((0, 1, 1, 1)), device_num=4, enable_parallel_optimizer=True,
+            parallel_optimizer_config={"parallel_optimizer_threshold": 0}).save(target)  # fmt: skip
+    assert [ms.rank_list_for_transform(rank, source, target) for rank in range(4)] == [[0], [0], [0, 1], [0, 1]]
+    assert ms.rank_list_for_transform(0, None, target) == [0]
+    ms.transform_checkpoints(str(folder), str(folder / "dst"), "net", source, target)
+    files = [str(folder / f"dst/rank_{rank}/net{rank}.ckpt") for rank in range(4)]
+    assert "head.weight" in ms.load_checkpoint(files[0])
+    assert "head.weight" not in ms.load_checkpoint(files[2])
+    assert ms.load_checkpoint(files[2])["fc.weight"].shape == (2, 8)  # half of it: the parallel optimizer
+    by_rank = str(folder / "by_rank.ckpt")
+    ms.transform_checkpoint_by_rank(2, {rank: str(folder / f"rank_{rank}/net.ckpt") for rank in (0, 1)}, by_rank,
+                                    source, target)  # fmt: skip
+    assert torch.equal(ms.load_checkpoint(by_rank)["fc.weight"], ms.load_checkpoint(files[2])["fc.weight"])
+    merged = ms.merge_sliced_parameter([ms.load_checkpoint(file)["fc.weight"] for file in files[2:]])
+    np.testing.assert_allclose(merged.numpy(), want["weights"]["fc.weight"], rtol=1e-4, atol=1e-6)
+    ms.transform_checkpoints(str(folder / "dst"), str(folder / "one"), "net", target)
+    net = Net()
+    optimizer = nn.Momentum(net.trainable_params(), 0.05, 0.9)
+    content = ms.load_checkpoint(str(folder / "one/rank_0/net0.ckpt"), net)
+    assert ms.load_param_into_net(optimizer, content)[0] == []  # states came along
+    for name, parameter in net.parameters_dict().items():
+        np.testing.assert_allclose(parameter.asnumpy(), want["weights"][name], rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match=r"has files of the ranks \[0, 1\], not of 2 and 3"):
+        ms.transform_checkpoints(str(folder), str(folder / "dst"), "net", target, source)
 
 
 @pytest.mark.long
@@ -221,6 +259,7 @@ def test_what_stages_need_is_told() -> None:
         planned(Net((0, 0, 1, 2)))
     with pytest.raises(ValueError, match=r"micro_size is 1, and pipeline_stages 2"):
         planned(Net(), 1)
+    ms.reset_auto_parallel_context()
     with pytest.raises(ValueError, match=r"input 0 of a PipelineCell is of shape \[8, 6\], for 3 micro-batches"):
         nn.PipelineCell(Net(), 3)(*batches()[0])
     with pytest.raises(NotImplementedError, match="parts of a sequence"):

@@ -227,6 +227,8 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     ]
     meta_args, meta_kwargs = pytree.tree_unflatten(whole, spec)
     plan = from_rank_zero(lambda: _decided(cell, model, meta_args, meta_kwargs, counts, options))
+    if save := options.strategy_ckpt_save_file if cell.training else "":
+        _save(plan, Path(save))
     local = bool(counts)
     par = sw.parallelize(
         model,
@@ -300,9 +302,8 @@ def _decided(
     counts: dict[str, tuple[int, ...]],
     options: Options,
 ) -> sw.Plan:
-    """The plan of a cell: for training the one of ``strategy_ckpt_load_file``, if there is one; and
-    ``strategy_ckpt_save_file`` keeps it."""
-    load, save = (options.strategy_ckpt_load_file, options.strategy_ckpt_save_file) if cell.training else ("", "")
+    """The plan of a cell: for training the one of ``strategy_ckpt_load_file``, if there is one."""
+    load = options.strategy_ckpt_load_file if cell.training else ""
     if options.fusion_cuts:
         raise ValueError(
             problem(
@@ -311,11 +312,15 @@ def _decided(
                 fix="comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB",
             )
         )
-    plan = sw.Plan.load(load) if load else _plan(cell, model, args, kwargs, counts, options)
-    if save:
-        Path(save).parent.mkdir(parents=True, exist_ok=True)
-        plan.save(save)
-    return plan
+    return sw.Plan.load(load) if load else _plan(cell, model, args, kwargs, counts, options)
+
+
+def _save(plan: sw.Plan, path: Path) -> None:
+    """Write the plan of all ranks to the file of each, which may be one for all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_name(f"{path.name}.{dist.get_rank()}")
+    plan.save(own)
+    own.replace(path)
 
 
 def _plan(

@@ -203,8 +203,8 @@ class LambdaCallback(Callback):
 @dataclass
 class CheckpointConfig:
     """How often, how many and what: every ``save_checkpoint_steps`` steps (0: not) or ``save_checkpoint_seconds``,
-    at most ``keep_checkpoint_max`` files. ``integrated_save``: True would gather whole tensors, which follows in a
-    later version; each rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict."""
+    at most ``keep_checkpoint_max`` files. ``integrated_save``: whole tensors, which all ranks gather, else each
+    rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict."""
 
     save_checkpoint_steps: int = 1
     save_checkpoint_seconds: int = 0
@@ -220,11 +220,6 @@ class CheckpointConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
-        if self.integrated_save:
-            raise NotImplementedError(
-                "CheckpointConfig(integrated_save=True): whole tensors in one file follow in a later version; every "
-                "rank saves its own part (integrated_save=False), and load_checkpoint gives it back"
-            )
 
 
 class ModelCheckpoint(Callback):
@@ -287,7 +282,7 @@ class ModelCheckpoint(Callback):
             else:
                 raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
         saved = self._config.saved_network or params.network
-        save_checkpoint(saved, str(path), append_dict=info, optimizer=params.optimizer)
+        save_checkpoint(saved, str(path), self._config.integrated_save, info, params.optimizer)
         self._files.append(path)
         self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
         while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:

@@ -26,10 +26,11 @@ FORMAT = "shardwise-rank-checkpoint"
 
 class Slice(Parameter):
     """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one. ``is_state``: of an
-    optimizer."""
+    optimizer. ``path``: where it is, or its parameter, in the network that was saved."""
 
     held: Held | None = None
     is_state = False
+    path = ""
 
 
 def save_checkpoint(
@@ -53,24 +54,53 @@ def save_checkpoint(
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
-    kept = {name: (tensor, held(tensor), False) for name, tensor in tensors.items() if not is_elsewhere(tensor)}
-    if integrated_save:
-        kept = {name: (gathered(tensor, held(tensor)), None, False) for name, tensor in tensors.items()}
-    for name, (state, parameter) in ({} if optimizer is None else optimizer.states()).items():
+    kept: dict[str, tuple[torch.Tensor, Held | None, torch.Tensor | None]] = {}  # a tensor, and whose state it is
+    for name, tensor in tensors.items():
+        if integrated_save:
+            kept[name] = gathered(tensor, held(tensor)), None, None
+        elif not is_elsewhere(tensor):
+            kept[name] = tensor, held(tensor), None
+    states: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {} if optimizer is None else optimizer.states()
+    for name, (state, parameter) in states.items():
         holding = held(parameter) if parameter is not None and state.shape == parameter.shape else None
-        if integrated_save and holding is not None and holding.is_split:
-            kept[name] = gathered(state, holding), None, True
+        if integrated_save and holding is not None:
+            kept[name] = gathered(state, holding), None, parameter
         elif integrated_save or parameter is None or not is_elsewhere(parameter):
-            kept[name] = state, holding, True
-    entries = {name: {**_entry(tensor, of), **({"state": True} if is_state else {})}
-               for name, (tensor, of, is_state) in kept.items()}  # fmt: skip
+            kept[name] = state, holding, parameter
+    paths = _paths(save_obj) if isinstance(save_obj, nn.Module) else {}
+    entries = {}
+    for name, (tensor, of, owner) in kept.items():
+        is_state = name not in tensors
+        entries[name] = entry_of(tensor, of) | ({"state": True} if is_state else {})
+        entries[name]["path"] = paths.get(id(owner if is_state else tensors[name]), name)
     path = Path(ckpt_file_name)
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
+    write(path, entries, append_dict or {}, rank())
+
+
+def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], writer: int) -> None:
+    """Write the file of a rank."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": FORMAT, "rank": rank(), "parameters": entries, "info": append_dict or {}}, path)
+    torch.save({"format": FORMAT, "rank": writer, "parameters": entries, "info": info}, path)
 
 
-def _entry(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
+# Attributes by which cells hold the network that they wrap: they lengthen its paths.
+WRAPPING = ("network", "_backbone", "_network")
+
+
+def unwrapped(path: str) -> str:
+    """A path in a network, without the cells around it."""
+    first, _, rest = path.partition(".")
+    return unwrapped(rest) if first in WRAPPING and rest else path
+
+
+def _paths(module: nn.Module) -> dict[int, str]:
+    """The identity of a parameter or buffer -> where it is."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {id(tensor): unwrapped(path) for path, tensor in named}
+
+
+def entry_of(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
     if holding is not None:
         entry |= {
@@ -85,13 +115,13 @@ def _entry(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
 def load_checkpoint(ckpt_file_name: str, net: nn.Module | None = None, strict_load: bool = False) -> dict[str, Any]:
     """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. Raises ValueError for another kind
     of file."""
-    parameters, info, _ = _read(ckpt_file_name)
+    parameters, info, _ = read(ckpt_file_name)
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
     return {**parameters, **info}
 
 
-def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
+def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     """The parameters of a file, what was appended, and the rank that wrote it."""
     path = Path(file)
     if not path.exists():
@@ -114,7 +144,7 @@ def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     parameters: dict[str, Slice] = {}
     for name, entry in content["parameters"].items():
         piece = Slice(entry["data"], name, requires_grad=entry["data"].is_floating_point())
-        piece.is_state = "state" in entry
+        piece.is_state, piece.path = "state" in entry, entry.get("path", name)
         if "layout" in entry:
             mesh = Mesh([(axis, size) for axis, size in entry["mesh"]])
             ranks = tuple(entry.get("ranks", range(mesh.num_devices)))
@@ -128,20 +158,32 @@ def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("data"), torch.Tensor) and len(said) in (0, 3)
 
 
-def load_distributed_checkpoint(network: Any, checkpoint_filenames: Sequence[str]) -> dict[str, Any]:
+def load_distributed_checkpoint(
+    network: Any,
+    checkpoint_filenames: Sequence[str],
+    predict_strategy: Any = None,
+    train_strategy_filename: str | None = None,
+    strict_load: bool = False,
+) -> dict[str, Any]:
     """Join the files of all ranks, whatever their number was, and give the whole to a network, or an optimizer; None:
-    to nobody. Returns it. Raises RuntimeError where a part is missing."""
-    files = [_read(file) for file in checkpoint_filenames]
+    to nobody. Returns it. Raises RuntimeError where a part is missing. The two strategies are taken and not needed:
+    files say what they are parts of, and a network takes its own parts of what is whole."""
+    found, info = joined_files(checkpoint_filenames)
+    if network is not None:
+        load_param_into_net(network, found, strict_load)
+    return {**found, **info}
+
+
+def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]]:
+    """Parameters and states, whole, of the files of ranks, and what was appended to the first."""
+    files = [read(file) for file in names]
     if not files:
         raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
-    names = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
-    found: dict[str, Any] = {name: _joined(name, [own for own in files if name in own[0]]) for name in names}
-    if network is not None:
-        load_param_into_net(network, found)
-    return {**found, **files[0][1]}
+    known = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
+    return {name: of_parts(name, [own for own in files if name in own[0]]) for name in known}, files[0][1]
 
 
-def _joined(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
+def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
     """The whole of a parameter of which every file has a part."""
     first = files[0][0][name]
     if first.held is None or not first.held.layout.positions:
@@ -159,7 +201,7 @@ def _joined(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]
         told = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
         raise RuntimeError(problem(told, fix=f"the files of all {layout.mesh.num_devices} ranks"))
     found = Slice(whole, name, requires_grad=first.requires_grad)
-    found.is_state = first.is_state
+    found.is_state, found.path = first.is_state, first.path
     return found
 
 
