@@ -85,9 +85,11 @@ def value_and_grad(
         raise ValueError(problem("value_and_grad differentiates by nothing", fix="give grad_position or weights"))
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        inputs = list(args)
-        for position in positions:
-            inputs[position] = plain(inputs[position]).detach().requires_grad_()
+        inputs = [plain(own) if place in positions else own for place, own in enumerate(args)]
+        is_inner = any(inputs[position].requires_grad for position in positions)  # of a function that is differentiated
+        if not is_inner:
+            for position in positions:
+                inputs[position] = inputs[position].detach().requires_grad_()
         wanted = [*(inputs[position] for position in positions), *(listed or ())]
         before = [tensor.grad for tensor in listed or ()]
         for tensor in wanted:
@@ -99,15 +101,20 @@ def value_and_grad(
             if not isinstance(loss, torch.Tensor):
                 told = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
                 raise TypeError(problem(told, fix="return tensors, or the loss first, with has_aux=True"))
-        torch.stack([loss.sum() for loss in losses]).sum().backward()
-        grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted)
+        total = torch.stack([loss.sum() for loss in losses]).sum()
+        if is_inner:
+            found = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
+        else:
+            total.backward()
+            found = tuple(tensor.grad for tensor in wanted)
+        grads = tuple(torch.zeros_like(x) if own is None else own for x, own in zip(wanted, found, strict=True))
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
         of_inputs, of_weights = as_tensors[: len(positions)], as_tensors[len(positions) :]
         first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
-        return engine.detached(result), both
+        return (result if is_inner else engine.detached(result)), both
 
     return differentiated
 
