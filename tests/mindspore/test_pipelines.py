@@ -267,6 +267,29 @@ def test_stages_are_those_of_the_cells() -> None:
     assert [stage.placement.ranks for stage in inner.stages] == [(0, 1), (2, 3)]
 
 
+class Tied(nn.Cell):
+    """What crosses is a bare product, and both stages read one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.dense = nn.Embedding(4, 6), nn.Dense(6, 6, has_bias=False)
+        self.product, self.loss = ops.MatMul(transpose_b=True), nn.CrossEntropyLoss()
+        self.norm = nn.LayerNorm((6,))
+        self.table.pipeline_stage = self.dense.pipeline_stage = 0
+        self.norm.pipeline_stage = 1
+
+    def construct(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.dense(x + self.table(labels)))
+        return self.loss(self.product(x, self.table.embedding_table), labels)
+
+
+def test_a_bare_product_crosses_and_a_table_is_in_both_stages() -> None:
+    first, second = planned(Tied()).stages
+    assert "network.dense.weight" in {entry.name for entry in first.parameters}
+    for stage in (first, second):
+        assert "network.table.embedding_table" in {entry.name for entry in stage.parameters}
+
+
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:
     """Row A41, by the library's own simulation of a step."""
     peaks = [planned(Net(), 4, parallel_mode="auto_parallel", search_mode="dynamic_programming",
