@@ -312,7 +312,7 @@ class Pipeline(Split):
                 def alone(count: int) -> Graph:
                     return self._calls.captured(replace(call, arguments=with_samples(call.arguments, count))).graph
 
-                passes = Passes.of(graph, micro_batch, alone)
+                passes = Passes.over(self._calls.model, graph, micro_batch, alone)
                 if dist.get_rank() == 0:
                     announce_statistics(sorted(passes.statistics), stacklevel=5)
             self._ready[key] = self._made(captured, passes, call)
