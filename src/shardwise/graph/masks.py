@@ -84,7 +84,7 @@ class _Rewriting:
                 return made
         keys = emitter.emit(aten.arange.default, seen.num_keys)
         parts = []
-        for bound, data, compare in (("lo", seen.lo, aten.ge.Tensor), ("hi", seen.hi, aten.lt.Tensor)):
+        for bound, data, compare in (("hi", seen.hi, aten.lt.Tensor), ("lo", seen.lo, aten.ge.Tensor)):
             if not torch.equal(data, getattr(seen.every(), bound)):
                 limit = emitter.emit(aten.unsqueeze.default, self._constant(bound, data, emitter), 1)
                 parts.append(emitter.emit(compare, keys, limit))
