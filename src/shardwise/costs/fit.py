@@ -56,7 +56,7 @@ class CollectiveTime:
 @dataclass(frozen=True, slots=True)
 class Measurements:
     """What was measured on a machine. ``sizes``: of its levels, innermost first. ``overlap``: the part of a collective
-    that matmuls at the same time do not notice. ``facts``: date, versions, backend."""
+    that matmuls at the same time do not notice. ``fresh_bandwidth``: as of a device. ``facts``: versions, backend."""
 
     device: str
     memory_bytes: float
@@ -66,6 +66,7 @@ class Measurements:
     streams: tuple[StreamTime, ...]
     collectives: tuple[CollectiveTime, ...]
     overlap: float = 1.0
+    fresh_bandwidth: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -174,6 +175,7 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         matmul_efficiency=Figures(dict.fromkeys(rates, 1.0)),
         matmul_half_flops=median(ramps) * max(rates.values()),
         overlap=measured.overlap,
+        fresh_bandwidth=measured.fresh_bandwidth,
         foreach=not measured.facts.get("backend", "").startswith("gloo"),  # ranks on CPUs
     )
     if like is None:
