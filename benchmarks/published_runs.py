@@ -5,7 +5,8 @@ with its own settings. The model is Megatron's GPT as in ``published_memory.py``
 and rows split over ``tp`` (sequence parallelism where the row has it), and one pass of one and of two layers is
 simulated, so that their difference is a layer and the rest embedding, head and loss. The rest is closed form:
 
-* stages: one pass after the other (1F1B), ``(passes + (pp - 1) / vpp)`` times the slowest stage and its messages;
+* stages: one pass after the other (1F1B): ``passes`` times the slowest, with the head, and ``(pp - 1) / vpp`` times
+  the others, with their messages;
 * full recompute: forward once more; selective: attention's scores once more, which is counted as nothing;
 * data parallelism: the gradients of a stage, reduced after the last pass (Megatron), or parameters gathered and
   gradients scattered beside each layer's computation (FSDP), of which the longer counts;
@@ -193,12 +194,12 @@ def seconds_of(row: Row) -> float:
         forward, backward = max(layer.forward, gather), max(layer.backward + again, gather + scatter)
         outer = 3 * links.seconds("all_gather", over, 2 * ends) if over else 0.0
         return passes * (layers * (forward + backward) + rest + outer) + _update(cluster, held / dp)
-    stage = layers * (layer.forward + layer.backward + again) + rest
+    stage = layers * (layer.forward + layer.backward + again)
     sent = 2 * row["micro_batch"] * row["seq"] * arch["hidden"] / tp  # scattered over tp on its way, as Megatron does
     message = 2 * vpp * links.seconds("collective_permute", links.mesh.expand("pp"), sent) if pp > 1 else 0.0
     reduce = links.seconds("all_reduce", over, 2 * held) if over else 0.0
     update = _update(cluster, held / (dp if row["zero"] else 1))
-    return (passes + (pp - 1) / vpp) * (stage + message) + reduce + update
+    return passes * (stage + rest + message) + (pp - 1) / vpp * (stage + message) + reduce + update
 
 
 def _update(cluster: Cluster, numel: float) -> float:
