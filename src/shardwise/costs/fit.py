@@ -67,8 +67,8 @@ class KernelTime:
 class Measurements:
     """What was measured on a machine. ``sizes``: of its levels, innermost first. ``overlap``: the part of a collective
     that matmuls at the same time do not notice. ``kernels``, ``launch``, ``host_bandwidth``, ``reserve_bytes``: those
-    of GPUs; what is 0 was not measured. ``noise``: by how much the middle one of several rounds was slower than the
-    fastest, half of all times less. ``facts``: date, versions, backend."""
+    of GPUs; what is 0 was not measured. ``fresh_bandwidth``: as of a device. ``noise``: by how much the middle one of
+    several rounds was slower than the fastest, half of all times less. ``facts``: date, versions, backend."""
 
     device: str
     memory_bytes: float
@@ -83,6 +83,7 @@ class Measurements:
     host_bandwidth: float = 0.0
     reserve_bytes: float = 0.0
     noise: float = 0.0
+    fresh_bandwidth: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -203,6 +204,7 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         matmul_efficiency=Figures(dict.fromkeys(rates, 1.0)),
         matmul_half_flops=median(ramps) * max(rates.values()),
         overlap=measured.overlap,
+        fresh_bandwidth=measured.fresh_bandwidth,
         foreach=not measured.facts.get("backend", "").startswith("gloo"),  # ranks on CPUs
     )
     if like is None:

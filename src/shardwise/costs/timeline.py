@@ -45,7 +45,8 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
     """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
-    update; ``communication``: of all messages; ``exposed``: how long operators wait for messages; ``peak``: the most
+    update; ``communication``: of all messages; ``exposed``: how long operators wait for messages, or are slowed down by
+    them; ``peak``: the most
     memory; ``events``: by their start on every stream."""
 
     seconds: float
@@ -218,9 +219,18 @@ class Timeline:
     def _work(self, name: str, seconds: float) -> None:
         beside = max((self.copied.get(to, 0.0) for to in ("host", "device")), default=0.0) - self.now
         seconds += BESIDE_COPIES * min(seconds, max(beside, 0.0))
-        self.events.append(Event(name, self.part, (), self.now, seconds))
-        self.now += seconds
         self.compute += seconds
+        taken = self._beside_messages(seconds)
+        self.events.append(Event(name, self.part, (), self.now, taken))
+        self.now += taken
+
+    def _beside_messages(self, seconds: float) -> float:
+        """How long so many seconds of work take, of which only the device's ``overlap`` gets done while messages are on
+        their way. What it loses counts as exposed."""
+        sent, rate = max(self.free.values(), default=0.0) - self.now, self.prices.device.overlap
+        if sent <= 0:
+            return seconds
+        return seconds / rate if seconds < rate * sent else seconds + (1 - rate) * sent
 
     def _message(self, collectives: tuple[Collective, ...]) -> float:
         """When collectives, one after the other, are done that could start now."""

@@ -113,6 +113,7 @@ def measure(effort: Effort) -> Measurements:
         host_bandwidth=host_bandwidth(watch.seconds, device, 2**26) if on_gpu else 0.0,
         reserve_bytes=_reserve(device) if on_gpu else 0.0,
         noise=noise_of(matmuls, streams, collectives, kernels),
+        fresh_bandwidth=_fresh_bandwidth(watch, effort) if device.type == "cpu" else 0.0,
         facts=_facts(),
     )
 
@@ -190,6 +191,14 @@ def _streams(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[St
         left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
         seconds = watch.seconds(partial(torch.add, left, right, out=out))
         yield StreamTime(3.0 * num_bytes, seconds)
+
+
+def _fresh_bandwidth(watch: _Watch, effort: Effort) -> float:
+    """What the system hands out of memory a second: an addition with and without a new result, of 48 MiB."""
+    left = torch.ones(12 * 2**20)
+    out = torch.empty_like(left)
+    new, old = watch.fastest((lambda: left + left, lambda: torch.add(left, left, out=out)), effort.rounds)
+    return left.nbytes / (new - old) if new > old else 0.0
 
 
 def _collectives(

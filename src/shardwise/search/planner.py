@@ -304,7 +304,7 @@ def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Predictio
     """The prediction with the seconds of the program that the plan is."""
     domains = search.cost.domains
     free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
-    price = price_program(spmd, domains.prices, free)
+    price = price_program(spmd, domains.prices, free, domains.windows)
     return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
 
 
