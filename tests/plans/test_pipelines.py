@@ -3,6 +3,7 @@ what a pipeline can do wrong."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -111,6 +112,53 @@ def test_the_file_holds_stages_and_the_printed_plan_shows_them() -> None:
     assert "stage 1: Mesh" in text
     with pytest.raises(sw.PlanError, match="2 stages"):
         _ = found.mesh
+
+
+@pytest.fixture(scope="module")
+def solved() -> sw.Plan:
+    return plan(schedule="solved", stages=4, search="dynamic_programming")
+
+
+def test_a_solved_order_is_in_the_file_and_proven(solved: sw.Plan) -> None:
+    assert solved.schedule == "Solved"
+    assert len(solved.order) == 2
+    assert sw.Plan.from_json(solved.to_json()) == solved
+    usual = plan(schedule="ZBVZeroBubble", stages=4, search="dynamic_programming")
+    assert solved.pipeline is not None
+    assert usual.pipeline is not None
+    assert usual.pipeline.bound_seconds == pytest.approx(solved.pipeline.bound_seconds)
+    assert solved.pipeline.bound_seconds <= solved.pipeline.step_seconds <= usual.pipeline.step_seconds
+    assert "no order of these stages takes less than" in str(solved)
+    report = sw.verify(Staged(), BATCH, solved)
+    assert report.ok, str(report)
+
+
+WRONG_ORDERS: dict[str, tuple[Callable[[list[str]], Any], str]] = {
+    "one is lost": (lambda lines: [lines[0].rpartition(" ")[0], lines[1]], "has 47 actions; 4 micro-batches in 2"),
+    "one is twice": (lambda lines: [lines[0] + " " + lines[0].split()[0], lines[1]], "has 49 actions"),
+    "on another place": (lambda lines: lines[::-1], "on place"),
+    "a deadlock": (lambda lines: [" ".join(reversed(lines[0].split())), lines[1]], "wait for each other"),
+    "no action": (lambda lines: ["0X0", lines[1]], "'0X0', which is no action"),
+    "no text": (lambda lines: [3, lines[1]], "order[0] is 3"),
+    "none": (lambda lines: [], "has 0 actions"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ORDERS)
+def test_a_wrong_order_in_a_file_is_refused(case: str, solved: sw.Plan) -> None:
+    broken, text = WRONG_ORDERS[case]
+    data = json.loads(solved.to_json())
+    data["order"] = broken(data["order"])
+    with pytest.raises(sw.PlanError) as error:
+        sw.Plan.from_json(json.dumps(data), edited=True)
+    assert text in str(error.value), str(error.value)
+
+
+def test_an_order_belongs_to_a_solved_schedule(solved: sw.Plan) -> None:
+    data = json.loads(solved.to_json())
+    for changed, text in (({"schedule": "ZBVZeroBubble"}, "order is for a solved schedule"), ({"order": 3}, "a list")):
+        with pytest.raises(sw.PlanError, match=text):
+            sw.Plan.from_json(json.dumps({**data, **changed}), edited=True)
 
 
 def test_micro_batches_are_chosen_by_price() -> None:

@@ -67,10 +67,12 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
-    """A simulated step: its seconds, and the share of all places' time in which they wait."""
+    """A simulated step: its seconds, and the share of all places' time in which they wait. ``bound_seconds``: what no
+    order of these stages on these places takes less than (0: not known)."""
 
     step_seconds: float
     bubble: float
+    bound_seconds: float
     stages: tuple[StagePrediction, ...]
 
 

@@ -37,7 +37,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import SCHEDULES
+from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.plans.stages import Bound, bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
 from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen
@@ -97,7 +97,7 @@ class Pipeline(Split):
         weights: str | Path | None = None,
     ) -> None:
         super().__init__()
-        self.plan, self.device, self.schedule = plan, settings.device, SCHEDULES[plan.schedule]
+        self.plan, self.device, self.schedule = plan, settings.device, schedule_of(plan.schedule, plan.order)
         name, rank = type(module).__name__, dist.get_rank()
         self._everyone = Communicator(Placement.whole(Mesh(rank=dist.get_world_size())), name)
         self._places = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))

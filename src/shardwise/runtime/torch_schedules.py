@@ -5,7 +5,8 @@ is asked for a forward, a backward, or a part of one, of a micro-batch, and does
 autograd.
 
 What is used of torch without being public: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
-``PipelineStage``, which run a stage, and ``pipeline_order`` of schedules. Nothing outside this file knows of them.
+``PipelineStage``, which run a stage, ``pipeline_order`` of schedules, and ``_PipelineScheduleRuntime``, which runs an
+order that is given to it. Nothing outside this file knows of them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from shardwise.costs.pipeline import Action, Kind, Order
-from shardwise.plans.schedule import Schedule
+from shardwise.plans.schedule import SCHEDULES, Schedule, format_order
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
@@ -114,7 +115,10 @@ class Scheduled:
         if schedule.stages_per_place > 1:
             settings["backward_requires_autograd"] = False
         given: Any = stages if schedule.stages_per_place > 1 else stages[0]
-        self._schedule: Any = get_schedule_class(schedule.name)(given, num_micro_batches, **settings)
+        if schedule.is_solved:
+            self._schedule: Any = _in_order(schedule, stages, num_micro_batches, settings)
+        else:
+            self._schedule = get_schedule_class(schedule.name)(given, num_micro_batches, **settings)
 
     def step(self) -> list[Tensor]:
         """Forward and backward of all micro-batches: their losses, in order, where the last stage is."""
@@ -134,12 +138,26 @@ class Scheduled:
         return []
 
 
+def _in_order(schedule: Schedule, stages: list[_Stage], num_micro_batches: int, settings: dict[str, Any]) -> Any:
+    """torch's runtime of an order that is not its own."""
+    made: Any = _PipelineScheduleRuntime(stages, num_micro_batches, **settings)
+    lines = (line.split() for line in format_order(schedule.actions))
+    made.pipeline_order = {place: [_Action.from_str(text) for text in line] for place, line in enumerate(lines)}
+    made._prepare_schedule_with_comms(made.pipeline_order)  # sets where every stage is, too
+    return made
+
+
 def _is_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
 def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Order:
-    """What every place does, in torch's order. No process group is needed."""
+    """What every place does: in the solved order, or in torch's. Until an order is solved, that of the schedule that
+    takes its place. No process group is needed."""
+    if schedule.actions:
+        return schedule.actions
+    if schedule.is_solved:
+        schedule = SCHEDULES[schedule.instead]
     found: list[tuple[Action, ...]] = []
     num_stages = num_places * schedule.stages_per_place
     stages = [
