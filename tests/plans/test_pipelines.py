@@ -15,8 +15,11 @@ from torch import nn
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import Action, StageSeconds, simulate_pipeline
+from shardwise.graph.ir import Graph
 from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.programs.spmd import Spmd
 from shardwise.proof import stages as proof
+from shardwise.runtime.shards import shard
 from shardwise.runtime.torch_schedules import order_of
 
 BATCH = staged_batch(8)
@@ -236,12 +239,32 @@ def swapped(self: Any, stage: int, micro_batch: int, size: int) -> None:
     self.sent[stage, micro_batch].reverse()
 
 
+def mixed_up(self: Any, stage: int, micro_batch: int, size: int) -> None:
+    """What one micro-batch sends goes into another."""
+    FORWARD(self, stage, micro_batch, size)
+    if micro_batch == 1 and stage == 0:
+        self.sent[stage, 0], self.sent[stage, 1] = self.sent[stage, 1], self.sent[stage, 0]
+
+
+def stale(self: Any, part: Graph, spmd: Spmd, own: Any, device: int, *args: Any) -> Any:
+    """A stage runs on the weights with which it began, whatever its optimizer made of them."""
+    binding = BOUND(self, part, spmd, own, device, *args)
+    for source in part.sources:
+        if source.names[0] == "blocks.2.weight":
+            layout = spmd.layouts[source.value]
+            binding[source.value] = shard(self.ranks.full[source.names[0]], layout, spmd.mesh.coordinates(device))
+    return binding
+
+
 BACKWARD, FORWARD, ADD_SHARED = proof._Run._backward, proof._Run._forward, proof.Pipelined._add_shared
+BOUND = proof._Run._bound
 MUTATIONS: dict[str, Any] = {
     "a micro-batch whose weights are lost": (proof._Run, "_backward", lost),
     "gradients divided by the micro-batches": (proof.Pipelined, "_add_shared", scaled),
     "tied gradients that are not added": (proof.Pipelined, "_add_shared", lambda self: None),
     "devices that are exchanged at a boundary": (proof._Run, "_forward", swapped),
+    "micro-batches that are exchanged at a boundary": (proof._Run, "_forward", mixed_up),
+    "a stage with stale weights": (proof._Run, "_bound", stale),
 }
 
 
@@ -253,4 +276,4 @@ def test_the_proof_sees_it(case: str, dropped: tuple[Staged, sw.Plan]) -> None:
         found = plan(model)
         assert sw.verify(model, BATCH, found, steps=1).ok
     with mock.patch.object(owner, name, broken):
-        assert not sw.verify(model, BATCH, found, steps=1).ok
+        assert not sw.verify(model, BATCH, found, steps=2 if "stale" in case else 1).ok
