@@ -29,6 +29,10 @@ class Action:
     kind: Kind
     micro_batch: int
 
+    def __str__(self) -> str:
+        part = f"backward ({self.kind} part)" if self.kind in ("input", "weight") else self.kind
+        return f"{part} of micro-batch {self.micro_batch}"
+
 
 Order = tuple[tuple[Action, ...], ...]  # per place
 
