@@ -116,9 +116,10 @@ def plan(
     where ``sw.stage`` says; every stage has an equal part of the devices, and ``mesh`` is that of a stage. ``"auto"``:
     how many (one is no pipeline), which schedule and which micro-batch is chosen by price, for the samples of a step
     (``plans.joint``); ``plan.explain("stages")`` says what was tried.
-    ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default ``"1F1B"``. Looped
-    and folded schedules have two stages on every part of the devices. Without ``micro_batch`` a search by price chooses
-    it; other modes take the largest under which the schedule is full.
+    ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default ``"1F1B"``; or
+    ``"Solved"``: an order that is searched for these stages, within the memory. All but the first two have two stages
+    on every part of the devices. Without ``micro_batch`` a search by price chooses it; other modes take the largest
+    under which the schedule is full.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
     loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
