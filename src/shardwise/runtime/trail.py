@@ -7,6 +7,7 @@ rank is busy follows (``train.meeting``).
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterator
@@ -32,12 +33,21 @@ class Trail:
             return
         self._page = page = Page(path)
 
-        def beat() -> None:
-            while True:
-                page.beat(time.monotonic())
-                time.sleep(_BEAT_SECONDS)
+        ends = threading.Event()
 
-        threading.Thread(target=beat, daemon=True, name="shardwise-beats").start()
+        def beat() -> None:
+            while not ends.is_set():
+                page.beat(time.monotonic())
+                ends.wait(_BEAT_SECONDS)
+
+        def end() -> None:  # what the interpreter still does is not to be watched
+            ends.set()
+            thread.join()
+            page.beat(0.0)
+
+        thread = threading.Thread(target=beat, daemon=True, name="shardwise-beats")
+        thread.start()
+        atexit.register(end)
 
     def step_done(self, step: int) -> None:
         if self._page is not None:
