@@ -19,14 +19,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwise.errors import LaunchError, problem
+from shardwise.launch import bootstrap
 from shardwise.launch.job import Job, say
 from shardwise.launch.processes import Failure
 from shardwise.launch.watching import Watch
 from shardwise.launch.zygote import Zygote
-from shardwise.runtime.generation import GENERATION, Generation
+from shardwise.runtime.generation import GENERATION, Generation, plan_file
+from shardwise.runtime.pages import Seen
 
 _SAME_ERROR = 2  # times that an exception of the script may end a generation without a step in between
 
@@ -72,6 +74,8 @@ class Agent:
     caught: list[int]
     zygote: Zygote | None = None
     step: int = -1  # the last one of which a rank said that it was done
+    num_spares: int = 0  # that are left
+    planned: set[int] = field(default_factory=set)  # numbers of ranks
     num_failures: int = 0  # since the last step
     num_errors: int = 0  # of the script, since the last step
 
@@ -79,7 +83,7 @@ class Agent:
         """The exit code of the job."""
         slots = list(range(self.num_ranks))
         spares = list(range(self.num_ranks, self.num_ranks + self.settings.spares))
-        suspect = False
+        self.num_spares, suspect = len(spares), False
         for number in itertools.count():
             code, job = self._run_generation(Generation(number, self.memory, suspect), slots)
             if job.cause is None:  # all ended well, or somebody interrupts
@@ -88,7 +92,7 @@ class Agent:
             if not self._may_go_on(lost):
                 return code
             slots, spares, how = self._next(slots, lost.rank, spares)
-            suspect = lost.differs
+            self.num_spares, suspect = len(spares), lost.differs
             step = f" after step {self.step}" if self.step >= 0 else ""
             say(f"rank {lost.rank} {lost.describe()}{step}; generation {number + 1} goes on {how}")
         raise AssertionError("the count of generations has no end")
@@ -97,7 +101,14 @@ class Agent:
         shared = {**self.environment(slots), GENERATION: generation.to_text()}
         job = self.make_job(tempfile.mkdtemp(prefix="generation-", dir=self.scratch))
         job.spawn, job.abandons = self._living_zygote().spawn, True
-        job.watch = Watch(self.settings.silent_seconds, self.settings.idle_seconds)
+        watch = Watch(self.settings.silent_seconds, self.settings.idle_seconds)
+
+        def look(pages: dict[int, Seen]) -> tuple[int, str] | None:
+            if any(seen.step > self.step for seen in pages.values()):
+                self._plan_ahead(generation, slots)
+            return watch(pages)
+
+        job.watch = look
         try:
             for rank in range(len(slots)):
                 job.start(self.command, rank, {**shared, "LOCAL_RANK": str(rank)})
@@ -107,6 +118,27 @@ class Agent:
             if step > self.step:
                 self.step, self.num_failures, self.num_errors = step, 0, 0
             job.kill()
+
+    def _plan_ahead(self, generation: Generation, slots: Sequence[int]) -> None:
+        """Have the plan made that the next loss will ask for, if the script makes its plans by ``sw.planned``."""
+        size = len(slots) - 1
+        now, later = (os.path.join(self.memory, plan_file(count, 0)) for count in (len(slots), size))
+        if size in self.planned or size < self._fewest or self.num_spares or not os.path.exists(now):
+            return
+        self.planned.add(size)
+        if os.path.exists(later):
+            return
+        rehearsal = replace(generation, rehearses=True).to_text()
+        record = os.path.join(self.scratch, f"rehearsal-{size}.json")
+        names = {GENERATION: rehearsal, "RANK": "0", "LOCAL_RANK": "0", bootstrap.FAILURE_FILE: record}
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with contextlib.suppress(OSError):
+            self._living_zygote().spawn(self.command, {**self.environment(slots[:-1]), **names}, nowhere, nowhere)
+        os.close(nowhere)
+
+    @property
+    def _fewest(self) -> int:
+        return self.num_ranks if self.settings.min_ranks is None else self.settings.min_ranks
 
     def _living_zygote(self) -> Zygote:
         if self.zygote is None or not self.zygote.alive:  # if somebody killed it, all ranks ended with it
@@ -137,8 +169,7 @@ class Agent:
             chosen, *rest = spares
             how = f"with slot {chosen} in place of slot {slot}"
             return [chosen if one == slot else one for one in slots], rest, how
-        fewest = self.num_ranks if self.settings.min_ranks is None else self.settings.min_ranks
-        if len(slots) > fewest:
+        if len(slots) > self._fewest:
             left = [one for one in slots if one != slot]
             return left, spares, f"with {len(left)} ranks, without slot {slot}"
         return slots, spares, f"with a fresh process on slot {slot}"

@@ -35,6 +35,7 @@ PRELOADED = (
     "shardwise.train.trainer",
     "rich.progress",
 )
+_LEAST_URGENT = 19  # the niceness of a process that only plans ahead
 _POLL_SECONDS = 0.01
 _START_SECONDS = 120.0  # for the imports, on a machine that does other things as well
 
@@ -178,10 +179,13 @@ def _fork(connection: socket.socket, request: Any, output: list[int], others: Se
 def _become_a_rank(command: list[str], environment: dict[str, str], parent: int) -> None:
     """What a fresh interpreter would do in this environment. Never returns."""
     from shardwise.launch import bootstrap
+    from shardwise.runtime.generation import GENERATION
 
     os.environ.clear()
     os.environ.update(environment)
     os.environ[bootstrap.LAUNCHER_PID] = str(parent)
+    if json.loads(environment.get(GENERATION, "{}")).get("rehearses"):
+        os.nice(_LEAST_URGENT)
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -33,4 +33,9 @@ def read_generation(environment: Mapping[str, str]) -> Generation | None:
     return None if text is None else Generation(**json.loads(text))
 
 
-__all__ = ["GENERATION", "Generation", "read_generation"]
+def plan_file(num_ranks: int, turn: int) -> str:
+    """The name of a plan in the folder: the script's ``turn``-th, for so many ranks."""
+    return f"plan-{turn}-of-{num_ranks}-ranks.json"
+
+
+__all__ = ["GENERATION", "Generation", "plan_file", "read_generation"]
