@@ -85,11 +85,8 @@ class Agent:
         spares = list(range(self.num_ranks, self.num_ranks + self.settings.spares))
         self.num_spares, suspect = len(spares), False
         for number in itertools.count():
-            code, job = self._run_generation(Generation(number, self.memory, suspect), slots)
-            if job.cause is None:  # all ended well, or somebody interrupts
-                return code
-            lost = culprit(job, job.cause)
-            if not self._may_go_on(lost):
+            code, lost = self._run_generation(Generation(number, self.memory, suspect), slots)
+            if lost is None or not self._may_go_on(lost):
                 return code
             slots, spares, how = self._next(slots, lost.rank, spares)
             self.num_spares, suspect = len(spares), lost.differs
@@ -97,7 +94,8 @@ class Agent:
             say(f"rank {lost.rank} {lost.describe()}{step}; generation {number + 1} goes on {how}")
         raise AssertionError("the count of generations has no end")
 
-    def _run_generation(self, generation: Generation, slots: Sequence[int]) -> tuple[int, Job]:
+    def _run_generation(self, generation: Generation, slots: Sequence[int]) -> tuple[int, Failure | None]:
+        """(exit code, the rank that was lost; None where all ended well, or somebody interrupts)."""
         shared = {**self.environment(slots), GENERATION: generation.to_text()}
         job = self.make_job(tempfile.mkdtemp(prefix="generation-", dir=self.scratch))
         job.spawn, job.abandons = self._living_zygote().spawn, True
@@ -112,7 +110,8 @@ class Agent:
         try:
             for rank in range(len(slots)):
                 job.start(self.command, rank, {**shared, "LOCAL_RANK": str(rank)})
-            return job.run(), job
+            code = job.run()
+            return code, None if job.cause is None else culprit(job, job.cause)
         finally:
             step = max((rank.page.read().step for rank in job.ranks), default=-1)
             if step > self.step:
