@@ -46,7 +46,9 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygote, "PRELOADED", ())
 
 
-def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_killed_rank(job: Job, tmp_path: Path) -> None:
+def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_killed_rank(
+    job: Job, tmp_path: Path
+) -> None:
     body = """
     print(generation, rank, size, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["LOCAL_RANK"])
     if rank == (1, 0, 1, -1)[generation]:
