@@ -30,7 +30,7 @@ from shardwise.runtime.trail import trail
 from shardwise.train.rounds import Rounds, slowness
 from shardwise.train.snapshots import snapshots_in
 from train import elastic_run
-from train.runs import batch, split
+from train.runs import make, split
 
 RunRanks = Callable[..., list[Any]]
 SCRIPT = str(Path(elastic_run.__file__))
@@ -91,7 +91,7 @@ def keeping(memory: str) -> None:
     states: list[list[torch.Tensor]] = []
 
     def state() -> list[torch.Tensor]:
-        kept = [t for p in par.parameters() for t in optimizer.state.get(p, {}).values()]
+        kept = [t for p in par.parameters() for _, t in sorted(optimizer.state.get(p, {}).items())]
         return [t.detach().clone() for t in (*par.parameters(), *par.buffers(), *kept)]
 
     for step in range(1, 5):
@@ -109,7 +109,7 @@ def keeping(memory: str) -> None:
     def again(number: int, suspect: bool = False) -> tuple[int, sw.Parallel]:
         os.environ[GENERATION] = Generation(number, memory, suspect).to_text()
         nonlocal par, optimizer
-        par = split("zero2", seed=3)
+        par = sw.parallelize(make(3), par.plan, seed=8)
         optimizer = torch.optim.AdamW(par.parameters(), lr=0.5)
         other = sw.DataLoader(elastic_run.data(), par, 12, seed=5)
         new = sw.Recovery(par, optimizer, data=other)
@@ -133,7 +133,7 @@ def keeping(memory: str) -> None:
 def full(memory: str) -> None:
     """On a rank: there is no room for the second copy, on one of them."""
     os.environ[GENERATION] = Generation(0, memory).to_text()
-    par = split("dp2")
+    par = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(par.parameters())
     recovery = sw.Recovery(par, optimizer)
     recovery.resume()
@@ -142,7 +142,7 @@ def full(memory: str) -> None:
         warnings.simplefilter("always")
         allocate.side_effect = no_room if dist.get_rank() else None
         for step in range(1, 3):
-            par.step(*batch(step))
+            par(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             recovery.keep(step)
     said = [str(one.message) for one in caught if one.category is PlanWarning]

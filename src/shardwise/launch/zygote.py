@@ -11,6 +11,7 @@ their output), and hears their process ids and how they end. This file is execut
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -216,6 +217,8 @@ def _main(descriptor: int, launcher_pid: int, modules: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in modules:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what was imported stays: no rank needs to look through it, and its pages remain shared
     _serve(socket.socket(fileno=descriptor))
 
 
