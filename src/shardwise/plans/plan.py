@@ -37,6 +37,7 @@ from shardwise.plans.entries import (
 from shardwise.plans.file import VERSION, check_names, checked_body, digest_of, format_ranks, settings_of, stage_body
 from shardwise.plans.precision import precision_body
 from shardwise.plans.printing import format_plan
+from shardwise.plans.survival import Survival, survival
 from shardwise.texts import MAX_FILE, check_texts, read_text
 
 _NUM_SHOWN = 20  # faults of a plan in one message
@@ -226,6 +227,11 @@ class Plan:
     def diff(self, other: Plan) -> Difference:
         """What another plan does differently."""
         return difference(self, other)
+
+    def survives(self, ranks_per_machine: int = 1) -> Survival:
+        """Which losses of ranks cost nothing, because others hold the same, which cost how much, and what the cheapest
+        extra copies would be; printable. ``ranks_per_machine``: ranks that are lost together."""
+        return survival(self, ranks_per_machine)
 
     def __str__(self) -> str:
         return format_plan(self)
