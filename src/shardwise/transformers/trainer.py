@@ -223,7 +223,11 @@ class ShardwiseTrainer(transformers.Trainer):
             self._num_compared += 1
             fix = "let data sets and collators draw the same on every rank, from one seed"
             check_same(dict(inputs), "another batch", fix)
-        return super().training_step(model, inputs, num_items_in_batch)
+        return super().training_step(self._known(model), inputs, num_items_in_batch)
+
+    def _known(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What stands for a parallel model where its class and configuration count: in losses."""
+        return self._front if model is self._parallel and self._front is not None else model
 
     def compute_loss(
         self,
@@ -251,7 +255,7 @@ class ShardwiseTrainer(transformers.Trainer):
     ) -> Any:
         self._loss_only = prediction_loss_only
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+            return super().prediction_step(self._known(model), inputs, prediction_loss_only, *args, **kwargs)
         finally:
             self._loss_only = False
 
