@@ -78,6 +78,8 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
                 continue
             is_parameter = origin in parameters
             seconds = conversion_seconds(conversion, prices, is_parameter=is_parameter)
+            if conversion.value in spmd.lifetimes.once:
+                seconds /= prices.passes
             if conversion.result in spmd.lifetimes.conversions:
                 forward = replace(conversion, differentiable=False)
                 seconds += conversion_seconds(forward, prices, is_parameter=is_parameter)

@@ -237,13 +237,8 @@ class Parallel(Split):
                 found.append(self._own_part(rows, layout) if batch is None else rows)
             return found
 
-        check = self._replicas if self.training else None
-        is_checked = check is not None and check.is_due()
-
-        def run(compiled: Compiled, sources: Sequence[torch.Tensor]) -> Any:
-            return check.run(compiled.step, sources, ()) if check is not None and is_checked else compiled.step(sources)
-
-        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, run)
+        check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
+        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check)
 
     def _cuts_parts(self, step: StepInPasses, batch: Batch, split: frozenset[str]) -> bool:
         """Whether a pass takes the same share of every rank's part of a batch, as its program wants it; else the parts

@@ -336,7 +336,7 @@ class _Builder:
                 # A parameter is counted where it is stored, any other value, and a parameter's cast, here.
                 copied = _copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
-            return self._placed(seconds * times, held, traffic)
+            return self._placed(seconds * times * self._share_of_pass(routes, made, nodes, traffic), held, traffic)
 
         key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, stored_as_it_is)
         self._factor((maker, variable), key, table, partial(_sent, routes, made, nodes))
@@ -368,6 +368,7 @@ class _Builder:
         )
         dropped = self._is_dropped(name)
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
+        is_once = isinstance(maker, StorageVariable) and len(positions) == 1
 
         def table() -> Components:
             seconds = np.zeros((len(made), len(domain)))
@@ -379,7 +380,8 @@ class _Builder:
                 fresh = np.ones(len(domain))
                 for other in done:  # two operands in the same layout share the conversion
                     fresh *= nodes != other
-                seconds += self._between(routes, made, nodes) * fresh[None, :]
+                sent = self._between(routes, made, nodes) * self._share_of_pass(routes, made, nodes, is_once)
+                seconds += sent * fresh[None, :]
                 if position in domain.keeps and not dropped:
                     copied = _copied(routes, made, nodes)
                     if computed:
@@ -388,13 +390,13 @@ class _Builder:
                 done.append(nodes)
             return self._placed(seconds * times, held, traffic)
 
-        def sent() -> Floats:
+        def transient() -> Floats:
             tables = [_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
             most: Floats = np.max(tables, axis=0)
             return most
 
-        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped)
-        self._factor((home, variable), key, table, sent)
+        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, is_once)
+        self._factor((home, variable), key, table, transient)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
         """[strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
@@ -407,6 +409,15 @@ class _Builder:
                 routes = self.domains.routes(name)
                 total += routes.numel[nodes] * routes.tensor.grad_itemsize
         return total
+
+    def _share_of_pass(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
+        """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
+        that is no smaller than what operators use, unless it is gathered again (``programs.once``)."""
+        passes = self.domains.prices.passes
+        if not is_once or passes == 1 or self.again.gathers:
+            return 1.0
+        keeps_size = routes.numel[made][:, None] == routes.numel[nodes][None, :]
+        return np.where(keeps_size, 1 / passes, 1.0)
 
     @staticmethod
     def _between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
