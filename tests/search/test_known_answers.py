@@ -188,7 +188,7 @@ def test_llama_8b_is_data_parallel_on_a_node_and_ulysses_inside_the_nodes_of_32(
     plan = _auto(module, inputs, "h100-32x8", sw.Mesh(dp=32, tp=8), memory_bytes=room)
     layer = "model.layers.0."
     assert {own for name, own in strategies(plan, *MATMULS).items() if name.startswith(layer)} == {"b@dp m@tp"}
-    assert of(plan, f"{layer}self_attn/scaled_dot_product_attention") == "b@dp h.0@tp"
+    assert of(plan, f"{layer}self_attn/scaled_dot_product_attention") == "b@dp g@tp"
     assert of(plan, "lm_head/linear") == "b@dp n@tp"
     assert of(plan, "/cross_entropy_loss") == "n.0@dp c@tp"
 

@@ -201,9 +201,16 @@ class Cluster:
 
     @staticmethod
     def local(num_devices: int) -> Cluster:
-        """Devices of this machine: CPU ranks, with the figures of ``clusters/local.toml``; ``shardwise calibrate``
-        measures those of yours."""
-        return Cluster.load("local").with_devices(num_devices).renamed("local")
+        """Devices of this machine: its GPUs, with their own memory, the links between them and the figures of the
+        bundled cluster of their name; where there is none, CPU ranks, which share the machine's memory (or what control
+        groups leave of it) and have the figures of ``clusters/local.toml``. More devices than GPUs: so many machines
+        like this one. What was assumed is printed; ``shardwise calibrate`` measures.
+
+        Raises ShardwiseError for a number that is no multiple of the GPUs here, and for a GPU without free memory.
+        """
+        from shardwise.costs.machine import local
+
+        return local(num_devices)
 
     def with_devices(self, num_devices: int) -> Cluster:
         """The same hardware with fewer devices: inner levels are filled first.

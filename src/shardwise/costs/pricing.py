@@ -82,6 +82,8 @@ def price_program(
             is_parameter = origin in parameters
             seconds = conversion_seconds(conversion, prices, is_parameter=is_parameter)
             hidden = min(seconds, (windows or {}).get(origin, seconds))
+            if conversion.value in spmd.lifetimes.once:
+                seconds, hidden = seconds / prices.passes, hidden / prices.passes
             if conversion.result in spmd.lifetimes.conversions:  # gathered again in backward
                 forward = replace(conversion, differentiable=False)
                 again = conversion_seconds(forward, prices, is_parameter=is_parameter)

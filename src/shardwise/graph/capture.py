@@ -3,6 +3,7 @@
     trace           the call, exported on fake tensors                                    tracing.py
     functionalize   values instead of memory                                              functionalize.py
     simplify        no-op casts, copies and views dropped                                 simplify.py
+    fold_masks      attention that knows its mask, repeated heads grouped                 masks.py
     normalize       forms whose factors can all be split                                  normalize.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
 
@@ -34,6 +35,7 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
+from shardwise.graph.masks import fold_masks
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
@@ -229,6 +231,8 @@ def _to_graph(
     _reject_initial_draws(graph, functionalizer.initial)
     verify_graph(graph)
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
+    graph, folded = fold_masks(graph, constants)
+    constants |= folded
     graph = normalize(graph)
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)

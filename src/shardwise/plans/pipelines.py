@@ -257,7 +257,7 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
     full = [size for size in batches.candidates if not how.schedule.fault(how.num_places, batches.step // size)]
     whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
     for size in full or batches.candidates[-1:]:
-        yield Passes.single(whole) if size == batches.step else Passes.of(whole, size, call.graph)
+        yield Passes.single(whole) if size == batches.step else Passes.over(call.module, whole, size, call.graph)
 
 
 @dataclass(frozen=True)

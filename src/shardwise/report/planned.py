@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.costs.timeline import SimulatedStep, simulate
+from shardwise.costs.trace import write_trace
 from shardwise.errors import PlanError
 from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
@@ -16,7 +17,6 @@ from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.page import write_page
-from shardwise.report.trace import write_trace
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
 
@@ -80,7 +80,7 @@ class Planned(Plan):
     def trace(self, path: str | Path) -> None:
         """Write a simulated pass as a trace, which https://ui.perfetto.dev and chrome://tracing open: operators, and
         the messages of every group of devices."""
-        write_trace(path, self._simulated(), self.mesh)
+        write_trace(path, {f"a rank of {self.mesh}, simulated": self._simulated().events}, self.mesh)
 
     def report(self, path: str | Path) -> None:
         """Write the plan as a page that one looks at, with the timeline of a simulated pass and what memory is made of

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import CollectiveError, PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
@@ -234,6 +234,12 @@ class Pipeline(Split):
         Every tensor is whole on every rank, without gradients."""
         return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
 
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> NoReturn:
+        """Raises PlanError: stages are not profiled yet."""
+        raise PlanError(
+            problem("a plan of stages is not profiled", fix="profile a plan without stages= of a part of the model")
+        )
+
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         self._everyone.calls += 1
         for ranks in self._ranks:
@@ -306,7 +312,7 @@ class Pipeline(Split):
                 def alone(count: int) -> Graph:
                     return self._calls.captured(replace(call, arguments=with_samples(call.arguments, count))).graph
 
-                passes = Passes.of(graph, micro_batch, alone)
+                passes = Passes.over(self._calls.model, graph, micro_batch, alone)
                 if dist.get_rank() == 0:
                     announce_statistics(sorted(passes.statistics), stacklevel=5)
             self._ready[key] = self._made(captured, passes, call)

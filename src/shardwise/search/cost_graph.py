@@ -183,18 +183,6 @@ class CostGraph:
         return total
 
 
-def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
-    """(kind, name) of a variable -> the bytes that it and the conversions to it hold."""
-    found: dict[tuple[str, str], float] = {}
-    for scope, kind in cost.factors:
-        table = cost.kinds[kind][BYTES]
-        if table is not None:
-            variable = cost.variables[scope[-1]]
-            key = variable.kind, variable.name
-            found[key] = found.get(key, 0.0) + float(table[tuple(assignment[v] for v in scope)])
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Again:
     """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
@@ -339,7 +327,7 @@ class _Builder:
                 # A parameter is counted where it is stored, any other value, and a parameter's cast, here.
                 copied = _copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
-            return self._placed(seconds, held, traffic, window)
+            return self._placed(seconds, held, traffic, window, self._share_of_pass(routes, made, nodes, traffic))
 
         self._factor((maker, variable), (key, window), table, partial(_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
@@ -369,7 +357,8 @@ class _Builder:
             isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None
         )
         dropped = self._is_dropped(name)
-        key: object = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped)
+        is_once = isinstance(maker, StorageVariable) and len(positions) == 1
+        key: object = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, is_once)
 
         def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
             done: list[Ints] = []
@@ -392,20 +381,22 @@ class _Builder:
 
         def table() -> Components:
             held = np.zeros((len(made), len(domain)))
+            share: Floats | float = 1.0
             for position, nodes, fresh in fresh_nodes():
+                share = self._share_of_pass(routes, made, nodes, is_once)  # of the only one, where it is not 1
                 if position in domain.keeps and not dropped:
                     copied = _copied(routes, made, nodes)
                     if computed:
                         copied = np.ones_like(copied)  # the value itself, or the parameter's cast, is kept, once
                     held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
-            return self._placed(taken(), held, traffic, window)
+            return self._placed(taken(), held, traffic, window, share)
 
-        def sent() -> Floats:
+        def transient() -> Floats:
             tables = [_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
             most: Floats = np.max(tables, axis=0)
             return most
 
-        self._factor((home, variable), (key, window), table, sent)
+        self._factor((home, variable), (key, window), table, transient)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
         """[strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
@@ -418,6 +409,15 @@ class _Builder:
                 routes = self.domains.routes(name)
                 total += routes.numel[nodes] * routes.tensor.grad_itemsize
         return total
+
+    def _share_of_pass(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
+        """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
+        that is no smaller than what operators use, unless it is gathered again (``programs.once``)."""
+        passes = self.domains.prices.passes
+        if not is_once or passes == 1 or self.again.gathers:
+            return 1.0
+        keeps_size = routes.numel[made][:, None] == routes.numel[nodes][None, :]
+        return np.where(keeps_size, 1 / passes, 1.0)
 
     @staticmethod
     def _between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
@@ -448,14 +448,14 @@ class _Builder:
         own = self.domains.windows[name]
         return own if own < self._longest[key] else inf
 
-    def _placed(self, seconds: Floats, held: Floats, traffic: bool, window: float) -> Components:
+    def _placed(self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float) -> Components:
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
         once and as there is any in its window, that of values does not. Gathered again, it is in backward."""
         some = held if held.any() else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
-        hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
-        exposed = times * seconds - hidden
+        hidden = share * overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
+        exposed = share * times * seconds - hidden
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
     def _factor(

@@ -27,6 +27,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.once import with_once
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.rules.atoms import Factored
@@ -269,7 +270,10 @@ def built(
         choice = stored_apart(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **said})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    return choice, with_levers(spmd, graph, settings.levers, kinds)
+    spmd = with_levers(spmd, graph, settings.levers, kinds)
+    if settings.passes > 1:
+        spmd = with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
+    return choice, spmd
 
 
 def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
