@@ -66,9 +66,9 @@ class KernelTime:
 @dataclass(frozen=True, slots=True)
 class Measurements:
     """What was measured on a machine. ``sizes``: of its levels, innermost first. ``overlap``: the part of a collective
-    that matmuls at the same time do not notice. ``fresh_bandwidth``: as of a device. ``kernels``, ``launch``,
-    ``host_bandwidth``, ``reserve_bytes``: those of GPUs; what is 0 was not measured. ``noise``: by how much the middle
-    one of several rounds was slower than the fastest, half of all times less. ``facts``: date, versions, backend."""
+    that matmuls at the same time do not notice. ``kernels``, ``launch``, ``host_bandwidth``, ``reserve_bytes``: those
+    of GPUs; what is 0 was not measured. ``fresh_bandwidth``: as of a device. ``noise``: by how much the middle one of
+    several rounds was slower than the fastest, half of all times less. ``facts``: date, versions, backend."""
 
     device: str
     memory_bytes: float
@@ -78,12 +78,12 @@ class Measurements:
     streams: tuple[StreamTime, ...]
     collectives: tuple[CollectiveTime, ...]
     overlap: float = 1.0
-    fresh_bandwidth: float = 0.0
     kernels: tuple[KernelTime, ...] = ()
     launch: float = 0.0
     host_bandwidth: float = 0.0
     reserve_bytes: float = 0.0
     noise: float = 0.0
+    fresh_bandwidth: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

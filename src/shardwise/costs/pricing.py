@@ -82,8 +82,8 @@ def price_program(
             is_parameter = origin in parameters
             seconds = conversion_seconds(conversion, prices, is_parameter=is_parameter)
             hidden = min(seconds, (windows or {}).get(origin, seconds))
-            if conversion.value in spmd.lifetimes.once:
-                seconds, hidden = seconds / prices.passes, hidden / prices.passes
+            if conversion.value in spmd.lifetimes.once and prices.passes > 1:  # ahead of all passes, or behind them
+                seconds, hidden = seconds / prices.passes, 0.0
             if conversion.result in spmd.lifetimes.conversions:  # gathered again in backward
                 forward = replace(conversion, differentiable=False)
                 again = conversion_seconds(forward, prices, is_parameter=is_parameter)

@@ -108,12 +108,12 @@ def measure(effort: Effort) -> Measurements:
         streams=second_fastest(streams),
         collectives=second_fastest(collectives),
         overlap=_overlap(watch, effort, device),
-        fresh_bandwidth=_fresh_bandwidth(watch, effort) if device.type == "cpu" else 0.0,
         kernels=second_fastest(kernels),
         launch=launch_seconds(watch.issued, device) if on_gpu else 0.0,
         host_bandwidth=host_bandwidth(watch.seconds, device, 2**26) if on_gpu else 0.0,
         reserve_bytes=_reserve(device) if on_gpu else 0.0,
         noise=noise_of(matmuls, streams, collectives, kernels),
+        fresh_bandwidth=_fresh_bandwidth(watch, effort) if device.type == "cpu" else 0.0,
         facts=_facts(),
     )
 

@@ -24,6 +24,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 from shardwise.costs import probe
 from shardwise.errors import LaunchError, problem
 from shardwise.launch.places import Place, read_place
+from shardwise.runtime.generation import read_generation
+from shardwise.runtime.pages import PAGE
+from shardwise.runtime.trail import trail
 
 _OWN_GPU = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows every task its own GPU only
 _VERDICT = "shardwise/verdict"
@@ -51,6 +54,11 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
             raise LaunchError(problem(what, fix="call init_ranks once, first, or call shardwise.finish() in between"))
         return
     place = read_place(os.environ)
+    generation = read_generation(os.environ)
+    if generation is not None and generation.rehearses:  # there are no other ranks
+        return
+    if PAGE in os.environ:
+        trail.write_to(os.environ[PAGE])
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own_gpu = num_gpus == 1 and any(name in os.environ for name in _OWN_GPU)
     gpu = 0 if own_gpu else place.local_rank

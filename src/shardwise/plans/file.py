@@ -35,7 +35,7 @@ from shardwise.plans.entries import (
     TensorEntry,
 )
 from shardwise.plans.precision import precision_of
-from shardwise.plans.schedule import schedule_of
+from shardwise.plans.schedule import check_order, schedule_of
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
@@ -63,6 +63,7 @@ _SETTINGS = (
     "prediction",
     "precision",
     "schedule",
+    "order",
     "pipeline",
 )
 
@@ -333,23 +334,34 @@ def _prediction(data: Any) -> Any:
 def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     """The schedule of a plan of several stages, and what is predicted for it."""
     if "schedule" not in body:
-        if "pipeline" in body:
-            raise PlanError("schedule is missing, and pipeline says what is predicted for one")
+        for key, says in (("pipeline", "says what is predicted for one"), ("order", "is that of one")):
+            if key in body:
+                raise PlanError(f"schedule is missing, and {key} {says}")
         return {}
-    schedule = schedule_of(_field(body, "schedule", str, "schedule"))
+    order = _field({"order": [], **body}, "order", list, "order")
+    for i, line in enumerate(order):
+        _check_form(line, str, f"order[{i}]")
+    schedule = schedule_of(_field(body, "schedule", str, "schedule"), order)
     num_places = len({stage.placement.ranks for stage in stages})
     if len(stages) < 2 or len(stages) != num_places * schedule.stages_per_place:
         raise PlanError(
             f"schedule {schedule.name} has {schedule.stages_per_place} stages on every place; the plan has "
             f"{len(stages)} stages on {num_places} places"
         )
+    if schedule.is_solved:
+        check_order(schedule, num_places, _micro_batches(body))
+    elif order:
+        raise PlanError(f"order is for a solved schedule, and the plan has {schedule.name}")
+    found = {"schedule": schedule.name, "order": tuple(order)}
     data = body.get("pipeline")
     if data is None:
-        return {"schedule": schedule.name}
+        return found
     listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
     own = tuple(_entry(StagePrediction, one, f"pipeline.stages[{i}]") for i, one in enumerate(listed))
-    rest = {key: value for key, value in data.items() if key != "stages"} if isinstance(data, dict) else data
-    return {"schedule": schedule.name, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=own)}
+    rest = {"bound_seconds": 0.0, **data} if isinstance(data, dict) else data  # younger than the version
+    if isinstance(rest, dict):
+        rest.pop("stages")
+    return {**found, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=own)}
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:

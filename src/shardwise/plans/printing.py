@@ -74,6 +74,8 @@ def _pipeline(plan: Plan) -> list[str]:
     found, said = plan.pipeline, ""
     if found is not None:
         said = f": a step takes {format_seconds(found.step_seconds)}, in {found.bubble:.1%} of it devices wait (bubble)"
+        if found.bound_seconds:
+            said += f"; no order of these stages takes less than {format_seconds(found.bound_seconds)}"
     lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{said}"]
     rows = []
     for number, stage in enumerate(plan.stages):

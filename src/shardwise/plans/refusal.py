@@ -6,7 +6,7 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.plans.printing import format_bytes
-from shardwise.search.cost_graph import BYTES, CostGraph
+from shardwise.search.cost_graph import CostGraph, bytes_of_variables
 from shardwise.search.ranking import Ranked
 
 NUM_LARGEST = 5
@@ -43,7 +43,7 @@ def _reserved(cost: CostGraph, limit: float) -> str:
 
 def _largest(cost: CostGraph, assignment: list[int]) -> str:
     """The tensors that hold most, with all that belongs to them, and how much the others are together."""
-    num_bytes = sorted(_bytes_of_variables(cost, assignment).items(), key=lambda item: -item[1])
+    num_bytes = sorted(bytes_of_variables(cost, assignment).items(), key=lambda item: -item[1])
     graph, others = cost.domains.graph, [size for _, size in num_bytes[NUM_LARGEST:] if size]
     shown = [
         f"{kind} {_shown(graph, kind, name)} {format_bytes(size)}" for (kind, name), size in num_bytes[:NUM_LARGEST]
@@ -54,15 +54,3 @@ def _largest(cost: CostGraph, assignment: list[int]) -> str:
 
 def _shown(graph: Graph, kind: str, name: str) -> str:
     return name if kind == "operator" else value_name(name, graph)
-
-
-def _bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
-    """(kind, name) of a variable -> the bytes that it and the conversions to it hold."""
-    found: dict[tuple[str, str], float] = {}
-    for scope, kind in cost.factors:
-        table = cost.kinds[kind][BYTES]
-        if table is not None:
-            variable = cost.variables[scope[-1]]
-            key = variable.kind, variable.name
-            found[key] = found.get(key, 0.0) + float(table[tuple(assignment[v] for v in scope)])
-    return found

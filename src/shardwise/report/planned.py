@@ -48,10 +48,10 @@ class Planned(Plan):
 
     @staticmethod
     def of(plan: Plan, finished_search: Search) -> Planned:
-        return Planned(**_entries(plan), finished_search=finished_search)
+        return Planned(**entries(plan), finished_search=finished_search)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, tuple(_entries(self).values())
+        return Plan, tuple(entries(self).values())
 
     def explain(self, name: str) -> Explanation | MicroBatches:
         """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
@@ -91,5 +91,6 @@ class Planned(Plan):
         return simulate(program_of(self, self.finished_search.cost.domains.graph), prices_of(self))
 
 
-def _entries(plan: Plan) -> dict[str, Any]:
+def entries(plan: Plan) -> dict[str, Any]:
+    """What a plan is made of, by name."""
     return {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}

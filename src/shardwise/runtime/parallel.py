@@ -116,6 +116,19 @@ class Parallel(Split):
         whole. With ``inputs="local"`` every pass takes its share of every rank's part."""
         if self._is_in_passes(args, kwargs):
             return self._step_in_passes(args, kwargs)
+        loss = self._loss(args, kwargs)
+        loss.backward()
+        return loss.detach()
+
+    @as_planned
+    def loss_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss alone, for a backward of your own: other outputs of the module are not brought together. Like a
+        call it is one pass over the whole batch, whatever the plan's micro-batch."""
+        if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
+            self._say_whole()
+        return self._loss(args, kwargs)
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         _, loss, _ = self._call(args, kwargs, loss_only=True)
         if loss is None:
             raise ShardwiseError(
@@ -124,8 +137,7 @@ class Parallel(Split):
                     fix="return the loss first, or give loss= to plan and parallelize",
                 )
             )
-        loss.backward()
-        return loss.detach()
+        return loss
 
     @as_planned
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -136,6 +136,7 @@ class ReplicaCheck:
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
         self.every, self.ranks = every, ranks
         self.fingerprint = Fingerprint(device)
+        self.passed = 0  # calls whose forward pass, and what it began with, was found equal
         self._count = 0
         self._instrumented: dict[fx.GraphModule, Instrumented] = {}
         self._hooks: list[Any] = []
@@ -173,6 +174,7 @@ class ReplicaCheck:
             prints = [self.fingerprint(tensor) for tensor in batch]
             *results, computed = own.program(*tensors)
             self._compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
+            self.passed += 1
             return results
 
         return forward
@@ -249,15 +251,14 @@ class ReplicaCheck:
         if not differ.any():
             return
         first = int(differ.nonzero()[0])
-        raise ReplicaError(
-            _report(
-                subjects[first],
-                everywhere[:, first].tolist(),
-                leaders[:, first].tolist(),
-                f"{direction}, call {self.ranks.calls} of {self.ranks.name}; "
-                f"{int(differ.sum())} of {len(subjects)} values that have copies differ",
-            )
+        message, differing = _report(
+            subjects[first],
+            everywhere[:, first].tolist(),
+            leaders[:, first].tolist(),
+            f"{direction}, call {self.ranks.calls} of {self.ranks.name}; "
+            f"{int(differ.sum())} of {len(subjects)} values that have copies differ",
         )
+        raise ReplicaError(message, differing)
 
 
 def _compared(spmd: Spmd) -> Iterator[str]:
@@ -306,8 +307,8 @@ def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
     return torch.tensor(columns, dtype=torch.int64).view(len(columns), mesh.num_devices).t()
 
 
-def _report(subject: Subject, prints: list[int], leaders: list[int], where: str) -> str:
-    """The message about one subject: who differs from whom, in the first group of copies that are not equal."""
+def _report(subject: Subject, prints: list[int], leaders: list[int], where: str) -> tuple[str, list[int]]:
+    """(the message about one subject: who differs from whom, in the first group of copies that are not equal; who)."""
     groups: dict[int, dict[int, list[int]]] = {}  # leader -> fingerprint -> ranks
     for rank, (found, leader) in enumerate(zip(prints, leaders, strict=True)):
         groups.setdefault(leader, {}).setdefault(found, []).append(rank)
@@ -326,7 +327,7 @@ def _report(subject: Subject, prints: list[int], leaders: list[int], where: str)
         copied = tuple(axis for axis, state in subject.layout.state_of.items() if state in "IR")
         layout = format_layout(subject.layout, subject.dtype)
         facts.insert(0, ("value", f"{subject.name}: {layout}, copied along {mesh.format_axes(copied)}"))
-    return problem(what, op=subject.op, source=subject.source, fix=_FIXES[subject.kind], facts=facts)
+    return problem(what, op=subject.op, source=subject.source, fix=_FIXES[subject.kind], facts=facts), differing
 
 
 def _name(ranks: Sequence[int]) -> str:

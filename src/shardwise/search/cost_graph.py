@@ -16,7 +16,6 @@ from math import inf
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.costs.kernels import is_view
 from shardwise.graph.ir import Graph, Op
@@ -24,6 +23,7 @@ from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
+from shardwise.search.conversion_tables import bytes_sent, is_copied, seconds_between
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 
@@ -183,6 +183,18 @@ class CostGraph:
         return total
 
 
+def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
+    """(kind, name) of a variable -> the bytes that it and the conversions to it hold."""
+    found: dict[tuple[str, str], float] = {}
+    for scope, kind in cost.factors:
+        table = cost.kinds[kind][BYTES]
+        if table is not None:
+            variable = cost.variables[scope[-1]]
+            key = variable.kind, variable.name
+            found[key] = found.get(key, 0.0) + float(table[tuple(assignment[v] for v in scope)])
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Again:
     """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
@@ -325,11 +337,12 @@ class _Builder:
             held = np.zeros_like(seconds)
             if kept:
                 # A parameter is counted where it is stored, any other value, and a parameter's cast, here.
-                copied = _copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
+                copied = is_copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
-            return self._placed(seconds, held, traffic, window, self._share_of_pass(routes, made, nodes, traffic))
+            share = self._share_of_pass(routes, made, nodes, traffic)
+            return self._placed(seconds, held, traffic, window, share)
 
-        self._factor((maker, variable), (key, window), table, partial(_sent, routes, made, nodes))
+        self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str) -> bool:
@@ -374,25 +387,27 @@ class _Builder:
         def taken() -> Floats:
             seconds = np.zeros((len(made), len(domain)))
             for _, nodes, fresh in fresh_nodes():
-                seconds += self._between(routes, made, nodes) * fresh[None, :]
+                seconds += seconds_between(routes, made, nodes) * fresh[None, :]
             return seconds
 
         window = self._window(name, key, taken) if traffic else inf
 
         def table() -> Components:
             held = np.zeros((len(made), len(domain)))
-            share: Floats | float = 1.0
             for position, nodes, fresh in fresh_nodes():
-                share = self._share_of_pass(routes, made, nodes, is_once)  # of the only one, where it is not 1
                 if position in domain.keeps and not dropped:
-                    copied = _copied(routes, made, nodes)
+                    copied = is_copied(routes, made, nodes)
                     if computed:
                         copied = np.ones_like(copied)  # the value itself, or the parameter's cast, is kept, once
                     held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
+            share: Floats | float = 1.0
+            if is_once:
+                ((_, nodes, _),) = fresh_nodes()
+                share = self._share_of_pass(routes, made, nodes, is_once)
             return self._placed(taken(), held, traffic, window, share)
 
         def transient() -> Floats:
-            tables = [_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
+            tables = [bytes_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
             most: Floats = np.max(tables, axis=0)
             return most
 
@@ -419,14 +434,6 @@ class _Builder:
         keeps_size = routes.numel[made][:, None] == routes.numel[nodes][None, :]
         return np.where(keeps_size, 1 / passes, 1.0)
 
-    @staticmethod
-    def _between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
-        """[made, nodes] seconds; each pair of layouts once, however many strategies have it."""
-        rows, back = np.unique(made, return_inverse=True)
-        columns, forth = np.unique(nodes, return_inverse=True)
-        small = routes.prices(columns)[rows]
-        return small[back][:, forth]
-
     def _deliver(self) -> None:
         """The loss is needed whole, and buffers that are written back."""
         wanted = [self.graph.loss] if self.graph.loss is not None else []
@@ -448,14 +455,21 @@ class _Builder:
         own = self.domains.windows[name]
         return own if own < self._longest[key] else inf
 
-    def _placed(self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float) -> Components:
+    def _placed(
+        self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float = 1.0
+    ) -> Components:
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
-        once and as there is any in its window, that of values does not. Gathered again, it is in backward."""
+        once and as there is any in its window, that of values does not. Gathered again, it is in backward. ``share``:
+        a pass's share of what a step does once, which nothing hides."""
         some = held if held.any() else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
-        hidden = share * overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
-        exposed = share * times * seconds - hidden
+        hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
+        exposed = times * seconds - hidden
+        hidden, exposed = (
+            np.where(np.less(share, 1), 0.0, hidden),
+            np.where(np.less(share, 1), seconds * share, exposed),
+        )
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
     def _factor(
@@ -474,20 +488,6 @@ class _Builder:
             if transient is not None:
                 self.cost.transients[number] = transient
         self.cost.factors.append((scope, number))
-
-
-def _copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
-    """[made, nodes]: whether a conversion makes another tensor. Between invariant and replicated it is the same one."""
-    codes = np.where(routes.codes == STATES.index("R"), STATES.index("I"), routes.codes)
-    return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
-
-
-def _sent(routes: Routes, made: Ints, nodes: Ints) -> Floats:
-    """[made, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
-    what lies between on a longer route is not looked at."""
-    before, after = routes.numel[made][:, None], routes.numel[nodes][None, :]
-    held = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
-    return np.where(_copied(routes, made, nodes), held, 0.0)
 
 
 def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:

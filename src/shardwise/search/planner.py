@@ -112,6 +112,21 @@ class Planner:
     def plan(self) -> Planned:
         """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
         the one that needs least."""
+        searches, refused = self._searches()
+        if searches:
+            return self._planned(self.fastest(searches), searches)
+        num_bytes, cost = min(refused, key=lambda pair: pair[0])
+        least = searched(cost, self.settings.search, num_bytes)
+        return self._planned(self.within_moments(least, self.rank([least])), [])
+
+    def plan_that_may_fit(self) -> Planned | None:
+        """As ``plan``; None where what plans hold for long is too much by itself on every mesh, so that no program is
+        built."""
+        searches, _ = self._searches()
+        return self._planned(self.fastest(searches), searches) if searches else None
+
+    def _searches(self) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
+        """The searches of the meshes on which something fits, and of the others the least bytes."""
         searches: list[Search] = []
         refused: list[tuple[float, CostGraph]] = []
         for mesh in self.meshes:
@@ -121,11 +136,7 @@ class Planner:
                 searches.append(searched(cost, self.settings.search, self.limit, cutoff))
             except DoesNotFit as error:
                 refused.append((error.num_bytes, cost))
-        if searches:
-            return self._planned(self.fastest(searches), searches)
-        num_bytes, cost = min(refused, key=lambda pair: pair[0])
-        least = searched(cost, self.settings.search, num_bytes)
-        return self._planned(self.within_moments(least, self.rank([least])), [])
+        return searches, refused
 
     # -- prices --------------------------------------------------------------------------------------------------------
 
