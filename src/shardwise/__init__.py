@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         PlanWarning,
         ReplicaError,
         ShardwiseError,
+        StragglerWarning,
     )
     from shardwise.foreign.check import check
     from shardwise.foreign.outcome import Checked
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
     from shardwise.search.zero import Zero
     from shardwise.train.checkpoints import save_checkpoint
     from shardwise.train.data import DataLoader
+    from shardwise.train.planning import planned
     from shardwise.train.pretrained import save_pretrained
+    from shardwise.train.recovery import Recovery
     from shardwise.train.resuming import Checkpoint, load_checkpoint
     from shardwise.train.retention import Keep
     from shardwise.train.trainer import Trainer
@@ -71,6 +74,7 @@ _HOMES = {
         "PlanWarning",
         "ReplicaError",
         "ShardwiseError",
+        "StragglerWarning",
     ),
     "shardwise.foreign.check": ("check",),
     "shardwise.foreign.outcome": ("Checked",),
@@ -91,7 +95,9 @@ _HOMES = {
     "shardwise.runtime.parallelize": ("parallelize",),
     "shardwise.train.checkpoints": ("save_checkpoint",),
     "shardwise.train.data": ("DataLoader",),
+    "shardwise.train.planning": ("planned",),
     "shardwise.train.pretrained": ("save_pretrained",),
+    "shardwise.train.recovery": ("Recovery",),
     "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
     "shardwise.train.retention": ("Keep",),
     "shardwise.train.trainer": ("Trainer",),
@@ -136,10 +142,12 @@ __all__ = [
     "PlanError",
     "PlanWarning",
     "Precision",
+    "Recovery",
     "ReplicaError",
     "Report",
     "RuleReport",
     "ShardwiseError",
+    "StragglerWarning",
     "Trainer",
     "UnsplitWarning",
     "Zero",
@@ -157,6 +165,7 @@ __all__ = [
     "offload",
     "parallelize",
     "plan",
+    "planned",
     "rank",
     "recompute",
     "rule",

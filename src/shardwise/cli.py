@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from shardwise.commands.command import Command
+from shardwise.commands.elastic import add_elastic_arguments, elastic_settings
 from shardwise.commands.plans import PLAN_COMMANDS
 from shardwise.commands.progress import BuildError
 from shardwise.costs.cluster import Cluster
@@ -81,6 +82,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="when a rank has ended with exit code 0, stop those that still run after this time (never)",
     )
+    add_elastic_arguments(parser)
     add("command", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments")
 
 
@@ -99,6 +101,7 @@ def _run(chosen: argparse.Namespace) -> int:
         tag=chosen.tag,
         show_all=chosen.all,
         exit_grace_seconds=chosen.exit_grace,
+        elastic=elastic_settings(chosen),
     )
 
 

@@ -57,7 +57,11 @@ class LaunchError(ShardwiseError):
 
 
 class CollectiveError(ShardwiseError, RuntimeError):
-    """A collective of a program failed or timed out."""
+    """A collective of a program failed or timed out. ``blames``: the ranks that did not arrive, if they are known."""
+
+    def __init__(self, message: str, blames: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.blames = tuple(blames)
 
 
 class OutOfDeviceMemoryError(ShardwiseError, MemoryError, RuntimeError):
@@ -65,7 +69,15 @@ class OutOfDeviceMemoryError(ShardwiseError, MemoryError, RuntimeError):
 
 
 class ReplicaError(ShardwiseError):
-    """Ranks that must hold the same bits of a value do not."""
+    """Ranks that must hold the same bits of a value do not. ``blames``: those that differ from most."""
+
+    def __init__(self, message: str, blames: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.blames = tuple(blames)
+
+
+class StragglerWarning(UserWarning):
+    """All ranks wait for one that is slower than the others."""
 
 
 class CheckpointError(ShardwiseError):

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Set by the launcher for its ranks, and removed again before the script starts.
@@ -81,13 +81,29 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def write_record(path: str, error: str, text: str, exit_code: int, follow_up: bool) -> None:
+def write_record(
+    path: str,
+    error: str,
+    text: str,
+    exit_code: int,
+    follow_up: bool,
+    blames: Sequence[int] = (),
+    differs: bool = False,
+) -> None:
     """Write a failure record in one step (a reader never sees half a file).
 
     ``error``: type and message; ``text``: the traceback, ready to print; both empty when the script ended by
-    ``sys.exit``.
+    ``sys.exit``. ``blames``: the ranks that are to blame by the error's account; ``differs``: since copies differ.
     """
-    record = {"seconds": time.time(), "error": error, "traceback": text, "exit_code": exit_code, "follow_up": follow_up}
+    record = {
+        "seconds": time.time(),
+        "error": error,
+        "traceback": text,
+        "exit_code": exit_code,
+        "follow_up": follow_up,
+        "blames": list(blames),
+        "differs": differs,
+    }
     with open(path + ".part", "w", encoding="utf-8") as file:
         json.dump(record, file)
     os.replace(path + ".part", path)
@@ -102,7 +118,8 @@ def _record_exception(path: str, error: BaseException) -> None:
     text = "" if hook is not None else "".join(traceback.format_exception(type(error), error, trace))
     summary = f"{type(error).__qualname__}: {error}".removesuffix(": ")
     try:
-        write_record(path, summary, text, exit_code=1, follow_up=is_follow_up(error))
+        differs = type(error).__name__ == "ReplicaError"
+        write_record(path, summary, text, 1, is_follow_up(error), getattr(error, "blames", ()), differs)
     except OSError as failure:
         print(text, f"shardwise: cannot write {path}: {failure}", sep="", file=sys.stderr)
     if hook is not None:
@@ -152,7 +169,7 @@ def _run_module(name: str, args: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _end_with_launcher(launcher_pid: int) -> None:
+def end_with_launcher(launcher_pid: int) -> None:
     """Arrange that this process does not outlive the launcher, however that ends."""
     if sys.platform == "linux":
         import ctypes  # here, because only Linux needs it and a rank should start quickly
@@ -179,7 +196,7 @@ def main(command: list[str]) -> None:
     failure_file = os.environ.pop(FAILURE_FILE)
     stack = open(STACK_FILE.format(failure_file=failure_file), "w", encoding="utf-8")  # noqa: SIM115  # until the end
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
-    _end_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
+    end_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
     faulthandler.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

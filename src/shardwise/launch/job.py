@@ -13,22 +13,22 @@ once, and what a rank started (data loader workers) ends with it. Standard libra
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import os
-import re
 import selectors
 import signal
-import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, TextIO
 
 from shardwise.errors import LaunchError, problem
 from shardwise.launch import bootstrap
+from shardwise.launch.processes import Failure, Pipe, Rank, Spawn, start_process
+from shardwise.launch.watching import name_ranks, positions, waits
+from shardwise.runtime.pages import PAGE, Page, Seen
 
 EXIT_INTERRUPTED = bootstrap.EXIT_INTERRUPTED
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # whoever read our output has gone
@@ -41,113 +41,6 @@ _DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has e
 _INTERRUPT_SECONDS = 3.0  # what a script gets for its own `except KeyboardInterrupt` and `finally`
 _STACK_SECONDS = 0.3  # for a rank to write down where it is
 _NOTICE_SECONDS = 30.0  # how long ranks may run after another's exit code 0 before a line says so
-_LONGEST_LINE = 1 << 20  # bytes; a longer line is forwarded in pieces
-
-_WAITED_IN_VAIN = ("timed out", "timeout", "did not come to")  # in the message of an error
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.dirname(__file__)))
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How a rank failed. ``follow_up``: by its own account it lost a peer; ``killed_by``: the signal that ended it."""
-
-    rank: int
-    seconds: float
-    exit_code: int
-    error: str = ""
-    traceback: str = ""
-    follow_up: bool = False
-    killed_by: str = ""
-
-    @property
-    def waited_in_vain(self) -> bool:
-        """Whether the rank gave up on another one, which may hang. (NCCL's watchdog aborts the process.)"""
-        return self.killed_by == "SIGABRT" or any(text in self.error.lower() for text in _WAITED_IN_VAIN)
-
-    def describe(self) -> str:
-        """One line, for example ``failed with exit code 1 (ValueError: no such file)``."""
-        if self.killed_by:
-            return f"was killed by {self.killed_by}"
-        reason = self.error.split("\n", 1)[0]
-        return f"failed with exit code {self.exit_code}" + (f" ({reason})" if reason else "")
-
-
-@dataclass(slots=True)
-class Rank:
-    """A running rank."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    failure_file: str
-    open_pipes: int = 2
-    failure: Failure | None = None
-    seen_alive: float = field(default_factory=time.time)  # when its process was last known to run
-
-    def signal(self, signum: int, whole_group: bool = True) -> None:
-        """Send a signal, unless the rank has ended."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                (os.killpg if whole_group else os.kill)(self.process.pid, signum)
-
-    def ended(self) -> bool:
-        """Whether the process has ended. What it leaves behind in its process group is killed then."""
-        now = time.time()
-        if self.process.returncode is None and self.process.poll() is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        if self.process.returncode is None:
-            self.seen_alive = now
-        return self.process.returncode is not None
-
-    def position(self) -> str:
-        """Where the rank was when it got STACK_SIGNAL, for example ``in load (train.py:7)``; empty if it never said.
-
-        Of its stack, that is the innermost function of the user's code; empty too if there is none.
-        """
-        try:
-            with open(bootstrap.STACK_FILE.format(failure_file=self.failure_file), encoding="utf-8") as file:
-                frames = _FRAME.findall(file.read())
-        except OSError:
-            return ""
-        user_frames = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<frozen"))]
-        return next((f"in {name} ({os.path.basename(path)}:{line})" for path, line, name in user_frames), "")
-
-    def look_for_failure(self) -> Failure | None:
-        """The failure that the rank recorded, or that its exit code tells."""
-        if self.failure is None and os.path.exists(self.failure_file):
-            with open(self.failure_file, encoding="utf-8") as file:
-                self.failure = Failure(rank=self.number, **json.load(file))
-        code = self.process.returncode
-        if self.failure is None and code is not None and code != 0:
-            killed_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            exit_code, killed_by = (code, "") if code > 0 else (128 - code, killed_by)
-            # It left no record. Whatever its peers suffered from its end is younger than the moment it was last seen
-            # alive. An abort is mostly native code (NCCL's watchdog) that gave up on a peer.
-            aborted = killed_by == "SIGABRT"
-            self.failure = Failure(self.number, self.seen_alive, exit_code, follow_up=aborted, killed_by=killed_by)
-        return self.failure
-
-
-@dataclass(slots=True)
-class Pipe:
-    """The stdout or stderr of a rank."""
-
-    rank: Rank
-    source: IO[bytes]
-    is_stdout: bool
-    rest: bytes = b""
-
-    def lines(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes; all that is left when ``data`` is empty (the end)."""
-        text = self.rest + data
-        # A progress bar's carriage return ends a line too; one at the end of the data may be half of "\r\n".
-        end = max(text.rfind(b"\n"), text.rfind(b"\r", 0, max(0, len(text) - 1))) + 1
-        lines, self.rest = text[:end].splitlines(keepends=True), text[end:]
-        if self.rest and (not data or len(self.rest) > _LONGEST_LINE):
-            lines.append(self.rest if data or self.rest.endswith(b"\r") else self.rest + b"\n")
-            self.rest = b""
-        return lines
 
 
 @dataclass(slots=True)
@@ -160,6 +53,9 @@ class Job:
     grace_seconds: float
     exit_grace_seconds: float | None = None
     show_all: bool = False
+    abandons: bool = False  # after a failure the other ranks are killed at once: what they hold is kept elsewhere
+    spawn: Spawn = start_process
+    watch: Callable[[dict[int, Seen]], tuple[int, str] | None] | None = None  # pages -> (a rank that hangs, how)
     ranks: list[Rank] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     caught: list[int] = field(default_factory=list)  # signals sent to the launcher
@@ -173,50 +69,31 @@ class Job:
     noticed: bool = False  # whether a line said so
     stopped: list[Rank] = field(default_factory=list)  # asked where they are, then stopped
 
-    @contextlib.contextmanager
-    def signals_caught(self) -> Iterator[None]:
-        """Note SIGINT, SIGTERM and SIGHUP instead of dying of them. Only the main thread can."""
-
-        def note(signum: int, frame: FrameType | None) -> None:
-            self.caught.append(signum)
-
-        before = {}
-        try:
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup sets it
-                    with contextlib.suppress(ValueError):
-                        before[signum] = signal.signal(signum, note)
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
     def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
         """Start one rank, with SIGINT blocked until ``bootstrap`` is ready for it."""
-        failure_file = os.path.join(self.scratch, f"rank-{number}.json")
+        failure_file, page = (os.path.join(self.scratch, f"rank-{number}.{kind}") for kind in ("json", "page"))
+        read_out, write_out = os.pipe()
+        read_err, write_err = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", bootstrap.__file__, *command],
-                env={**environment, "RANK": str(number), bootstrap.FAILURE_FILE: failure_file},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                process_group=0,
-            )
+            own_page = Page.create(page)
+            names = {"RANK": str(number), bootstrap.FAILURE_FILE: failure_file, PAGE: page}
+            process = self.spawn(command, {**environment, **names}, write_out, write_err)
         except OSError as error:
+            os.close(read_out)
+            os.close(read_err)
             what = f"cannot start rank {number}: {error}"
             raise LaunchError(
                 problem(what, fix="start fewer ranks, or raise the limits on processes and memory")
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        rank = Rank(number, process, failure_file)
+            os.close(write_out)
+            os.close(write_err)
+        rank = Rank(number, process, failure_file, own_page)
         self.ranks.append(rank)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for source, is_stdout in ((process.stdout, True), (process.stderr, False)):
+        for descriptor, is_stdout in ((read_out, True), (read_err, False)):
+            source = io.FileIO(descriptor)
             self.selector.register(source, selectors.EVENT_READ, Pipe(rank, source, is_stdout))
 
     def run(self) -> int:
@@ -247,6 +124,7 @@ class Job:
         for rank in self.ranks:
             rank.process.wait()
             rank.ended()
+            rank.page.close()
         for key in list(self.selector.get_map().values()):
             key.data.source.close()
         self.selector.close()
@@ -256,6 +134,8 @@ class Job:
             self._read(key.data)
         if self.caught:
             self._interrupt()
+        if self.watch is not None and self.failing is None and self.exit_code is None:
+            self._look_for_hangs(self.watch)
         self._judge(settled=self.failing is not None and time.monotonic() > self.failing + _SETTLE_SECONDS)
         if self.exit_code is None and self.failing is None:
             self._look_for_left_behind()
@@ -297,8 +177,20 @@ class Job:
             (now, bootstrap.STACK_SIGNAL, self.stopped),
             (after, signal.SIGTERM, others),
             (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
-            (after + self.grace_seconds, signal.SIGKILL, self.ranks),
+            (after + (0 if self.abandons else self.grace_seconds), signal.SIGKILL, self.ranks),
         ]
+
+    def _look_for_hangs(self, watch: Callable[[dict[int, Seen]], tuple[int, str] | None]) -> None:
+        """Kill a rank of which nothing more is to come; that is its failure."""
+        running = {rank.number: rank for rank in self.ranks if not rank.ended()}
+        found = watch({number: rank.page.read() for number, rank in running.items()})
+        if found is None:
+            return
+        number, hangs = found
+        running[number].signal(bootstrap.STACK_SIGNAL, whole_group=False)
+        time.sleep(_STACK_SECONDS)
+        running[number].failure = Failure(number, time.time(), 128 + signal.SIGKILL, hangs=hangs)
+        running[number].signal(signal.SIGKILL)
 
     def _look_for_left_behind(self) -> None:
         """Say, or end it, when ranks still run long after another has ended well."""
@@ -315,8 +207,8 @@ class Job:
             self._stop(running, [])
         elif elapsed >= _NOTICE_SECONDS and not self.noticed:
             self.noticed = True
-            self._say(
-                f"{_name(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {_name(numbers)} still run"
+            say(
+                f"{name_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {name_ranks(numbers)} still run"
                 + "s" * (len(numbers) == 1)
                 + "\n  note:   if they wait for each other, they wait in vain; --exit-grace SECONDS stops such ranks"
             )
@@ -337,7 +229,7 @@ class Job:
             (later, signal.SIGTERM, self.ranks),
             (later + self.grace_seconds, signal.SIGKILL, self.ranks),
         ]
-        self._say(f"{signal.Signals(signum).name}: stopping {len(self.ranks)} ranks")
+        say(f"{signal.Signals(signum).name}: stopping {len(self.ranks)} ranks")
 
     def _show_cause_when_complete(self, cause: Failure) -> None:
         (rank,) = (rank for rank in self.ranks if rank.number == cause.rank)
@@ -377,38 +269,39 @@ class Job:
         lines = [text]
         for reason, numbers in also.items():
             if later := [number for number in numbers if number != cause.rank]:
-                lines.append(f"  also:   {_name(later)} {reason}")
+                lines.append(f"  also:   {name_ranks(later)} {reason}")
         if cause.killed_by == "SIGKILL":
             lines.append(
                 "  fix:    most often the system ran out of memory (see dmesg): fewer ranks, a smaller batch or model"
             )
         done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
         if cause.follow_up and done:
-            lines.append(f"  note:   {_name(done)} had already ended, with exit code 0")
+            lines.append(f"  note:   {name_ranks(done)} had already ended, with exit code 0")
         if self.held and not self.tag:
             lines.append(
                 f"  hidden: {len(self.held)} later error lines of other ranks (--tag shows, --log-dir keeps all output)"
             )
-        self._say("\n".join([*lines, *self._positions()]))
+        say("\n".join([*lines, *self._positions()]))
 
     def _summarize_left_behind(self) -> None:
         """The last lines after ``exit_grace_seconds``."""
         stopped = [rank.number for rank in self.stopped]
         done = [rank.number for rank in self.ranks if rank.number not in stopped]
-        later = f"{_name(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
+        later = f"{name_ranks(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
         fix = "  fix:    let every rank take part in the same collectives, or give more time: --exit-grace SECONDS"
-        self._say("\n".join([f"{_name(done)} ended with exit code 0; {later}", *self._positions(), fix]))
+        say("\n".join([f"{name_ranks(done)} ended with exit code 0; {later}", *self._positions(), fix]))
 
     def _positions(self) -> list[str]:
-        """Where ranks were before they were stopped, one line for each place."""
-        ranks: dict[str, list[int]] = {}
-        for rank in self.stopped:
-            if position := rank.position():
-                ranks.setdefault(position, []).append(rank.number)
-        return [
-            f"  where:  {_name(numbers)} {'were' if len(numbers) > 1 else 'was'} {position}"
-            for position, numbers in ranks.items()
-        ]
+        """Where ranks were before they were stopped, and in which collective the others waited for them."""
+        hung = [rank for rank in self.ranks if rank.failure is not None and rank.failure.hangs]
+        return positions([(rank.number, rank.position(), rank.page.read()) for rank in [*hung, *self.stopped]]) + (
+            waits([(rank.number, rank.page.read()) for rank in self.ranks]) if self._in_vain else []
+        )
+
+    @property
+    def _in_vain(self) -> bool:
+        """Whether somebody waited in vain."""
+        return self.cause is not None and bool(self.cause.waited_in_vain or self.cause.hangs)
 
     # -------------------------------------------------------------------------------------------------- output
 
@@ -440,8 +333,29 @@ class Job:
         prefix = f"[rank {rank}] ".encode() if self.tag else b""
         _write(sys.stdout if is_stdout else sys.stderr, b"".join(prefix + line for line in lines))
 
-    def _say(self, text: str) -> None:
-        _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))
+
+@contextlib.contextmanager
+def signals_caught(caught: list[int]) -> Iterator[None]:
+    """Note SIGINT, SIGTERM and SIGHUP instead of dying of them. Only the main thread can."""
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        caught.append(signum)
+
+    before = {}
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup sets it
+                with contextlib.suppress(ValueError):
+                    before[signum] = signal.signal(signum, note)
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own."""
+    _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))
 
 
 def _write(stream: TextIO, data: bytes) -> None:
@@ -452,8 +366,3 @@ def _write(stream: TextIO, data: bytes) -> None:
     else:
         stream.write(data.decode("utf-8", "replace"))
     stream.flush()
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1, 4``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -19,7 +19,8 @@ from typing import IO
 from shardwise.errors import LaunchError, problem
 from shardwise.hosts import Host
 from shardwise.launch import bootstrap
-from shardwise.launch.job import Job
+from shardwise.launch.elastic import Agent, Elastic, folder_in_memory
+from shardwise.launch.job import Job, signals_caught
 from shardwise.launch.places import DEFAULT_PORT
 
 
@@ -37,6 +38,7 @@ def launch(
     show_all: bool = False,
     grace_seconds: float = 5.0,
     exit_grace_seconds: float | None = None,
+    elastic: Elastic | None = None,
 ) -> int:
     """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as ``num_ranks`` processes here; returns the exit
     code.
@@ -53,6 +55,8 @@ def launch(
     ``exit_grace_seconds`` to end as well, by default as long as they want; after half a minute a line says which still
     run.
 
+    With ``elastic`` a lost rank does not end the job (``launch.elastic``); on one machine.
+
     The exit code is 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after
     SIGINT, SIGTERM or SIGHUP, or 1 after ``exit_grace_seconds``. Raises LaunchError when the job cannot be started.
     """
@@ -60,26 +64,61 @@ def launch(
     _check_node(hosts, node_rank)
     _check_command(command)
     here = hosts[node_rank]
-    shared = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
-        **_devices(here),
-        "WORLD_SIZE": str(sum(len(host.ranks) for host in hosts)),
-        "LOCAL_WORLD_SIZE": str(len(here.ranks)),
-        "MASTER_ADDR": _master_addr(hosts, master_addr),
-        "MASTER_PORT": str(_master_port(hosts, master_port, serves=0 in here.ranks)),
-        bootstrap.LAUNCHER_PID: str(os.getpid()),
-    }
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // len(here.ranks))))
-    scratch = tempfile.mkdtemp(prefix="shardwise-")
+    all_slots = range(len(here.ranks) + (elastic.spares if elastic else 0))
+    devices = _devices(here)
+    if elastic is not None:
+        elastic.check(len(here.ranks))
+        _check_one_machine(hosts, devices, len(all_slots))
+
+    def environment(slots: Sequence[int]) -> dict[str, str]:
+        """Of this machine's ranks, on some slots of it."""
+        if elastic is not None and list(slots) != list(range(len(slots))):
+            chosen = ",".join(devices[slot] if devices else str(slot) for slot in slots)
+        else:
+            chosen = ",".join(devices)
+        shared = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+            **({"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}),
+            "WORLD_SIZE": str(sum(len(host.ranks) for host in hosts) - len(here.ranks) + len(slots)),
+            "LOCAL_WORLD_SIZE": str(len(slots)),
+            "MASTER_ADDR": _master_addr(hosts, master_addr),
+            "MASTER_PORT": str(_master_port(hosts, master_port, serves=0 in here.ranks)),
+            bootstrap.LAUNCHER_PID: str(os.getpid()),
+        }
+        shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // len(slots))))
+        return shared
+
     with contextlib.ExitStack() as stack:
+        scratch = tempfile.mkdtemp(prefix="shardwise-")
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         logs = _open_logs(stack, log_dir, here.ranks)
-        job = Job(scratch, logs, tag, grace_seconds, exit_grace_seconds, show_all)
-        stack.enter_context(job.signals_caught())
+        caught: list[int] = []
+
+        def make_job(folder: str) -> Job:
+            return Job(folder, logs, tag, grace_seconds, exit_grace_seconds, show_all, caught=caught)
+
+        shared = environment(range(len(here.ranks)))
+        stack.enter_context(signals_caught(caught))
+        if elastic is not None:
+            memory = stack.enter_context(folder_in_memory())
+            agent = Agent(elastic, len(here.ranks), command, environment, make_job, scratch, memory, caught)
+            stack.callback(agent.close)
+            return agent.run()
+        job = make_job(scratch)
         stack.callback(job.kill)
         for local_rank, rank in enumerate(here.ranks):
             job.start(command, rank, {**shared, "LOCAL_RANK": str(local_rank)})
         return job.run()
+
+
+def _check_one_machine(hosts: Sequence[Host], devices: Sequence[str], num_slots: int) -> None:
+    if len(hosts) > 1:
+        what = f"--elastic watches the ranks of one machine, and there are {len(hosts)}"
+        fix = "run one machine, or several without it: the job then goes on from its last checkpoint when started again"
+        raise LaunchError(problem(what, fix=fix))
+    if devices and len(devices) < num_slots:
+        what = f"{num_slots} ranks and spares need as many devices, and there are {len(devices)}: {', '.join(devices)}"
+        raise LaunchError(problem(what, fix="fewer --spares or ranks, or more devices"))
 
 
 def _alike(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
@@ -93,15 +132,15 @@ def _alike(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
     return tuple(Host("", tuple(range(node * num_ranks, (node + 1) * num_ranks))) for node in range(nnodes))
 
 
-def _devices(host: Host) -> dict[str, str]:
-    """The GPUs that a rank table gives the ranks of a machine, for the CUDA runtime; LOCAL_RANK counts them."""
-    if not host.devices:
-        return {}
-    devices = ",".join(map(str, host.devices))
-    if os.environ.get("CUDA_VISIBLE_DEVICES", devices) != devices:
-        what = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}, but the rank table says {devices}"
+def _devices(host: Host) -> list[str]:
+    """The GPUs of a machine, for the CUDA runtime: those that a rank table gives its ranks, or that the user chose.
+    LOCAL_RANK counts them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = ",".join(map(str, host.devices)) or chosen
+    if host.devices and chosen and chosen != devices:
+        what = f"CUDA_VISIBLE_DEVICES={chosen}, but the rank table says {devices}"
         raise LaunchError(problem(what, source=host.name, fix="unset CUDA_VISIBLE_DEVICES, or change the rank table"))
-    return {"CUDA_VISIBLE_DEVICES": devices}
+    return [device.strip() for device in devices.split(",") if device.strip()]
 
 
 def _master_addr(hosts: Sequence[Host], chosen: str | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -19,7 +20,15 @@ import torch.distributed as dist
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.programs.moves import LocalMove
-from shardwise.runtime.faults import Purpose, Waiting, collective_failed, conversion_failed, exchange_failed
+from shardwise.runtime.faults import (
+    Purpose,
+    Waiting,
+    collective_failed,
+    collective_of,
+    conversion_failed,
+    exchange_failed,
+)
+from shardwise.runtime.trail import trail
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
 gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,7 +95,8 @@ class Communicator:
         self.launched += 1
         rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
         try:
-            gather_tensor(rows.view(-1), tensor.reshape(-1), group=group)
+            with trail.waiting(what.encode()):
+                gather_tensor(rows.view(-1), tensor.reshape(-1), group=group)
         except RuntimeError as error:
             waiting = Waiting(self.name, self.launched, what, self.place.ranks)
             explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
@@ -130,7 +140,10 @@ class Message:
         """
         self.ranks.launched = self.number = self.ranks.launched + 1
         try:
-            return self._launch(tensors, wait)
+            if not wait:
+                return self._launch(tensors, wait)
+            with trail.waiting(self.label):
+                return self._launch(tensors, wait)
         except (RuntimeError, MemoryError) as error:
             self._explain(error)
             raise
@@ -138,10 +151,16 @@ class Message:
     def finish(self, work: Any) -> None:
         """Wait for a collective. Raises as ``launch`` does."""
         try:
-            work.wait()
+            with trail.waiting(self.label):
+                work.wait()
         except (RuntimeError, MemoryError) as error:
             self._explain(error)
             raise
+
+    @cached_property
+    def label(self) -> bytes:
+        """What it is, in words, for the rank's page."""
+        return collective_of(self).encode()
 
     def _explain(self, error: Exception) -> None:
         explained = conversion_failed(error, self.purpose) or collective_failed(error, self)

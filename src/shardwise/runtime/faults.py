@@ -108,16 +108,23 @@ class Waiting:
 def collective_failed(error: Exception, message: Message) -> CollectiveError | None:
     """What to raise instead of ``error``, by which the collective of ``message`` ended; None if it is not one of the
     network's."""
-    purpose, mesh = message.purpose, message.ranks.mesh
+    purpose = message.purpose
     first = purpose.conversions[0]
     name, line = purpose.operator(first)
-    what = f"{message.kind} over {mesh.format_axes(message.axes)}"
     size = format_bytes(purpose.num_bytes(message.kind, message.axes))
     direction = "backward" if purpose.backward else "forward"
     members = tuple(sorted(message.ranks.place.group(message.axes, message.ranks.rank)))
-    own = Waiting(message.ranks.name, message.number, f"{what} for {name} ({line}), {direction}", members)
+    own = Waiting(message.ranks.name, message.number, collective_of(message), members)
+    what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
     facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {message.ranks.calls}")]
     return exchange_failed(error, message.ranks.rank, own, f"{what} ({size})", name, line, facts)
+
+
+def collective_of(message: Message) -> str:
+    """Which collective it is: ``all_reduce over tp for /add (gpt.py:82), forward``."""
+    name, line = message.purpose.operator(message.purpose.conversions[0])
+    direction = "backward" if message.purpose.backward else "forward"
+    return f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)} for {name} ({line}), {direction}"
 
 
 def exchange_failed(
@@ -141,7 +148,7 @@ def exchange_failed(
             fix = f"see what {names} did instead (shardwise run prints where), or allow more time in init_ranks"
     details = [*facts, *(("ranks", fact) for fact in found), ("error", text.split("\n", 1)[0])]
     what = f"{what} {'timed out' if late else 'failed, a connection was lost'}{who}"
-    return CollectiveError(problem(what, op=op, source=source, fix=fix, facts=details))
+    return CollectiveError(problem(what, op=op, source=source, fix=fix, facts=details), missing)
 
 
 def _who_is_missing(own: Waiting, rank: int) -> tuple[list[int], list[str]]:

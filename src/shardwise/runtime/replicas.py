@@ -30,7 +30,8 @@ from shardwise.layouts.text import format_layout
 from shardwise.programs.spmd import Spmd, conversions_of
 from shardwise.programs.steps import Step as OperatorStep
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.step import Step
+from shardwise.runtime.emit import Emitted
+from shardwise.runtime.step import Forward, Step
 
 Kind = Literal[
     "batch", "input", "parameter", "buffer", "constant", "activation", "seed", "operator", "conversion", "gradient"
@@ -135,6 +136,7 @@ class ReplicaCheck:
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
         self.every, self.ranks = every, ranks
         self.fingerprint = Fingerprint(device)
+        self.passed = 0  # calls whose forward pass, and what it began with, was found equal
         self._count = 0
         self._instrumented: dict[fx.GraphModule, Instrumented] = {}
         self._hooks: list[Any] = []
@@ -153,23 +155,29 @@ class ReplicaCheck:
 
         ``tensors``: this rank's, in the order of the sources; ``batch``: the inputs, where all ranks get the same ones.
         """
-        program, spmd = step.emitted.forward, step.emitted.program.spmd
+        results = step(tensors, self.observed(step.emitted, batch))
+        self.watch(step.emitted.program.spmd, tensors)
+        return results
+
+    def observed(self, emitted: Emitted, batch: Sequence[Tensor]) -> Forward:
+        """The forward half of a program, which raises ReplicaError, on all ranks alike, where copies differ. ``batch``:
+        as in ``run``."""
+        program, spmd = emitted.forward, emitted.program.spmd
         if program not in self._instrumented:
-            self._instrumented[program] = self._instrument(program, spmd, step.emitted.program.resolve)
+            self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
         own = self._instrumented[program]
         names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
         given = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
         leaders = torch.cat([_leaders([s.layout for s in given], spmd.mesh), own.leaders], dim=1)
 
-        def observed(*tensors: Tensor) -> Any:
+        def forward(*tensors: Tensor) -> Any:
             prints = [self.fingerprint(tensor) for tensor in batch]
             *results, computed = own.program(*tensors)
             self._compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
+            self.passed += 1
             return results
 
-        results = step(tensors, observed)
-        self._watch(spmd, tensors)
-        return results
+        return forward
 
     # ------------------------------------------------------------------------------------------------------ the program
 
@@ -203,7 +211,7 @@ class ReplicaCheck:
 
     # ---------------------------------------------------------------------------------------------------- the gradients
 
-    def _watch(self, spmd: Spmd, tensors: Sequence[Tensor]) -> None:
+    def watch(self, spmd: Spmd, tensors: Sequence[Tensor]) -> None:
         """Compare gradients at the end of the backward pass that first reaches one of the parameters."""
         watched: list[Tensor] = []
         subjects: list[Subject] = []
@@ -243,15 +251,14 @@ class ReplicaCheck:
         if not differ.any():
             return
         first = int(differ.nonzero()[0])
-        raise ReplicaError(
-            _report(
-                subjects[first],
-                everywhere[:, first].tolist(),
-                leaders[:, first].tolist(),
-                f"{direction}, call {self.ranks.calls} of {self.ranks.name}; "
-                f"{int(differ.sum())} of {len(subjects)} values that have copies differ",
-            )
+        message, differing = _report(
+            subjects[first],
+            everywhere[:, first].tolist(),
+            leaders[:, first].tolist(),
+            f"{direction}, call {self.ranks.calls} of {self.ranks.name}; "
+            f"{int(differ.sum())} of {len(subjects)} values that have copies differ",
         )
+        raise ReplicaError(message, differing)
 
 
 def _compared(spmd: Spmd) -> Iterator[str]:
@@ -300,8 +307,8 @@ def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
     return torch.tensor(columns, dtype=torch.int64).view(len(columns), mesh.num_devices).t()
 
 
-def _report(subject: Subject, prints: list[int], leaders: list[int], where: str) -> str:
-    """The message about one subject: who differs from whom, in the first group of copies that are not equal."""
+def _report(subject: Subject, prints: list[int], leaders: list[int], where: str) -> tuple[str, list[int]]:
+    """(the message about one subject: who differs from whom, in the first group of copies that are not equal; who)."""
     groups: dict[int, dict[int, list[int]]] = {}  # leader -> fingerprint -> ranks
     for rank, (found, leader) in enumerate(zip(prints, leaders, strict=True)):
         groups.setdefault(leader, {}).setdefault(found, []).append(rank)
@@ -320,7 +327,7 @@ def _report(subject: Subject, prints: list[int], leaders: list[int], where: str)
         copied = tuple(axis for axis, state in subject.layout.state_of.items() if state in "IR")
         layout = format_layout(subject.layout, subject.dtype)
         facts.insert(0, ("value", f"{subject.name}: {layout}, copied along {mesh.format_axes(copied)}"))
-    return problem(what, op=subject.op, source=subject.source, fix=_FIXES[subject.kind], facts=facts)
+    return problem(what, op=subject.op, source=subject.source, fix=_FIXES[subject.kind], facts=facts), differing
 
 
 def _name(ranks: Sequence[int]) -> str:

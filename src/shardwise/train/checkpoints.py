@@ -57,7 +57,7 @@ Names = Sequence[Sequence[Sequence[str]]]  # of the parameters in every group of
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """What this rank has to save. ``values`` are equal on all ranks."""
 
     parts: Mapping[str, Part]
@@ -67,14 +67,35 @@ class _State:
     values: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Who writes what: the ``files`` of every rank, and what is the same for all of them."""
+
+    files: Sequence[Sequence[PlannedFile]] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    names: Names = ()
+
+    def stored(self) -> dict[str, Stored]:
+        """Where the elements of every tensor are."""
+        pieces: dict[str, Piece] = {}
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        for file in (file for own in self.files for file in own):
+            for piece, chunk in file.chunks():
+                pieces[piece.name] = piece
+                chunks[piece.name].append(chunk)
+        return {name: Stored(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
+
+    def model_names(self) -> dict[str, str]:
+        """Further names of tensors of the model -> their first."""
+        return {MODEL + name: MODEL + first for name, first in self.tied.items()}
+
+
 @dataclass
 class _Saver:
     """What is kept between the saves of a module: who writes what, the memory it is staged in, the save under way."""
 
     structures: list[str] = field(default_factory=list)
-    files: list[list[PlannedFile]] = field(default_factory=list)
-    tied: Mapping[str, str] = field(default_factory=dict)
-    names: Names = ()
+    shares: Shares = field(default_factory=Shares)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     under_way: Saving | None = None
 
@@ -114,12 +135,12 @@ def save_checkpoint(
     saver = _savers.setdefault(par, _Saver())
     rank, num_ranks = here()
     path = Path(path)
-    state: _State | None = None
+    state: State | None = None
     fault: ShardwiseError | None = None
     made = False
     try:
-        state = _state_of(par, several(optimizer), rank)
-        state.values.update(_values(step, several(schedulers), scaler, data, extra, metrics))
+        state = state_of(par, several(optimizer), rank)
+        state.values.update(values_of(step, several(schedulers), scaler, data, extra, metrics))
         if rank == 0:
             make_room(path)
             made = True
@@ -134,7 +155,7 @@ def save_checkpoint(
             shutil.rmtree(incomplete(path))
         raise
     try:
-        _stage(saver, state.parts, saver.files[rank])
+        _stage(saver, state.parts, saver.shares.files[rank])
     except (RuntimeError, MemoryError) as error:  # no memory, above all
         raise give_up(path, rank, str(error)) from error
     manifest = Manifest(
@@ -144,11 +165,11 @@ def save_checkpoint(
         metrics={name: float(value) for name, value in (metrics or {}).items()},
         block_bytes=BLOCK_BYTES,
         files={},
-        tensors=_stored(saver.files),
-        tied={MODEL + name: MODEL + first for name, first in saver.tied.items()},
-        values={**state.values, "names": saver.names, "plain": plain},
+        tensors=saver.shares.stored(),
+        tied=saver.shares.model_names(),
+        values={**state.values, "names": saver.shares.names, "plain": plain},
     )
-    files = [(file, saver.buffers[file.name]) for file in saver.files[rank]]
+    files = [(file, saver.buffers[file.name]) for file in saver.shares.files[rank]]
     saving = Saving(Job(path, rank, num_ranks, files, manifest, keep, patience_seconds()))
     if blocking:
         try:
@@ -191,15 +212,15 @@ def several(given: Any) -> list[Any]:
     return [given] if hasattr(given, "state_dict") else list(given)
 
 
-def _state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> _State:
+def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> State:
     module = module_parts(par)
     kept = optimizer_parts(optimizers, module)
     parts = {MODEL + name: part for name, part in module.parts.items()}
     parts |= {**kept.parts, f"{RANDOM}{rank}": random_part()}
-    return _State(parts, module.tied, kept.names, kept.plain, {"kinds": list(kept.kinds), "settings": kept.settings})
+    return State(parts, module.tied, kept.names, kept.plain, {"kinds": list(kept.kinds), "settings": kept.settings})
 
 
-def _values(
+def values_of(
     step: int,
     schedulers: Sequence[Resumable],
     scaler: Resumable | None,
@@ -223,7 +244,7 @@ def _values(
     return values
 
 
-def _agree(saver: _Saver, path: Path, state: _State) -> dict[str, Any]:
+def _agree(saver: _Saver, path: Path, state: State) -> dict[str, Any]:
     """Brings the saver up to date with what all ranks hold; returns the optimizers' states that are no tensors. One
     exchange where nothing has changed since the last save."""
     own = offers_of(state.parts)
@@ -241,17 +262,22 @@ def _agree(saver: _Saver, path: Path, state: _State) -> dict[str, Any]:
             )
     structures = [structure for structure, _, _ in everywhere]
     if structures != saver.structures:
-        offered = from_all((own, dict(state.tied), state.names, incomplete(path).is_dir()))
-        blind = [rank for rank, (*_, sees) in enumerate(offered) if not sees]
+        blind = [rank for rank, sees in enumerate(from_all(incomplete(path).is_dir())) if not sees]
         if blind:
             what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 made"
             raise CheckpointError(problem(what, fix="give a folder on a file system that all machines share"))
-        saver.files = shared_out([offers for offers, *_ in offered])
-        saver.tied = {name: first for _, some, *_ in offered for name, first in some.items()}
-        saver.names = _merged([names for _, _, names, _ in offered])
+        saver.shares = share_out(state)
         saver.buffers.clear()
         saver.structures = structures
     return {name: dict(kept) for _, _, plain in everywhere for name, kept in plain.items()}
+
+
+def share_out(state: State) -> Shares:
+    """Who writes what of the states of all ranks. Every rank calls this."""
+    offered = from_all((offers_of(state.parts), dict(state.tied), state.names))
+    tied = {name: first for _, some, _ in offered for name, first in some.items()}
+    files = shared_out([offers for offers, *_ in offered])
+    return Shares(files, tied, _merged([names for *_, names in offered]))
 
 
 def _merged(names: Sequence[Names]) -> list[list[list[str]]]:
@@ -262,18 +288,20 @@ def _merged(names: Sequence[Names]) -> list[list[list[str]]]:
     ]
 
 
-def _stored(files: Sequence[Sequence[PlannedFile]]) -> dict[str, Stored]:
-    pieces: dict[str, Piece] = {}
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
-    for file in (file for own in files for file in own):
-        for piece, chunk in file.chunks():
-            pieces[piece.name] = piece
-            chunks[piece.name].append(chunk)
-    return {name: Stored(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
-
-
 def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 
-__all__ = ["Optimizers", "Resumable", "Schedulers", "finish_saving", "save_checkpoint", "several"]
+__all__ = [
+    "Optimizers",
+    "Resumable",
+    "Schedulers",
+    "Shares",
+    "State",
+    "finish_saving",
+    "save_checkpoint",
+    "several",
+    "share_out",
+    "state_of",
+    "values_of",
+]

@@ -61,6 +61,10 @@ class Reader:
         self._mapped: dict[str, torch.Tensor] = {}
         self._verified: dict[str, np.ndarray] = {}
 
+    def path(self, file: str) -> Path:
+        """Where a file of the manifest is."""
+        return self.folder / file
+
     def verify(self, name: str, boxes: Iterable[Box]) -> None:
         """Compare the checksums of all blocks in which some boxes of a tensor lie, each block once. Raises
         CheckpointError where one is missing or differs, or elements of the boxes are in no file or in two."""
@@ -102,7 +106,7 @@ class Reader:
     def _map(self, file: str) -> torch.Tensor:
         """The bytes of a file. Raises CheckpointError for a file that is missing or has another length."""
         if file not in self._mapped:
-            path, expected = self.folder / file, self._data(file).start + self._data(file).num_bytes
+            path, expected = self.path(file), self._data(file).start + self._data(file).num_bytes
             try:
                 is_file, size = path.is_file(), path.stat().st_size
                 if not is_file or size != expected:

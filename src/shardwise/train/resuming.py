@@ -7,8 +7,9 @@ the blocks that this rank's parts lie in. Only when no rank has an objection is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ class Checkpoint:
     num_bytes_read: int
 
 
+@dataclass(frozen=True)
+class Given:
+    """What is to go on besides the module. ``random``: the generators, too."""
+
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Resumable]
+    scaler: Resumable | None
+    data: Resumable | None
+    random: bool = True
+
+
 def load_checkpoint(
     path_or_folder: str | Path,
     par: torch.nn.Module,
@@ -59,57 +71,77 @@ def load_checkpoint(
     scaler: Resumable | None = None,
     data: Resumable | None = None,
     random: bool = True,
+    not_after: int | None = None,
 ) -> Checkpoint:
     """Continue from a checkpoint, under whatever plan it was saved; called on every rank alike.
 
-    ``path_or_folder``: a checkpoint, or a folder of several: then the newest complete one is taken, and those that are
-    torn or damaged are named in a warning. ``par``: a parallel module, or any module that every rank is to hold whole;
-    each rank reads only the blocks that its own parts lie in. Floating-point tensors are converted to the dtype that
-    ``par`` has; states of the optimizer that had their parameter's dtype follow it, others keep theirs. What is not
-    given (``optimizer``, ``schedulers``, ...) is not loaded. ``random``: whether the generators of Python, NumPy and
-    torch go on as well: every rank gets its own state where as many ranks go on as saved, else all get that of rank 0.
+    ``path_or_folder``: a checkpoint, or a folder of several: then the newest complete one is taken, with ``not_after``
+    of those of at most that step, and those that are torn or damaged are named in a warning. ``par``: a parallel
+    module, or any module that every rank is to hold whole; each rank reads only the blocks that its own parts lie in.
+    Floating-point tensors are converted to the dtype that ``par`` has; states of the optimizer that had their
+    parameter's dtype follow it, others keep theirs. What is not given (``optimizer``, ``schedulers``, ...) is not
+    loaded. ``random``: whether the generators of Python, NumPy and torch go on as well: every rank gets its own state
+    where as many ranks go on as saved, else all get that of rank 0.
 
     Raises CheckpointError for a checkpoint that is missing or damaged, ShardwiseError for one of another model,
     optimizer or kind of dtype: on all ranks, and nothing is changed then.
     """
-    rank, num_ranks = here()
     finish_saving(par)
-    paths, is_folder = _candidates(Path(path_or_folder), rank)
+    given = Given(several(optimizer), several(schedulers), scaler, data, random)
+    paths, is_folder = _candidates(Path(path_or_folder), here()[0], not_after)
     for path in paths:
-        load: _Load | None = None
-        damage = fault = None
-        try:
-            manifest = read_manifest(path)
-            load = _Load(path, manifest, par, several(optimizer), rank if manifest.num_ranks == num_ranks else 0)
-            load.check_values(several(schedulers), scaler, data)
-            load.verify(random)
-        except CheckpointError as error:
-            damage = error
-        except ShardwiseError as error:
-            fault = error
-        except (TypeError, LookupError, AttributeError) as error:
-            what = f"{path} has values that save_checkpoint does not write: {shown(str(error))}"
-            damage = CheckpointError(problem(what, fix="load another checkpoint"))
-        damaged = [text for text in from_all(None if damage is None else str(damage)) if text]
-        if damaged and is_folder:
-            if rank == 0:
-                what = damaged[0].split("\n", 1)[0]
-                warnings.warn(f"{path} is skipped: {what}", PlanWarning, stacklevel=2)
-            continue
-        raise_first(CheckpointError, damage)
-        unexpected = _unexpected(load)  # all ranks ask
-        raise_first(ShardwiseError, fault or unexpected)
-        assert load is not None
-        if rank == 0 and load.converted:
-            warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=2)
-        try:
-            return load.apply(several(schedulers), scaler, data, random)
-        except (TypeError, LookupError, AttributeError, RuntimeError) as error:
-            what = f"{path} has states that what goes on does not take: {type(error).__name__}: {error}"
-            fix = "its tensors are loaded, and not all of the rest: load another checkpoint, or make what was saved"
-            raise CheckpointError(problem(what, fix=fix)) from error
+        found = load_one(path, partial(read_manifest, path), partial(Reader, path), par, given, skips=is_folder)
+        if found is not None:
+            return found
     what = f"no checkpoint in {path_or_folder} is complete"
     raise CheckpointError(problem(what, fix="give a folder in which save_checkpoint has finished at least once"))
+
+
+def load_one(
+    path: Path,
+    read: Callable[[], Manifest],
+    reader: Callable[[Manifest], Reader],
+    par: torch.nn.Module,
+    given: Given,
+    *,
+    skips: bool,
+) -> Checkpoint | None:
+    """Continue from one checkpoint; every rank calls this. None, and a warning on rank 0, where it is damaged and
+    ``skips``. ``read``: its manifest; ``reader``: of its files."""
+    rank, num_ranks = here()
+    load: _Load | None = None
+    damage = fault = None
+    try:
+        manifest = read()
+        source = rank if manifest.num_ranks == num_ranks else 0
+        load = _Load(path, manifest, reader(manifest), par, given.optimizers, source)
+        load.check_values(given.schedulers, given.scaler, given.data)
+        load.verify(given.random)
+    except CheckpointError as error:
+        damage = error
+    except ShardwiseError as error:
+        fault = error
+    except (TypeError, LookupError, AttributeError) as error:
+        what = f"{path} has values that save_checkpoint does not write: {shown(str(error))}"
+        damage = CheckpointError(problem(what, fix="load another checkpoint"))
+    damaged = [text for text in from_all(None if damage is None else str(damage)) if text]
+    if damaged and skips:
+        if rank == 0:
+            what = damaged[0].split("\n", 1)[0]
+            warnings.warn(f"{path} is skipped: {what}", PlanWarning, stacklevel=3)
+        return None
+    raise_first(CheckpointError, damage)
+    unexpected = _unexpected(load)  # all ranks ask
+    raise_first(ShardwiseError, fault or unexpected)
+    assert load is not None
+    if rank == 0 and load.converted:
+        warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
+    try:
+        return load.apply(given.schedulers, given.scaler, given.data, given.random)
+    except (TypeError, LookupError, AttributeError, RuntimeError) as error:
+        what = f"{path} has states that what goes on does not take: {type(error).__name__}: {error}"
+        fix = "its tensors are loaded, and not all of the rest: load another checkpoint, or make what was saved"
+        raise CheckpointError(problem(what, fix=fix)) from error
 
 
 def _unexpected(load: _Load | None) -> ShardwiseError | None:
@@ -127,7 +159,7 @@ def _another(path: Path, faults: Sequence[str]) -> ShardwiseError:
     return ShardwiseError("\n".join([f"{path} is of another model:", *(f"  {fault}" for fault in faults[:8]), *more]))
 
 
-def _candidates(path: Path, rank: int) -> tuple[list[Path], bool]:
+def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path], bool]:
     """(checkpoints to try, newest first; whether a folder of several was given). As rank 0 sees it."""
     found: list[Path] = []
     is_folder = False
@@ -137,7 +169,8 @@ def _candidates(path: Path, rank: int) -> tuple[list[Path], bool]:
             found = [path]
         elif path.is_dir():
             complete, torn = checkpoints_in(path)
-            found, is_folder = list(reversed(complete)), True
+            fits = [one for one, manifest in complete.items() if not_after is None or manifest.step <= not_after]
+            found, is_folder = list(reversed(fits)), True
             for name, reason in torn:
                 warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=3)
         else:
@@ -156,13 +189,14 @@ class _Load:
         self,
         path: Path,
         manifest: Manifest,
+        reader: Reader,
         par: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         source: int,
     ) -> None:
         self.path, self.manifest, self.par, self.optimizers = path, manifest, par, optimizers
         self.module = module_parts(par)
-        self.reader = Reader(path, manifest)
+        self.reader = reader
         self.values: Mapping[str, Any] = {name: decode(value) for name, value in manifest.values.items()}
         states = self.values.get("schedulers")
         self._schedulers: list[Any] = states if isinstance(states, list) else []
@@ -345,4 +379,4 @@ def _section(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-__all__ = ["Checkpoint", "load_checkpoint"]
+__all__ = ["Checkpoint", "Given", "load_checkpoint", "load_one"]

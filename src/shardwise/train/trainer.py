@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.batch import num_samples
-from shardwise.runtime.agree import wire
 from shardwise.runtime.parallel import Parallel
-from shardwise.train.agreement import here
+from shardwise.train.agreement import from_all, here
 from shardwise.train.checkpoints import finish_saving, save_checkpoint
 from shardwise.train.data import DataLoader
-from shardwise.train.resuming import load_checkpoint
-from shardwise.train.retention import Keep, checkpoints_in, set_aside
+from shardwise.train.recovery import Recovery
+from shardwise.train.retention import Keep
 
 Evaluate = Callable[[Parallel], Mapping[str, float]]
 
@@ -79,11 +77,14 @@ class Trainer:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.stopped = False
+        schedulers: Any = () if scheduler is None else scheduler
+        self._recovery = Recovery(par, optimizer, folder=self.folder, schedulers=schedulers, data=loader)
         self._saved: int | None = None
         self._signalled = False
 
     def fit(self, num_steps: int) -> None:
-        """Train until so many steps are done in all, from the newest checkpoint in the folder if there is one.
+        """Train until so many steps are done in all, from the newest checkpoint in the folder if there is one; under
+        ``shardwise run --elastic``, after a loss, from the last step.
 
         At SIGTERM to any rank, all of them finish the step they are in, save, and return: ``stopped`` is true then.
         """
@@ -109,7 +110,7 @@ class Trainer:
                     log.write(self.step, line if norm is None else {**line, "grad_norm": norm.item()})
                     since, samples = time.perf_counter(), 0
                 log.advance(self.step)
-                self.stopped = self._somebody_is_told_to_stop()
+                self.stopped = self._recovery.keep(self.step, stopping=self._signalled)
                 if self._is_due(self.save_every):
                     self.save()
             if self.folder is not None and self._saved != self.step:
@@ -133,16 +134,16 @@ class Trainer:
         self._saved = self.step
 
     def _resume(self) -> None:
-        if self.folder is None:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.step = self._recovery.resume()
+        if self.folder is None or self.step == 0:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not checkpoints_in(self.folder)[0]:
-            return
-        schedulers: Any = () if self.scheduler is None else self.scheduler
-        found = load_checkpoint(self.folder, self.par, self.optimizer, schedulers=schedulers, data=self.loader)
-        self.step = self._saved = found.step
-        if here()[0] == 0:
-            set_aside(self.folder, found.step)
+        is_saved = from_all((self.folder / f"step-{self.step}").exists())[0]
+        if is_saved:
+            self._saved = self.step
+        elif self._is_due(self.save_every):  # ranks were lost during this save
+            self.save()
 
     def _batches(self) -> Iterator[Any]:
         while True:
@@ -200,14 +201,6 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-    def _somebody_is_told_to_stop(self) -> bool:
-        """A signal may reach the ranks in different steps, or one of them only."""
-        if here()[1] == 1:
-            return self._signalled
-        told = torch.tensor([int(self._signalled)], device=wire(self.par.device))
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return bool(told.item())
 
 
 class _Log:

@@ -1,0 +1,57 @@
+"""The options of ``shardwise run --elastic``."""
+
+from __future__ import annotations
+
+import argparse
+
+from shardwise.errors import LaunchError, problem
+from shardwise.launch.elastic import Elastic
+
+_DEFAULT = Elastic()
+
+
+def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks that are lost")
+    add = group.add_argument
+    add("--elastic", action="store_true", help="go on without a rank that dies, hangs or computes something else")
+    add("--min-ranks", type=int, metavar="K", help="go on with fewer ranks, down to these (as many as start)")
+    add("--spares", type=int, metavar="S", help="further devices, which take the places of lost ones (0)")
+    add(
+        "--max-failures",
+        type=int,
+        metavar="N",
+        help=f"losses without a step in between after which the job ends ({_DEFAULT.max_failures})",
+    )
+    add(
+        "--silent-after",
+        type=float,
+        metavar="SECONDS",
+        help=f"a rank without a sign of life for so long is lost ({_DEFAULT.silent_seconds:g})",
+    )
+    add(
+        "--idle-after",
+        type=float,
+        metavar="SECONDS",
+        help="so is one that comes to no collective for so long while all others wait in one (their time-out)",
+    )
+    add("--preload", metavar="MODULES", help="modules that are imported once for all ranks: transformers,datasets")
+
+
+def elastic_settings(chosen: argparse.Namespace) -> Elastic | None:
+    """None without ``--elastic``. Raises LaunchError for its options without it."""
+    given = {
+        "min_ranks": chosen.min_ranks,
+        "spares": chosen.spares,
+        "max_failures": chosen.max_failures,
+        "silent_seconds": chosen.silent_after,
+        "idle_seconds": chosen.idle_after,
+        "preload": None if chosen.preload is None else tuple(filter(None, chosen.preload.split(","))),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not chosen.elastic and given:
+        what = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after and --preload are of elastic jobs"
+        raise LaunchError(problem(what, fix="add --elastic, or leave them out"))
+    return Elastic(**given) if chosen.elastic else None
+
+
+__all__ = ["add_elastic_arguments", "elastic_settings"]

@@ -1,0 +1,68 @@
+"""What the launcher sees on the ranks' pages: who hangs, where ranks were, and for what the others waited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.runtime.pages import Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Finds a rank that hangs. ``silent_seconds``: without a sign of life, from the first one on (a stopped process, a
+    kernel that never returns); ``idle_seconds``: in no collective, while all others wait in one."""
+
+    silent_seconds: float
+    idle_seconds: float | None = None
+
+    def __call__(self, pages: dict[int, Seen]) -> tuple[int, str] | None:
+        """(the rank, how it hangs)."""
+        now = time.monotonic()
+        silent = {number: now - seen.beat for number, seen in pages.items() if seen.beat}
+        if silent and max(silent.values()) > self.silent_seconds:
+            number = max(silent, key=silent.__getitem__)
+            return number, f"gave no sign of life for {silent[number]:.0f} seconds"
+        busy = [number for number, seen in pages.items() if not seen.waits]
+        if self.idle_seconds is None or len(busy) != 1 or len(pages) < 2:
+            return None
+        (number,) = busy
+        longest = now - max(seen.since for seen in pages.values())  # since anybody entered or left a collective
+        if pages[number].since and longest > self.idle_seconds:
+            return number, f"came to no collective for {longest:.0f} seconds, in which all others waited"
+        return None
+
+
+def positions(stopped: Sequence[tuple[int, str, Seen]]) -> list[str]:
+    """Where ranks were before they were stopped, one line for each place. Given: number, function of the user's code
+    ("" where it is not known), page."""
+    ranks: dict[str, list[int]] = {}
+    for number, place, _ in stopped:
+        if place:
+            ranks.setdefault(place, []).append(number)
+    return [
+        f"  where:  {name_ranks(numbers)} {'were' if len(numbers) > 1 else 'was'} {place}"
+        for place, numbers in ranks.items()
+    ]
+
+
+def waits(pages: Sequence[tuple[int, Seen]]) -> list[str]:
+    """What ranks waited for, and what the others, for whom they waited, had done last; one line for each."""
+    lines: dict[str, list[int]] = {}
+    for number, seen in pages:
+        if seen.collective:
+            step = f"after step {seen.step}: " if seen.step >= 0 else ""
+            what = f"collective {seen.collective}, {step}{seen.what}"
+            lines.setdefault(f"waited in {what}" if seen.waits else f"had left {what}", []).append(number)
+    if all(line.startswith("had left") for line in lines):
+        return []
+    return [f"  waits:  {name_ranks(numbers)} {text}" for text, numbers in lines.items()]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 4``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+__all__ = ["Watch", "name_ranks", "positions", "waits"]

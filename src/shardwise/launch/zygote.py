@@ -1,0 +1,226 @@
+"""Processes that have imported torch before they are needed: ranks are forked from one that did nothing else.
+
+Importing torch takes seconds of a core, per rank. ``shardwise run --elastic`` therefore starts one *zygote*, which
+imports once and then forks a rank whenever it is told to; a fork takes hundredths of a second, and a rank of a later
+generation is as fresh as one of the first. The zygote starts no thread and touches no device.
+
+The launcher talks to it over a socket, in JSON lines: it asks for ranks (their environment, with the descriptors of
+their output), and hears their process ids and how they end. This file is executed by its path, as ``bootstrap`` is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# What a training script imports sooner or later, and what torch.export imports when it is first called.
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.export._trace",
+    "shardwise.api",
+    "shardwise.runtime.parallelize",
+    "shardwise.train.trainer",
+    "rich.progress",
+)
+_LEAST_URGENT = 19  # the niceness of a process that only plans ahead
+_POLL_SECONDS = 0.01
+_START_SECONDS = 120.0  # for the imports, on a machine that does other things as well
+
+
+class Forked:
+    """A process that the zygote started, for the launcher: what it needs of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, zygote: Zygote) -> None:
+        self.pid, self._zygote = pid, zygote
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._zygote.exit_of(self.pid)
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(_POLL_SECONDS)
+        assert self.returncode is not None
+        return self.returncode
+
+
+class Zygote:
+    """The launcher's side. ``modules``: further ones that it imports."""
+
+    def __init__(self, environment: dict[str, str], modules: Sequence[str] = ()) -> None:
+        own, other = socket.socketpair()
+        self._socket, self._rest = own, b""
+        self._exits: dict[int, int] = {}
+        self._answers: list[dict[str, Any]] = []
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(other.fileno()), str(os.getpid()), *PRELOADED, *modules],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                process_group=0,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def spawn(self, command: Sequence[str], environment: dict[str, str], stdout: int, stderr: int) -> Forked:
+        """A new process that executes ``bootstrap`` on a command. Raises OSError where none can be had."""
+        request = json.dumps({"command": list(command), "environment": environment}).encode()
+        socket.send_fds(self._socket, [len(request).to_bytes(8, "little")], [stdout, stderr])
+        self._socket.sendall(request)
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._answers:
+            if not self._hear(_POLL_SECONDS) or time.monotonic() > deadline:
+                raise OSError("the process that starts ranks has ended, or does not answer")
+        answer = self._answers.pop()
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return Forked(answer["pid"], self)
+
+    def exit_of(self, pid: int) -> int | None:
+        """How a process ended, as ``Popen.returncode`` says it; None while it runs."""
+        if pid not in self._exits and not self._hear(0) and pid not in self._exits:
+            return -signal.SIGKILL  # ranks do not outlive the zygote
+        return self._exits.pop(pid, None)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _hear(self, seconds: float) -> bool:
+        """Read what the zygote says; whether it is there."""
+        while select.select([self._socket], [], [], seconds)[0]:
+            seconds = 0
+            try:
+                data = self._socket.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                return False
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                if "code" in said:
+                    self._exits[said["pid"]] = said["code"]
+                else:
+                    self._answers.append(said)
+        return True
+
+
+# ------------------------------------------------------------------------------------------------ the zygote's own side
+
+
+def _serve(connection: socket.socket) -> None:
+    """Fork what the launcher asks for, and tell how it ended, until the launcher has gone."""
+    wake_up, woken = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake_up, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([connection.fileno(), wake_up], [], [])
+        if wake_up in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_up, 4096)
+        _tell_exits(connection)
+        if connection.fileno() in ready:
+            header, descriptors, _, _ = socket.recv_fds(connection, 8, 2)
+            if not header:
+                return
+            request = json.loads(_exactly(connection, int.from_bytes(header, "little")))
+            answer = _fork(connection, request, descriptors, (wake_up, woken))
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _fork(connection: socket.socket, request: Any, output: list[int], others: Sequence[int]) -> dict[str, Any]:
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        for descriptor in output:
+            os.close(descriptor)
+        return {"error": str(error)}
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setpgid(0, 0)
+        for target, source in zip((1, 2), output, strict=True):
+            os.dup2(source, target)
+        connection.close()
+        for descriptor in (*output, *others):
+            os.close(descriptor)
+        _become_a_rank(request["command"], request["environment"], parent)
+    with contextlib.suppress(OSError):  # the child does so, too; whoever is first
+        os.setpgid(pid, pid)
+    for descriptor in output:
+        os.close(descriptor)
+    return {"pid": pid}
+
+
+def _become_a_rank(command: list[str], environment: dict[str, str], parent: int) -> None:
+    """What a fresh interpreter would do in this environment. Never returns."""
+    from shardwise.launch import bootstrap
+    from shardwise.runtime.generation import GENERATION
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ[bootstrap.LAUNCHER_PID] = str(parent)
+    if json.loads(environment.get(GENERATION, "{}")).get("rehearses"):
+        os.nice(_LEAST_URGENT)
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    bootstrap.main(command)
+
+
+def _tell_exits(connection: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            ended = json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+            connection.sendall(ended.encode() + b"\n")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    content = b""
+    while len(content) < count:
+        content += connection.recv(count - len(content))
+    return content
+
+
+def _main(descriptor: int, launcher_pid: int, modules: Sequence[str]) -> None:
+    from shardwise.launch import bootstrap
+
+    bootstrap.end_with_launcher(launcher_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what was imported stays: no rank needs to look through it, and its pages remain shared
+    _serve(socket.socket(fileno=descriptor))
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

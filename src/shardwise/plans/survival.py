@@ -1,0 +1,189 @@
+"""Which losses of ranks a plan survives: what of the state of training other ranks hold as well.
+
+Exact, from the layouts: of every parameter and buffer it is known which ranks hold which elements of it. An element is
+lost with the last rank that holds it. Optimizer states lie as their parameters do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardwise.costs.optimizers import states_of
+from shardwise.errors import PlanError, listed, problem
+from shardwise.layouts.boxes import boxes
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.placement import Placement
+from shardwise.layouts.text import parse_dtype
+from shardwise.plans.quantities import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.plans.plan import Plan
+
+Ranks = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What is lost with some ranks: bytes of parameters, buffers and optimizer states, and the tensors they are of.
+    Without any, training goes on from the copies of other ranks; else from the last checkpoint."""
+
+    ranks: tuple[int, ...]
+    num_bytes: int
+    names: tuple[str, ...]
+
+    @property
+    def costs_nothing(self) -> bool:
+        return not self.names
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraCopy:
+    """``keeper`` would keep a copy of what ``holders`` alone hold."""
+
+    holders: tuple[int, ...]
+    keeper: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Survival:
+    """``held``: per set of ranks, the bytes that these and no others hold of every tensor; ``machines``: the ranks that
+    are lost together."""
+
+    held: Mapping[Ranks, Mapping[str, int]]
+    machines: tuple[tuple[int, ...], ...]
+    optimizer: str
+
+    def loss_of(self, ranks: Iterable[int]) -> Loss:
+        """What is lost with some ranks. Raises PlanError for ranks that the plan does not have."""
+        lost = frozenset(ranks)
+        every = {rank for machine in self.machines for rank in machine}
+        if lost - every:
+            what = f"rank {min(lost - every)} is not one of the plan's {len(every)}"
+            raise PlanError(problem(what, fix=f"ask for ranks from 0 to {len(every) - 1}"))
+        gone = [tensors for holders, tensors in self.held.items() if holders <= lost]
+        names = sorted({name for tensors in gone for name in tensors})
+        return Loss(tuple(sorted(lost)), sum(sum(tensors.values()) for tensors in gone), tuple(names))
+
+    @cached_property
+    def losses(self) -> tuple[Loss, ...]:
+        """Of every machine (every rank, where ranks are lost alone)."""
+        return tuple(self.loss_of(machine) for machine in self.machines)
+
+    @property
+    def tolerated(self) -> int:
+        """As many machines (ranks) may be lost at once, whichever they are, and nothing is."""
+        return min((len(self._machines_of(holders)) for holders in self.held), default=len(self.machines)) - 1
+
+    @cached_property
+    def extra_copies(self) -> tuple[ExtraCopy, ...]:
+        """The fewest bytes that must be held twice for any one machine (rank) to be lost without cost, each by the rank
+        elsewhere that keeps least so far, of those the next one. Empty where nothing is missing, or there is only one
+        machine."""
+        if len(self.machines) == 1:
+            return ()
+        ranks = [rank for machine in self.machines for rank in machine]
+        keeps = dict.fromkeys(ranks, 0)
+        found: list[ExtraCopy] = []
+        for holders, tensors in sorted(self.held.items(), key=lambda item: (-sum(item[1].values()), min(item[0]))):
+            machines = self._machines_of(holders)
+            if len(machines) > 1:
+                continue
+            own = self.machines[machines.pop()]
+            first, num_bytes = min(holders), sum(tensors.values())
+            others = [rank for rank in ranks if rank not in own]
+            keeper = min(others, key=lambda rank: (keeps[rank], (rank - first - len(own)) % len(ranks)))
+            keeps[keeper] += num_bytes
+            found.append(ExtraCopy(tuple(sorted(holders)), keeper, num_bytes))
+        return tuple(found)
+
+    def _machines_of(self, holders: Ranks) -> set[int]:
+        return {at for at, machine in enumerate(self.machines) if not holders.isdisjoint(machine)}
+
+    def __str__(self) -> str:
+        alone = all(len(machine) == 1 for machine in self.machines)
+        unit = "rank" if alone else "machine"
+        outcomes: dict[str, list[tuple[int, ...]]] = {}
+        for machine, loss in zip(self.machines, self.losses, strict=True):
+            outcomes.setdefault(_outcome(loss), []).append(machine)
+        lines = [f"loss of one {unit} of {len(self.machines)}, with the states of {self.optimizer}:"]
+        for outcome, machines in outcomes.items():
+            lines.append(f"  {_spans(machines)}: {outcome}")
+        if self.tolerated > 0:
+            several = f"any {self.tolerated} {unit}s" if self.tolerated > 1 else f"any one {unit}"
+            lines.append(f"nothing is lost with {several}; with {self.tolerated + 1} something may be")
+        if self.extra_copies:
+            most: dict[int, int] = defaultdict(int)
+            for copy in self.extra_copies:
+                most[copy.keeper] += copy.num_bytes
+            total = format_bytes(sum(most.values()))
+            shown = "; ".join(f"rank {c.keeper} of {_spans([c.holders])}" for c in self.extra_copies[:4])
+            more = f"; and {len(self.extra_copies) - 4} more" if len(self.extra_copies) > 4 else ""
+            largest = format_bytes(max(most.values()))
+            lines.append(f"cheapest extra copies for any one {unit}: {total} in all, {largest} on a rank")
+            lines.append(f"  kept by {shown}{more}")
+        elif self.tolerated == 0:
+            lines.append("there is no other machine to keep a copy")
+        return "\n".join(lines)
+
+
+def survival(plan: Plan, ranks_per_machine: int = 1) -> Survival:
+    """What the copies that a plan makes survive. Raises PlanError for machines that do not divide the ranks."""
+    ranks = sorted({rank for stage in plan.stages for rank in stage.placement.ranks})
+    if not 1 <= ranks_per_machine <= len(ranks) or len(ranks) % ranks_per_machine:
+        what = f"{len(ranks)} ranks are not machines of {ranks_per_machine}"
+        raise PlanError(problem(what, fix="give how many ranks run on each machine"))
+    states = states_of(plan.optimizer)
+    holders: dict[tuple[str, object], tuple[set[int], int]] = {}
+    for stage in plan.stages:
+        for entry in (*stage.parameters, *stage.buffers):
+            copies = 1 + (states if entry in stage.parameters else 0)
+            itemsize = parse_dtype(entry.dtype).itemsize
+            for key, where in _holders(stage.layouts[entry.name], stage.placement).items():
+                size = prod(key[1]) * itemsize * copies
+                holders.setdefault((entry.name, key), (set(), size))[0].update(where)
+    held: dict[Ranks, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for (name, _), (where, num_bytes) in holders.items():
+        if num_bytes:
+            held[frozenset(where)][name] += num_bytes
+    cuts = range(0, len(ranks) + 1, ranks_per_machine)
+    machines = tuple(tuple(ranks[start:stop]) for start, stop in pairwise(cuts))
+    return Survival({where: dict(found) for where, found in held.items()}, machines, plan.optimizer)
+
+
+def _holders(layout: Layout, place: Placement) -> dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]]:
+    """(offsets, sizes) of a box of a tensor -> the ranks that hold it."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = defaultdict(set)
+    for device, rank in enumerate(place.ranks):
+        for box in boxes(layout, place.mesh.coordinates(device)):
+            found[box.offsets, box.sizes].add(rank)
+    return found
+
+
+def _outcome(loss: Loss) -> str:
+    if loss.costs_nothing:
+        return "nothing, others hold all of it"
+    tensors = f"{len(loss.names)} tensor{'s' * (len(loss.names) > 1)} ({listed(loss.names)})"
+    return f"{format_bytes(loss.num_bytes)} of {tensors} each, held nowhere else: back to the last checkpoint"
+
+
+def _spans(groups: Sequence[Sequence[int]]) -> str:
+    """``ranks 0-3, 6``."""
+    numbers = sorted(number for group in groups for number in group)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' * (len(numbers) > 1)} {text}"
+
+
+__all__ = ["ExtraCopy", "Loss", "Survival", "survival"]

@@ -1,0 +1,73 @@
+"""Where this rank is: the collective that it is in, for the launcher to read, and how long it has waited in all.
+
+A collective of a program, and what the ranks of a job tell each other, is entered and left here. Under ``shardwise
+run`` it is written on the rank's page (``runtime.pages``); everywhere the time is summed up, from which the time that a
+rank is busy follows (``train.meeting``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.runtime.pages import Page
+
+_BEAT_SECONDS = 0.5
+
+
+class Trail:
+    """``waited_seconds``: in collectives, so far."""
+
+    def __init__(self) -> None:
+        self.waited_seconds = 0.0
+        self._number = 0
+        self._page: Page | None = None
+
+    def write_to(self, path: str | Path) -> None:
+        """From now on write to a page, and give signs of life there as long as the process runs."""
+        if self._page is not None:
+            return
+        self._page = page = Page(path)
+
+        ends = threading.Event()
+
+        def beat() -> None:
+            while not ends.is_set():
+                page.beat(time.monotonic())
+                ends.wait(_BEAT_SECONDS)
+
+        def end() -> None:  # what the interpreter still does is not to be watched
+            ends.set()
+            thread.join()
+            page.beat(0.0)
+
+        thread = threading.Thread(target=beat, daemon=True, name="shardwise-beats")
+        thread.start()
+        atexit.register(end)
+
+    def step_done(self, step: int) -> None:
+        if self._page is not None:
+            self._page.step(step)
+
+    @contextmanager
+    def waiting(self, what: bytes) -> Iterator[None]:
+        """Around a collective that this rank waits for. ``what`` it is, in words. One that fails is not left."""
+        began = time.monotonic()
+        self._number += 1
+        if self._page is not None:
+            self._page.enter(self._number, began, what)
+        yield
+        ended = time.monotonic()
+        self.waited_seconds += ended - began
+        if self._page is not None:
+            self._page.leave(ended)
+
+
+# Not a cache: a process is one rank, and its launcher has one page for it.
+trail = Trail()
+
+__all__ = ["Trail", "trail"]

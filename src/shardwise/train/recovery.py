@@ -1,0 +1,227 @@
+"""``sw.Recovery``: where a run goes on, after it was stopped or after ranks were lost."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import PlanWarning
+from shardwise.runtime.generation import read_generation
+from shardwise.runtime.replicas import ReplicaCheck
+from shardwise.runtime.trail import trail
+from shardwise.train.agreement import from_all, here
+from shardwise.train.checkpoints import (
+    Optimizers,
+    Resumable,
+    Schedulers,
+    Shares,
+    State,
+    several,
+    share_out,
+    state_of,
+    values_of,
+)
+from shardwise.train.manifest import BLOCK_BYTES, Manifest
+from shardwise.train.resuming import Given, load_checkpoint, load_one
+from shardwise.train.retention import checkpoints_in, set_aside
+from shardwise.train.rounds import Rounds
+from shardwise.train.snapshots import Snapshot, Writer, forget_generations, snapshots_in
+
+
+class Recovery:
+    """Goes on where a run was, and keeps where it is; made and used on every rank alike.
+
+    ``par``, ``optimizer``, ``schedulers``, ``scaler`` and ``data`` are those of ``sw.save_checkpoint``; ``folder``: of
+    the run's checkpoints, which you save as often as you like. Under ``shardwise run --elastic`` every step is kept in
+    memory as well, where it outlives the ranks; under other launchers ``keep`` only lets the ranks meet.
+
+    ``extra`` is what was last kept or saved with the state that ``resume`` found.
+    """
+
+    def __init__(
+        self,
+        par: torch.nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        folder: str | Path | None = None,
+        schedulers: Schedulers = (),
+        scaler: Resumable | None = None,
+        data: Resumable | None = None,
+    ) -> None:
+        self.par, self.folder = par, None if folder is None else Path(folder)
+        self.extra: Any = None
+        self._given = Given(several(optimizer), several(schedulers), scaler, data)
+        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")))
+        self._generation = read_generation(os.environ)
+        self._keeps = self._generation is not None
+        self._structure: object = None
+        self._shares = Shares()
+        self._writer: Writer | None = None
+        self._count = 0
+        self._failed = False  # to write the latest snapshot
+        self._step, self._checked, self._passed = 0, -1, 0
+
+    def resume(self) -> int:
+        """Load the newest state there is, in memory or in the folder; the number of steps that it has done, 0 without
+        one. After ranks held copies that differ, the newest that a passed check has seen. Raises as
+        ``sw.load_checkpoint``."""
+        snapshot, saved, limit = self._choose()
+        found = None
+        if snapshot is not None:
+            self._say(f"goes on after step {snapshot.step}, which was kept in memory")
+            found = load_one(snapshot.folder, snapshot.manifest, snapshot.reader, self.par, self._given, skips=False)
+        elif saved is not None:
+            assert self.folder is not None
+            given = self._given
+            found = load_checkpoint(
+                self.folder,
+                self.par,
+                given.optimizers,
+                schedulers=given.schedulers,
+                scaler=given.scaler,
+                data=given.data,
+                not_after=limit,
+            )
+            self._say(f"goes on after step {found.step}, which was saved as {found.path.name}")
+        elif self._generation is not None and self._generation.number:
+            self._say("begins again: no step was kept or saved")
+        self._step = 0 if found is None else found.step
+        self.extra = None if found is None else found.extra
+        from_all(None)  # all have read
+        if here()[0] == 0:
+            if self.folder is not None and self.folder.is_dir():
+                set_aside(self.folder, self._step)
+            for later in self._snapshots():
+                if later.step > self._step:
+                    later.forget()
+        self._rounds.skip()
+        return self._step
+
+    def keep(self, step: int, *, extra: Any = None, stopping: bool = False) -> bool:
+        """Keep the state after ``step`` optimizer steps; every rank calls this after the same ones. Whether any rank
+        says ``stopping``. ``extra``: as of ``sw.save_checkpoint``.
+
+        One small message, and under ``--elastic`` a copy of this rank's share of the state. A rank that is slower than
+        the others for a while is named in a StragglerWarning.
+        """
+        state = self._state(step, extra) if self._keeps else None
+        structure = None if state is None else _structure(state)
+        changed = structure != self._structure
+        stops, renews, fails = self._rounds.meet(stopping, changed, self._failed)
+        if fails and self._keeps:
+            self._stop_keeping()
+        if state is not None and self._keeps:
+            if renews:
+                self._renew(state)
+            self._structure = structure
+            self._fill(state, step)
+        self._step = step
+        trail.step_done(step)
+        self._rounds.skip()
+        return stops
+
+    # ------------------------------------------------------------------------------------------------------- to resume
+
+    def _snapshots(self) -> list[Snapshot]:
+        return [] if self._generation is None else snapshots_in(Path(self._generation.memory))
+
+    def _choose(self) -> tuple[Snapshot | None, int | None, int | None]:
+        """(the snapshot to load, the step of the newest checkpoint otherwise, the last step that may be loaded), as
+        rank 0 sees it."""
+        choice: tuple[Snapshot | None, int | None, int | None] = (None, None, None)
+        if here()[0] == 0:
+            snapshots, steps = self._snapshots(), list[int]()
+            suspect = self._generation is not None and self._generation.suspect
+            limit = (snapshots[0].checked if snapshots else -1) if suspect else None
+            if self.folder is not None and self.folder.is_dir():
+                steps = [manifest.step for manifest in checkpoints_in(self.folder)[0].values()]
+            fitting = [one for one in snapshots if limit is None or one.step <= limit]
+            saved = max((step for step in steps if limit is None or step <= limit), default=None)
+            newest = fitting[0] if fitting and (saved is None or fitting[0].step >= saved) else None
+            choice = newest, saved, limit
+        return from_all(choice)[0]
+
+    def _say(self, text: str) -> None:
+        if here()[0] == 0 and self._generation is not None:
+            print(f"shardwise: training {text}", flush=True)
+
+    # --------------------------------------------------------------------------------------------------------- to keep
+
+    def _state(self, step: int, extra: Any) -> State:
+        given = self._given
+        state = state_of(self.par, given.optimizers, here()[0])
+        state.values.update(values_of(step, given.schedulers, given.scaler, given.data, extra, None))
+        return state
+
+    def _renew(self, state: State) -> None:
+        """The tensors of some rank are others than before: share out anew who writes what."""
+        assert self._generation is not None
+        memory = Path(self._generation.memory)
+        if self._writer is not None:
+            self._writer.close()
+        self._shares, self._count = share_out(state), 0
+        manifest = Manifest(
+            step=0,
+            num_ranks=here()[1],
+            plan="",
+            metrics={},
+            block_bytes=BLOCK_BYTES,
+            files={},
+            tensors=self._shares.stored(),
+            tied=self._shares.model_names(),
+            values={"names": self._shares.names},
+        )
+        fault = ""
+        try:
+            self._writer = Writer(memory / str(self._generation.number), self._shares.files, manifest)
+        except OSError as error:
+            fault = str(error)
+        faults = [text for text in from_all(fault) if text]
+        if faults:
+            self._stop_keeping(faults[0])
+
+    def _fill(self, state: State, step: int) -> None:
+        if self._writer is None:
+            return
+        assert self._generation is not None
+        check = getattr(self.par, "_replicas", None)
+        if isinstance(check, ReplicaCheck) and check.passed > self._passed:
+            self._passed, self._checked = check.passed, self._step  # it saw the state before this step
+        note = {
+            "step": step,
+            "checked": self._checked,
+            "plain": state.plain,
+            "values": state.values if here()[0] == 0 else {},
+        }
+        try:
+            self._writer.fill(state.parts, note)
+        except OSError:
+            self._failed = True  # the others hear of it when they meet again
+        self._count += 1
+        if self._count == 2 and here()[0] == 0:  # all have filled a slot
+            forget_generations(Path(self._generation.memory), self._generation.number)
+
+    def _stop_keeping(self, reason: str = "a rank could not write") -> None:
+        self._keeps = False
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        if here()[0] == 0:
+            warnings.warn(
+                f"steps are not kept in memory any more ({reason}): after a loss training goes on from the last "
+                "checkpoint; give /dev/shm more room",
+                PlanWarning,
+                stacklevel=4,
+            )
+
+
+def _structure(state: State) -> object:
+    """What decides who writes what."""
+    return [(name, part.tensor.shape, part.tensor.dtype) for name, part in state.parts.items()]
+
+
+__all__ = ["Recovery"]

@@ -1,0 +1,160 @@
+"""Copies of the state in memory, one after every step: what a rank leaves behind when it is killed.
+
+A snapshot is a checkpoint whose files are in memory that outlives processes, without what makes one safe on a disk: the
+files stay, and are filled anew. There are two *slots*, in turn. A rank fills a slot only when all
+have filled the other one (they meet in between), and a slot counts for a rank only while its *note* is there, which is
+taken away before it is filled and put back afterwards. So whenever ranks are killed, one slot is whole; if not that of
+the last step, then that of the step before.
+
+==========================  ========================================================================
+``GENERATION/tensors.json`` a checkpoint's manifest, without values: who has which part of what
+``GENERATION/NAME-SLOT``    a file of the manifest
+``GENERATION/note-R-SLOT``  rank R has filled its files of a slot: the step, and values of that step
+==========================  ========================================================================
+
+As in a checkpoint, what several ranks hold is written by one of them, in equal shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.train.agreement import here
+from shardwise.train.files import Reader, stage
+from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
+from shardwise.train.parts import Part
+from shardwise.train.sharing import PlannedFile
+
+_NUM_SLOTS = 2
+_TENSORS = "tensors.json"
+
+
+class Writer:
+    """Fills the slots of one generation. ``files``: of all ranks. Raises OSError where there is no memory for them."""
+
+    def __init__(self, folder: Path, files: Sequence[Sequence[PlannedFile]], manifest: Manifest) -> None:
+        self.folder, self.rank = folder, here()[0]
+        self.files, self.slot = files[self.rank], 0
+        folder.mkdir(exist_ok=True)
+        self.buffers = [{file.name: self._map(file, slot) for file in self.files} for slot in range(_NUM_SLOTS)]
+        if self.rank == 0:
+            every = (file for own in files for file in own)
+            data = {one.name: DataFile(0, one.num_bytes, _no_checksums(one.num_bytes)) for one in every}
+            _place(folder / _TENSORS, replace(manifest, files=data).to_text())
+
+    def _map(self, file: PlannedFile, slot: int) -> torch.Tensor:
+        path = self.folder / f"{file.name}-{slot}"
+        with path.open("wb") as opened:
+            if file.num_bytes:  # or a later write would end the process where memory is full
+                os.posix_fallocate(opened.fileno(), 0, file.num_bytes)
+        return torch.from_file(str(path), shared=True, size=file.num_bytes, dtype=torch.uint8)
+
+    def fill(self, parts: Mapping[str, Part], note: Mapping[str, Any]) -> None:
+        """Copy this rank's parts to the next slot. Every rank must have filled the one before. Raises OSError."""
+        slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
+        path = self.folder / f"note-{self.rank}-{slot}"
+        path.unlink(missing_ok=True)
+        for file in self.files:
+            stage(file, parts, self.buffers[slot][file.name])
+        _place(path, json.dumps(note))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.buffers = []
+        for path in [self.folder / f"note-{self.rank}-{slot}" for slot in range(_NUM_SLOTS)]:
+            path.unlink(missing_ok=True)
+        for file in self.files:
+            for slot in range(_NUM_SLOTS):
+                (self.folder / f"{file.name}-{slot}").unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A slot that all ranks have filled. ``checked``: the last step whose copies were compared and equal by then."""
+
+    folder: Path
+    slot: int
+    step: int
+    checked: int
+
+    def manifest(self) -> Manifest:
+        """As that of a checkpoint. Raises ShardwiseError, OSError for one that nobody wrote."""
+        manifest = parse_manifest((self.folder / _TENSORS).read_text())
+        notes = _notes(self.folder, self.slot, manifest.num_ranks)
+        plain = {name: kept for note in notes.values() for name, kept in note["plain"].items()}
+        values = {**manifest.values, **notes[0]["values"], "plain": plain}
+        return replace(manifest, step=self.step, values=values)
+
+    def reader(self, manifest: Manifest) -> Reader:
+        return _Reader(self.folder, manifest, self.slot)
+
+    def forget(self) -> None:
+        for path in self.folder.glob(f"note-*-{self.slot}"):
+            path.unlink(missing_ok=True)
+
+
+class _Reader(Reader):
+    """Reads a slot. Nothing on the way from a rank's memory to another's needs a checksum."""
+
+    def __init__(self, folder: Path, manifest: Manifest, slot: int) -> None:
+        super().__init__(folder, manifest)
+        self._slot = slot
+
+    def path(self, file: str) -> Path:
+        return self.folder / f"{file}-{self._slot}"
+
+    def _verify_blocks(self, *_: Any) -> None:
+        pass
+
+
+def snapshots_in(memory: Path) -> list[Snapshot]:
+    """Those of all generations that are whole, newest first."""
+    found: list[Snapshot] = []
+    for folder in memory.iterdir():
+        with contextlib.suppress(OSError, ShardwiseError):  # ended before its first step
+            count = parse_manifest((folder / _TENSORS).read_text()).num_ranks
+            for slot in range(_NUM_SLOTS):
+                notes = _notes(folder, slot, count)
+                steps = {note["step"] for note in notes.values()}
+                if len(notes) == count and len(steps) == 1:
+                    found.append(Snapshot(folder, slot, steps.pop(), min(note["checked"] for note in notes.values())))
+    return sorted(found, key=lambda snapshot: -snapshot.step)
+
+
+def _no_checksums(num_bytes: int) -> str:
+    return "00000000" * -(-num_bytes // BLOCK_BYTES)
+
+
+def _notes(folder: Path, slot: int, count: int) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for rank in range(count):
+        with contextlib.suppress(FileNotFoundError):
+            found[rank] = json.loads((folder / f"note-{rank}-{slot}").read_text())
+    return found
+
+
+def forget_generations(memory: Path, before: int) -> None:
+    """Give back the memory of earlier generations."""
+    for folder in memory.iterdir():
+        if folder.name.isdigit() and int(folder.name) < before:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place(path: Path, text: str) -> None:
+    """A file that is there whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.rename(part, path)
+
+
+__all__ = ["Snapshot", "Writer", "forget_generations", "snapshots_in"]

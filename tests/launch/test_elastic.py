@@ -1,0 +1,270 @@
+"""Jobs that outlive their ranks: who is named, what takes its place, and when a job ends all the same.
+
+Ranks here load no torch; ``tests/train/test_recovery.py`` trains.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.jobs import PROMPTLY, Job, gone
+from shardwise.cli import main
+from shardwise.errors import LaunchError
+from shardwise.hosts import Host
+from shardwise.launch import elastic, zygote
+from shardwise.launch.elastic import Elastic
+from shardwise.launch.watching import Watch
+from shardwise.runtime.pages import Page
+
+BODY = """
+from shardwise.runtime.generation import read_generation
+from shardwise.runtime.pages import PAGE
+from shardwise.runtime.trail import trail
+
+generation = read_generation(os.environ).number
+size = int(os.environ["WORLD_SIZE"])
+
+def hang():
+    time.sleep(60)
+
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote, "PRELOADED", ())
+
+
+def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_killed_rank(
+    job: Job, tmp_path: Path
+) -> None:
+    body = """
+    print(generation, rank, size, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["LOCAL_RANK"])
+    if rank == (1, 0, 1, -1)[generation]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if generation < 3:
+        time.sleep(60)
+    """
+    settings = Elastic(min_ranks=2, spares=1)
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=settings, log_dir=tmp_path / "logs")
+    assert outcome.exit_code == 0
+    assert outcome.seconds < PROMPTLY
+    said = [line for line in outcome.stderr.splitlines() if "goes on" in line]
+    assert said == [
+        "shardwise: rank 1 was killed by SIGKILL; generation 1 goes on with slot 3 in place of slot 1",
+        "shardwise: rank 0 was killed by SIGKILL; generation 2 goes on with 2 ranks, without slot 0",
+        "shardwise: rank 1 was killed by SIGKILL; generation 3 goes on with a fresh process on slot 2",
+    ]
+    assert (tmp_path / "logs" / "rank-1.log").read_text().splitlines() == [
+        "0 1 3 None 1",
+        "1 1 3 0,3,2 1",
+        "2 1 2 3,2 1",
+        "3 1 2 3,2 1",
+    ]
+
+
+def test_spares_are_devices_that_the_user_chose(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    body = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nif generation == 0 and rank == 0: sys.exit(3)"
+    outcome = job(BODY + body, 2, elastic=Elastic(spares=1))
+    assert outcome.stdout == "4,5,6\n6,5\n"
+    assert "rank 0 failed with exit code 3; generation 1 goes on with slot 2 in place of slot 0" in outcome.stderr
+    with pytest.raises(LaunchError, match="4 ranks and spares need as many devices, and there are 3: 4, 5, 6"):
+        job(body, 2, elastic=Elastic(spares=2))
+
+
+def test_a_script_that_fails_the_same_way_again_ends_the_job(job: Job) -> None:
+    outcome = job(BODY + "if rank == 1: raise ValueError(f'number {generation}')\nhang()", elastic=Elastic())
+    assert outcome.exit_code == 1
+    assert "ValueError: number 0" in outcome.stderr
+    assert "ValueError: number 1" in outcome.stderr
+    assert outcome.last_line.startswith("shardwise: the script failed twice without a step in between")
+
+
+def test_steps_in_between_count_and_losses_without_any_are_limited(job: Job) -> None:
+    fails = """
+    if rank == 1:
+        if generation < 4:
+            trail.write_to(os.environ[PAGE]); trail.step_done(generation)
+            raise ValueError
+        os.kill(os.getpid(), signal.SIGTERM)
+    hang()
+    """
+    outcome = job(BODY + textwrap.dedent(fails), elastic=Elastic(max_failures=2))
+    assert outcome.exit_code == 128 + signal.SIGTERM
+    assert outcome.stderr.count("goes on") == 5
+    assert "after step 3; generation 4 goes on" in outcome.stderr
+    assert outcome.last_line == "shardwise: 3 losses without a step in between: --max-failures 2"
+
+
+def test_a_stopped_rank_is_named_and_replaced(job: Job, tmp_path: Path) -> None:
+    body = """
+    trail.write_to(os.environ[PAGE])
+    if generation == 0:
+        open(os.path.join(here, f"pid-{rank}"), "w").write(str(os.getpid()))
+        if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+        hang()
+    """
+    outcome = job(BODY + textwrap.dedent(body), elastic=Elastic(silent_seconds=1.5))
+    assert outcome.exit_code == 0
+    assert "rank 1 gave no sign of life for 2 seconds" in outcome.stderr
+    assert gone([int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)])
+
+
+def test_a_rank_for_which_all_others_wait_is_named_with_what_they_wait_for(job: Job) -> None:
+    body = """
+    trail.write_to(os.environ[PAGE])
+    with trail.waiting(b"all_reduce over dp for /add (gpt.py:81), forward"):
+        pass
+    if generation == 0:
+        trail.step_done(7)
+        if rank == 2: hang()
+        with trail.waiting(b"all_reduce over dp for /mul (gpt.py:82), backward"):
+            time.sleep(60)
+    """
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(idle_seconds=0.5))
+    assert outcome.exit_code == 0
+    lines = outcome.stderr.splitlines()
+    assert "shardwise: rank 2 came to no collective for" in lines[0]
+    assert lines[1].startswith("  where:  rank 2 was in hang (script.py:")
+    assert lines[2:4] == [
+        "  waits:  ranks 0, 1 waited in collective 2, after step 7: all_reduce over dp for /mul (gpt.py:82), backward",
+        "  waits:  rank 2 had left collective 1, after step 7: all_reduce over dp for /add (gpt.py:81), forward",
+    ]
+
+
+def test_the_rank_that_did_not_come_is_lost_and_not_the_one_that_gave_up(job: Job) -> None:
+    body = """
+    trail.write_to(os.environ[PAGE])
+    if generation == 0:
+        if rank == 0:
+            mark("ready"); hang()
+        wait_for("ready", 1)
+        with trail.waiting(b"a barrier"):
+            time.sleep(0.2)
+            raise RuntimeError("Timed out waiting 200ms for recv")
+    """
+    outcome = job(BODY + textwrap.dedent(body), 2, elastic=Elastic(spares=1))
+    assert outcome.exit_code == 0
+    assert "where:  rank 0 was in hang (script.py:" in outcome.stderr
+    assert "waits:  rank 1 waited in collective 1, a barrier" in outcome.stderr.replace("collective 1, after", "")
+    assert "rank 0 did not come to a collective of the others; generation 1 goes on with slot 2" in outcome.stderr
+
+
+def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_less(job: Job) -> None:
+    body = """
+    from shardwise.errors import ReplicaError
+    print(read_generation(os.environ).suspect)
+    if generation == 0: raise ReplicaError("copies are not equal: rank 2 differs from ranks 0, 1", [2])
+    """
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(min_ranks=2))
+    assert (outcome.exit_code, outcome.stdout) == (0, "False\nTrue\n")
+    assert "rank 2 failed with exit code 1 (ReplicaError: copies are not equal" in outcome.stderr
+    assert "generation 1 goes on with 2 ranks, without slot 2" in outcome.stderr
+
+
+def test_what_ends_well_or_is_interrupted_ends_the_job(job: Job) -> None:
+    assert job("print('well')", elastic=Elastic()).stdout == "well\n"
+    seconds = 1.5
+    threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    outcome = job(BODY + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nhang()", elastic=Elastic())
+    assert outcome.exit_code == 130
+    assert "goes on" not in outcome.stderr
+
+
+def test_memory_and_processes_are_given_back(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = """
+    import json
+    from shardwise.runtime.generation import GENERATION
+    memory = json.loads(os.environ[GENERATION])["memory"]
+    open(os.path.join(memory, "x"), "w").write("x")
+    open(os.path.join(here, f"pid-{rank}"), "w").write(f"{os.getpid()} {os.getppid()}")
+    print(memory)
+    """
+    outcome = job(BODY + textwrap.dedent(body), elastic=Elastic())
+    assert not Path(outcome.stdout.strip()).exists()
+    assert gone([int(pid) for rank in range(2) for pid in (tmp_path / f"pid-{rank}").read_text().split()])
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(script: Callable[[str], str], tmp_path: Path) -> None:
+    path = script(
+        """
+        open(os.path.join(here, f"pid-{rank}"), "w").write(f"{os.getpid()} {os.getppid()}")
+        mark("ready"); time.sleep(60)
+        """
+    )
+    start = (
+        "import sys; from shardwise.launch import launcher, zygote; zygote.PRELOADED = ();"
+        "launcher.launch(sys.argv[1:], 2, elastic=launcher.Elastic())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", start, path])
+    deadline = time.monotonic() + PROMPTLY
+    while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert gone([int(pid) for rank in range(2) for pid in (tmp_path / f"pid-{rank}").read_text().split()])
+
+
+def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:
+    body = "if generation == 0 and rank == 1: os.kill(os.getppid(), signal.SIGKILL); hang()\nprint(generation)"
+    outcome = job(BODY + body, elastic=Elastic())
+    assert outcome.exit_code == 0
+    assert outcome.stdout.splitlines()[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_ranks": 3}, "--min-ranks 3 is not from 1 to the 2 ranks"),
+        ({"min_ranks": 0}, "--min-ranks 0 is not from 1"),
+        ({"spares": -1}, "there cannot be fewer than 0 spares"),
+        ({"silent_seconds": 0.5}, "--silent-after must be more than 1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(job: Job, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        job("", 2, elastic=Elastic(**settings))
+
+
+def test_options_without_elastic_and_several_machines_are_refused(
+    job: Job, script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "-n", "2", "--spares", "1", script("")]) == 2
+    assert "are of elastic jobs" in capfd.readouterr().err
+    with pytest.raises(LaunchError, match="--elastic watches the ranks of one machine, and there are 2"):
+        job("", None, hosts=[Host("a", (0,)), Host("b", (1,))], node_rank=0, elastic=Elastic())
+
+
+def test_the_command_line_says_the_settings(monkeypatch: pytest.MonkeyPatch, script: Callable[[str], str]) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("shardwise.cli.launch", lambda *_, **options: seen.append(options["elastic"]) or 0)
+    options = "--elastic --min-ranks 1 --spares 2 --max-failures 5 --silent-after 3 --idle-after 60 --preload a,b.c"
+    main(["run", "-n", "2", *options.split(), script("")])
+    main(["run", "-n", "2", script("")])
+    assert seen == [elastic.Elastic(1, 2, 5, 3.0, 60.0, ("a", "b.c")), None]
+
+
+def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:
+    page = Page.create(tmp_path / "page")
+    other = Page(tmp_path / "page")
+    other.beat(1.5)
+    other.step(3)
+    other.enter(9, 2.5, ("ü" * 2000).encode())
+    seen = page.read()
+    assert (seen.beat, seen.step, seen.collective, seen.since, seen.waits) == (1.5, 3, 9, 2.5, True)
+    assert seen.what.startswith("üüü")
+    other.leave(4.0)
+    assert not page.read().waits
+    assert Watch(10.0)({}) is None

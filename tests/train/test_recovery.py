@@ -1,0 +1,283 @@
+"""Training that loses ranks: no step, no sample and no digit of the losses is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.errors import PlanWarning, StragglerWarning
+from shardwise.launch.elastic import Elastic
+from shardwise.launch.launcher import launch
+from shardwise.plans.plan import Plan
+from shardwise.runtime.generation import GENERATION, Generation
+from shardwise.runtime.pages import Page
+from shardwise.runtime.trail import trail
+from shardwise.train.rounds import Rounds, slowness
+from shardwise.train.snapshots import snapshots_in
+from train import elastic_run
+from train.runs import make, split
+
+RunRanks = Callable[..., list[Any]]
+SCRIPT = str(Path(elastic_run.__file__))
+
+
+def uninterrupted(folder: str, num_steps: int, kind: str) -> None:
+    """On one rank: the same run, without losses."""
+    os.environ.pop(GENERATION, None)
+    elastic_run.train(Path(folder), num_steps, kind, {})
+
+
+def check_equal(folder: Path, expected: Path, num_steps: int) -> None:
+    """Rounding differs with the order of summation, under plans for other numbers of ranks: 1e-16 a step, of losses up
+    to 10, times what a chaotic run makes of it."""
+    found, wanted = elastic_run.losses(folder), elastic_run.losses(expected)
+    assert list(found) == list(range(1, num_steps + 1))
+    for step, (loss, *place) in found.items():
+        assert abs(loss - wanted[step][0]) < 1e-10
+        assert place == list(wanted[step][1:])
+
+
+def test_a_killed_and_a_stopped_rank_cost_no_step(
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    lost, whole = tmp_path / "lost", tmp_path / "whole"
+    lost.mkdir()
+    whole.mkdir()
+    run_ranks(uninterrupted, 1, str(whole), 12, "zero")
+    settings = Elastic(min_ranks=2, silent_seconds=4.0)
+    command = [SCRIPT, str(lost), "12", "zero", "0:6:1:SIGKILL", "1:9:0:SIGSTOP"]
+    assert launch(command, 3, elastic=settings) == 0
+    said = capfd.readouterr()
+    assert "rank 1 was killed by SIGKILL after step 5; generation 1 goes on with 2 ranks, without slot 1" in said.err
+    assert "rank 0 gave no sign of life for" in said.err
+    assert "after step 8; generation 2 goes on with a fresh process on slot 0" in said.err
+    assert "training goes on after step 5, which was kept in memory" in said.out
+    assert "training goes on after step 8, which was kept in memory" in said.out
+    check_equal(lost, whole, 12)
+    assert sorted(path.name for path in (lost / "run").iterdir()) == ["log.jsonl", "step-10", "step-12", "step-5"]
+
+
+# ---------------------------------------------------------------------------------------------------- what is in memory
+
+
+def keeping(memory: str) -> None:
+    """On a rank: states are kept, found again, distrusted, given up."""
+    os.environ[GENERATION] = Generation(0, memory).to_text()
+    folder, rank = Path(memory), dist.get_rank()
+    par = split("zero2")
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
+    loader = sw.DataLoader(elastic_run.data(), par, 12, seed=5)
+    batches = iter(loader)
+    page = Page.create(folder.parent / f"page-{rank}")
+    trail.write_to(folder.parent / f"page-{rank}")
+    recovery = sw.Recovery(par, optimizer, data=loader)
+    assert recovery.resume() == 0
+    states: list[list[torch.Tensor]] = []
+
+    def state() -> list[torch.Tensor]:
+        kept = [t for p in par.parameters() for _, t in sorted(optimizer.state.get(p, {}).items())]
+        return [t.detach().clone() for t in (*par.parameters(), *par.buffers(), *kept)]
+
+    for step in range(1, 5):
+        par.step(*next(batches))
+        optimizer.step()
+        optimizer.zero_grad()
+        stops = recovery.keep(step, extra={"at": step}, stopping=step == 3 and rank == 1)
+        assert stops == (step == 3)
+        states.append(state())
+    seen = page.read()
+    assert (seen.step, seen.what, seen.waits) == (4, "the ranks meet after a step", False)
+    dist.barrier()
+    assert [found.step for found in snapshots_in(folder)] == [4, 3]
+
+    def again(number: int, suspect: bool = False) -> tuple[int, sw.Parallel]:
+        os.environ[GENERATION] = Generation(number, memory, suspect).to_text()
+        nonlocal par, optimizer
+        par = sw.parallelize(make(3), par.plan, seed=8)
+        optimizer = torch.optim.AdamW(par.parameters(), lr=0.5)
+        other = sw.DataLoader(elastic_run.data(), par, 12, seed=5)
+        new = sw.Recovery(par, optimizer, data=other)
+        step = new.resume()
+        assert (other.cursor, new.extra) == (12 * step, {"at": step} if step else None)
+        return step, par
+
+    assert again(1)[0] == 4
+    assert all(torch.equal(a, b) for a, b in zip(state(), states[3], strict=True))
+    dist.barrier()
+    if rank == 1:  # was killed while it filled the slot
+        (folder / "0" / "note-1-1").unlink()
+    dist.barrier()
+    assert again(2)[0] == 3
+    assert all(torch.equal(a, b) for a, b in zip(state(), states[2], strict=True))
+    dist.barrier()
+    assert again(3, suspect=True)[0] == 0  # no check has passed
+    assert snapshots_in(folder) == []
+
+
+def full(memory: str) -> None:
+    """On a rank: there is no room for the second copy, on one of them."""
+    os.environ[GENERATION] = Generation(0, memory).to_text()
+    par = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(par.parameters())
+    recovery = sw.Recovery(par, optimizer)
+    recovery.resume()
+    no_room = OSError(errno.ENOSPC, "No space left on device")
+    with warnings.catch_warnings(record=True) as caught, mock.patch("os.posix_fallocate") as allocate:
+        warnings.simplefilter("always")
+        allocate.side_effect = no_room if dist.get_rank() else None
+        for step in range(1, 3):
+            par(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            recovery.keep(step)
+    said = [str(one.message) for one in caught if one.category is PlanWarning]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("steps are not kept in memory any more ([Errno 28] No space left" in text for text in said)
+    assert snapshots_in(Path(memory)) == []
+
+
+def slow() -> int:
+    """On a rank: rank 1 takes its time."""
+    rounds = Rounds(torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(45):
+            time.sleep(0.012 if dist.get_rank() else 0.004)
+            rounds.meet()
+    said = [str(one.message) for one in caught if one.category is StragglerWarning]
+    assert all("rank 1 is " in text and "% slower than the others" in text for text in said)
+    return len(said)
+
+
+def everything(memories: list[str]) -> int:
+    keeping(memories[0])
+    full(memories[1])
+    os.environ.pop(GENERATION)
+    return slow()
+
+
+def test_what_is_kept_is_found_unless_it_is_torn_or_distrusted_and_slow_ranks_are_named(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    memories = [tmp_path / "one" / "memory", tmp_path / "two" / "memory"]
+    for memory in memories:
+        memory.mkdir(parents=True)
+    assert run_ranks(everything, 2, list(map(str, memories))) == [1, 0]  # once, and by rank 0
+
+
+def test_a_straggler_is_slower_than_the_others_most_of_the_time() -> None:
+    assert slowness([[0.1, 0.1, 0.13]] * 20, 2) == pytest.approx((0.13, 0.1))
+    assert slowness([[0.1, 0.1, 0.13]] * 20, 0) is None
+    assert slowness([[0.1, 0.1, 0.115]] * 20, 2) is None
+    assert slowness([[0.1, 0.1, 0.1]] * 18 + [[0.1, 0.1, 2.0]] * 2, 2) is None  # twice only
+    assert slowness([[0.0001, 0.0001, 0.0005]] * 20, 2) is None  # too short to say
+
+
+def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from shardwise.train import planning
+
+    made: list[int] = []
+
+    def make() -> Plan:
+        made.append(1)
+        return sw.plan(torch.nn.Linear(4, 4), torch.zeros(4, 4), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
+
+    def turn(generation: Generation | None, rank: int) -> Plan | None:
+        monkeypatch.setattr(planning, "_turns", iter(range(9)))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        if generation is not None:
+            monkeypatch.setenv(GENERATION, generation.to_text())
+        return sw.planned(make)
+
+    assert turn(None, 1) is None
+    assert turn(None, 0) == make()
+    made.clear()
+    first = turn(Generation(0, str(tmp_path)), 0)
+    assert turn(Generation(1, str(tmp_path)), 0) == first
+    assert turn(Generation(1, str(tmp_path)), 1) is None
+    assert len(made) == 1
+    next(tmp_path.iterdir()).write_text("{}")
+    assert turn(Generation(2, str(tmp_path)), 0) == first
+    with pytest.raises(SystemExit):
+        turn(Generation(0, str(tmp_path), rehearses=True), 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ long runs
+
+
+@pytest.mark.long
+def test_copies_that_differ_send_training_back_to_what_was_checked(
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lost, whole = tmp_path / "lost", tmp_path / "whole"
+    lost.mkdir()
+    whole.mkdir()
+    run_ranks(uninterrupted, 1, str(whole), 9, "checked")
+    command = [SCRIPT, str(lost), "9", "checked", "0:6:2:differ"]
+    assert launch(command, 3, elastic=Elastic()) == 0
+    said = capfd.readouterr()
+    assert "rank 2 failed with exit code 1 (ReplicaError" in said.err
+    assert "training goes on after step 4, which was kept in memory" in said.out
+    check_equal(lost, whole, 9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "num_kills", "how"),
+    [(8, "dp", 20, "SIGKILL"), (2, "zero", 40, "SIGKILL"), (3, "zero", 5, "SIGSTOP")],
+)
+def test_many_losses_at_any_moment(
+    run_ranks: RunRanks, tmp_path: Path, num_ranks: int, kind: str, num_kills: int, how: str
+) -> None:
+    """While it trains, saves, loads, begins, and recovers from the loss before."""
+    num_steps, rng = 400, random.Random(num_ranks)
+    lost, whole = tmp_path / "lost", tmp_path / "whole"
+    lost.mkdir()
+    whole.mkdir()
+    run_ranks(uninterrupted, 1, str(whole), num_steps, kind, time_limit_seconds=300.0)
+    start = (
+        "import sys; from shardwise.launch.launcher import Elastic, launch;"
+        f"sys.exit(launch(sys.argv[1:], {num_ranks}, elastic=Elastic(max_failures=1000, silent_seconds=5.0)))"
+    )
+    environment = {**os.environ, "STEP_SECONDS": "0.05", "PYTHONWARNINGS": "ignore"}
+    job = subprocess.Popen([sys.executable, "-c", start, SCRIPT, str(lost), str(num_steps), kind], env=environment)
+    try:
+        while not (lost / "losses").exists():
+            assert job.poll() is None
+            time.sleep(0.1)
+        for _ in range(num_kills):
+            time.sleep(rng.uniform(0, 8))
+            if found := ranks_of(job.pid):
+                os.kill(rng.choice(found), getattr(signal, how))
+        assert job.wait(timeout=600) == 0
+    finally:
+        job.kill()
+    check_equal(lost, whole, num_steps)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that the launcher's zygote has forked."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(status.parent.name)] = int(status.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # has ended
+            continue
+    zygotes = [pid for pid, parent in parents.items() if parent == launcher]
+    return [pid for pid, parent in parents.items() if parent in zygotes]
