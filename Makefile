@@ -8,6 +8,7 @@
 #   make museum-page  the list in docs/museum.md, written anew
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
+#   make bench-pipeline  seconds of a step of a pipeline beside stages cut by hand on torch's schedules, bubbles measured and simulated (BENCH_ARGS='--ranks 2')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
 #   make bench-resnet-modes  ResNet-50 in data_parallel and in auto_parallel mode on eight ranks, step by step in turn (BENCH_ARGS='--ranks 4')
 #   make checked-plans  docs/checked-plans.md: every tp plan that ships with the installed transformers, proven or refuted (about 15 minutes)
@@ -16,6 +17,7 @@
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
+#   make sweep-pipelines  500 random cuts of random modules, and the zoo in 2, 3 and 4 stages, proven beside one device (SWEEP_ARGS='--cuts 50 --models t5')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make bench-kernel-prices  predicted against measured seconds of kernels and of steps on one device, for a file of measurements (BENCH_ARGS='--data FILE')
@@ -36,7 +38,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long golden museum museum-page operators names zoo zoo-breadth bench-step bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search lint install format clean openmpi
+.PHONY: checked-plans demo test test-long golden museum museum-page operators names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
 
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
@@ -56,6 +58,9 @@ test: install
 
 test-long: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
+
+bench-pipeline: install
+	$(BIN)/python benchmarks/pipeline_time.py $(BENCH_ARGS)
 
 bench-step: install
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
@@ -133,6 +138,9 @@ sweep-redistribution: install
 
 sweep-search: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m search.sweep $(SWEEP_ARGS)
+
+sweep-pipelines: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.random_cuts $(SWEEP_ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -61,7 +61,7 @@ def main() -> None:
         torch.manual_seed(0)
         model: nn.Module = GPT(config)
     else:
-        with sw.deferred(seed=0):  # the same values, but no rank ever holds more than its shards
+        with sw.deferred(seed=0, values="cpu"):  # the same values, but no rank ever holds more than its shards
             model = GPT(config)
         plan = None
         if sw.rank() == 0:  # planned once; the other ranks receive it

@@ -28,6 +28,7 @@ from shardwise.graph.segments import Recompute, check_how
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, Trials, planned_graph
+from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelines import Requested, pipeline_of
 from shardwise.plans.plan import Plan, PricingEntry
@@ -36,6 +37,7 @@ from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.vjp import Kinds
 from shardwise.report.comparison import Compared, Comparison
+from shardwise.report.joined import Joined
 from shardwise.report.planned import Planned
 from shardwise.runtime.agree import working
 from shardwise.runtime.torch_schedules import order_of
@@ -75,7 +77,7 @@ def plan(
     recompute: Recompute | Literal["auto"] | None = "auto",
     offload: Offload = "auto",
     zero: int | Zero | None = None,
-    stages: int | Literal["marked"] | None = None,
+    stages: int | Literal["marked", "auto"] | None = None,
     schedule: str | None = None,
 ) -> Plan:
     """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
@@ -111,10 +113,13 @@ def plan(
     1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in parts wherever they would be
     copied; under 3 gathered parameters are not held from forward to backward, but gathered again. ``stages``: the model
     is cut into so many stages of a pipeline, balanced by price and memory at any operator boundary, or ``"marked"``:
-    where ``sw.stage`` says; every stage has an equal part of the devices, and ``mesh`` is that of a stage.
-    ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default ``"1F1B"``. Looped
-    and folded schedules have two stages on every part of the devices. Without ``micro_batch`` a search by price chooses
-    it; other modes take the largest under which the schedule is full.
+    where ``sw.stage`` says; every stage has an equal part of the devices, and ``mesh`` is that of a stage. ``"auto"``:
+    how many (one is no pipeline), which schedule and which micro-batch is chosen by price, for the samples of a step
+    (``plans.joint``); ``plan.explain("stages")`` says what was tried.
+    ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default ``"1F1B"``; or
+    ``"Solved"``: an order that is searched for these stages, within the memory. All but the first two have two stages
+    on every part of the devices. Without ``micro_batch`` a search by price chooses it; other modes take the largest
+    under which the schedule is full.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
     loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
@@ -142,6 +147,43 @@ def plan(
         stage = Zero.of(zero)
         gathered: Gathered = "again" if stage is not None and stage.stage == 3 else "held"
         by_price = mode == "auto" and search in PRICED_SEARCHES
+        if stages == "auto":
+            check_joint(module, by_price=by_price)
+            samples = num_samples(call.arguments)
+            whole = (samples or 1) if global_batch is None else global_batch
+            batches = batches_of(samples, whole, micro_batch, cluster.num_devices, chooses=True)
+            assert batches is not None, "the samples of a step are known"
+            step = batches.step
+            own_devices = None if mesh is None else mesh.num_devices
+            settings = settings_of(graph, batches, cluster.num_devices, schedule, own_devices)
+
+            def plan_with(setting: Setting) -> Plan:
+                return plan(
+                    module,
+                    example_inputs,
+                    cluster,
+                    kwargs=kwargs,
+                    loss=loss,
+                    optimizer=optimizer,
+                    precision=precision,
+                    search=search,
+                    mesh=mesh,
+                    max_mesh_axes=max_mesh_axes,
+                    global_batch=step,
+                    micro_batch=setting.micro_batch,
+                    memory_bytes=memory_bytes,
+                    strategies=strategies,
+                    layouts=layouts,
+                    bucket_bytes=bucket_bytes,
+                    recompute=recompute,
+                    offload=offload,
+                    zero=zero,
+                    stages=setting.stages if setting.stages > 1 else None,
+                    schedule=setting.schedule or None,
+                )
+
+            floor = Floor.of(graph, step / (samples or 1), cluster)
+            return Joined.of(*joint_search(settings, floor, cluster, plan_with))
         if stages is not None or schedule is not None:
             given = Requested(
                 stages, schedule, mesh, max_mesh_axes, global_batch, micro_batch, recompute, gathered, offload, stage
@@ -176,7 +218,8 @@ def plan(
                 own_mesh = mesh or Mesh(dp=cluster.num_devices)
                 factored, choice = decide(graph, annotations, own_mesh, mode)
                 choice = keep(choice, layouts or {}, graph, factored, own_mesh)
-                choice, spmd = built(graph, factored.rules, choice, own_mesh, wanted, Kinds())
+                asked = replace(wanted, passes=passes)
+                choice, spmd = built(graph, factored.rules, choice, own_mesh, asked, Kinds())
                 stages = (stage_of(graph, factored.rules, choice, spmd),)
                 return Plan(stages, *settings, precision=precision, micro_batches=passes)
             planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))

@@ -92,6 +92,8 @@ def test_bundled_clusters_have_every_figure_and_say_where_each_figure_comes_from
         "a100-40",
         "a100-80",
         "h100",
+        "h100-nvl",
+        "h100-pcie",
         "h200",
         "b200",
         "v100",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
-from shardwise.costs.timeline import simulate
+from shardwise.costs.timeline import SimulatedStep, simulate
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.spmd import Spmd
 
-CLUSTER = Cluster.local(4)
+LOCAL = Cluster.local(4)
+CLUSTER = replace(LOCAL, device=replace(LOCAL.device, overlap=1.0))  # whose network moves bytes by itself
 
 
 def program(bucket_bytes: int = 25 * 2**20, **options: Any) -> tuple[Spmd, Prices]:
@@ -67,6 +69,20 @@ def test_a_step_is_no_faster_than_its_operators_or_the_busiest_link() -> None:
         assert step.seconds >= step.compute
         assert step.seconds >= step.communication
         assert step.seconds <= step.compute + step.communication + 1e-12
+
+
+def test_operators_get_less_done_beside_messages() -> None:
+    """Where the cores that compute move the bytes, nothing is hidden."""
+    spmd, _ = program(mode="data_parallel", bucket_bytes=200_000)
+
+    def step(overlap: float) -> SimulatedStep:
+        cluster = replace(CLUSTER, device=replace(CLUSTER.device, overlap=overlap))
+        return simulate(spmd, Prices(Links(cluster, spmd.mesh)))
+
+    none, half, whole = step(0.0), step(0.5), step(1.0)
+    assert none.exposed == pytest.approx(none.communication)
+    assert none.compute == pytest.approx(half.compute) == pytest.approx(whole.compute)
+    assert whole.exposed <= half.exposed < none.exposed
 
 
 def test_messages_are_those_of_the_program() -> None:

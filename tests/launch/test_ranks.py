@@ -128,3 +128,13 @@ def test_ranks_with_different_versions_all_say_who_runs_which(run_ranks: Callabl
     assert refused[0].startswith(f"the ranks run different versions: {versions}")
     assert "\n  fix:    install the same versions" in refused[0]
     assert refused[0] == refused[1] == refused[2]
+
+
+def test_two_ranks_on_one_gpu_are_told_under_nccl() -> None:
+    same = b"torch 2 and shardwise 1"
+    assert ranks._difference([same + b"\n", same + b"\n"]) == ""  # gloo
+    assert ranks._difference([same + b"\nGPU-a", same + b"\nGPU-b"]) == ""
+    told = ranks._difference([same + b"\nGPU-a", same + b"\nGPU-b", same + b"\nGPU-a"])
+    assert "NCCL needs a GPU for each rank: ranks 0, 2 on GPU-a" in told
+    assert "CUDA_VISIBLE_DEVICES" in told
+    assert "different versions" in ranks._difference([same + b"\n", b"torch 3 and shardwise 1\n"])

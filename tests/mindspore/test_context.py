@@ -146,20 +146,19 @@ VALUES: dict[str, Any] = {  # one that is not the default, of every option that 
         "optimizer_level": "level2",
     },
     "strict": False,
+    "pipeline_stages": 2,
+    "pipeline_result_broadcast": True,
+    "pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "gpipe"},
+    "auto_pipeline": True,
 }
 LATER: dict[str, Any] = {
-    "pipeline_stages": 2,
-    "pipeline_segments": 2,
-    "pipeline_result_broadcast": True,
-    "pipeline_config": {"pipeline_interleave": True},
     "group_ckpt_save_file": "group",
-    "auto_pipeline": True,
     "dump_local_norm": True,
     "dump_local_norm_path": "norms",
     "dump_device_local_norm": True,
     "grad_accumulation_step": 4,
 }
-MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False, "enable_alltoall": False}
+MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False, "enable_alltoall": False, "pipeline_segments": 2}
 ALGO_MEANINGLESS: dict[str, Any] = {
     "fully_use_devices": False,
     "enable_algo_approxi": True,
@@ -201,9 +200,9 @@ def test_a_wrong_entry_is_found_before_what_follows_later() -> None:
 
 def test_what_means_nothing_here_says_why() -> None:
     for name, value in MEANINGLESS.items():
-        with pytest.raises(ValueError, match=rf"{name}=False means nothing here: an? \w+"):
+        with pytest.raises(ValueError, match=rf"{name}={value} means nothing here: (an? )?\w+"):
             set_auto_parallel_context(**{name: value})
-        set_auto_parallel_context(**{name: not value})
+        set_auto_parallel_context(**{name: getattr(Options(), name)})
     for name, value in ALGO_MEANINGLESS.items():
         with pytest.raises(ValueError, match=rf"{name}={value} means nothing here: \w+ \w+"):
             set_algo_parameters(**{name: value})

@@ -266,11 +266,6 @@ def test_an_all_gather_joins_the_rows_of_two_products() -> None:
     assert [[move.kind for move in own.forward] for own in before_the_end] == [["all_gather"]]
 
 
-def test_pipeline_cells_follow_later() -> None:
-    with pytest.raises(NotImplementedError, match=r"PipelineCell\(..., micro_size=4\): .* follow in a later version"):
-        nn.PipelineCell(nn.Dense(2, 2), 4)
-
-
 # ---------------------------------------------------------------------------------------------- numbers of document 004
 
 

@@ -219,7 +219,6 @@ def planned_alone(settings: dict[str, Any]) -> None:
         (lambda: ms.ops.MatMul.shard(((4, 1), (1, 1))), TypeError, r"MatMul\(\).shard"),
         (lambda: ms.ops.MatMul().shard((4, 1), (1, 1)), ValueError, r"shard\(\(\(4, 1\), \(1, 1\)\)\)"),
         (lambda: ms.ops.MatMul().set_strategy({(4, 1), (1, 1)}), TypeError, "set, which has no order"),
-        (lambda: setattr(Net(), "pipeline_stage", 1), NotImplementedError, "pipeline stages follow"),
         (lambda: ms.Model(Net()).train(1, batches()), ValueError, "needs an optimizer"),
         (lambda: ms.Model(Net(), ms.nn.MSELoss()).eval(batches()), ValueError, "nothing to measure"),
         (lambda: ms.Model(Net(), metrics="f2"), ValueError, "no metric 'f2'"),

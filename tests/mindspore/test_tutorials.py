@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import shardwise.mindspore as ms
 
@@ -85,6 +86,30 @@ def test_programs_of_tutorials_on_two_ranks_are_those_of_one_process(run_ranks: 
     for name in ("bert", "wide"):  # every rank has the loss of its rows
         means = np.mean([rank[name][0] for rank in two], 0)
         np.testing.assert_allclose(means, one[name][0], rtol=1e-4)
+
+
+def _staged_on_rank(folder: str) -> dict[str, Any]:
+    lstm = program("lstm_sentences").main(folder)
+    ms.reset_auto_parallel_context()
+    own = f"{folder}/of {ms.communication.get_group_size()}"
+    staged = program("transformer_pipeline").pretrain(own)
+    ms.reset_auto_parallel_context()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return {"lstm": lstm, "staged": staged, "tuned": program("transformer_pipeline").finetune(own)}
+
+
+def test_stages_and_what_follows_from_their_files_are_those_of_one_process(run_ranks: RunRanks, tmp_path: Path) -> None:
+    one = _staged_on_rank(str(tmp_path))
+    two = run_ranks(_staged_on_rank, 2, str(tmp_path), time_limit_seconds=300)
+    for rank in two:
+        np.testing.assert_allclose(rank["staged"], one["staged"], rtol=2e-5)
+        assert rank["lstm"][1] == pytest.approx(one["lstm"][1], rel=1e-4)
+        for name, weight in one["tuned"][1].items():
+            np.testing.assert_allclose(rank["tuned"][1][name], weight, rtol=1e-3, atol=2e-5, err_msg=name)
+    for name in ("lstm", "tuned"):  # every rank has the loss of its rows
+        means = np.mean([rank[name][0] for rank in two], 0)
+        np.testing.assert_allclose(means, one[name][0], rtol=1e-4, err_msg=name)
 
 
 def test_mixed_precision_and_sentences_on_one_process(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ what a pipeline can do wrong."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,8 +15,11 @@ from torch import nn
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import Action, StageSeconds, simulate_pipeline
+from shardwise.graph.ir import Graph
 from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.programs.spmd import Spmd
 from shardwise.proof import stages as proof
+from shardwise.runtime.shards import shard
 from shardwise.runtime.torch_schedules import order_of
 
 BATCH = staged_batch(8)
@@ -113,6 +117,53 @@ def test_the_file_holds_stages_and_the_printed_plan_shows_them() -> None:
         _ = found.mesh
 
 
+@pytest.fixture(scope="module")
+def solved() -> sw.Plan:
+    return plan(schedule="solved", stages=4, search="dynamic_programming")
+
+
+def test_a_solved_order_is_in_the_file_and_proven(solved: sw.Plan) -> None:
+    assert solved.schedule == "Solved"
+    assert len(solved.order) == 2
+    assert sw.Plan.from_json(solved.to_json()) == solved
+    usual = plan(schedule="ZBVZeroBubble", stages=4, search="dynamic_programming")
+    assert solved.pipeline is not None
+    assert usual.pipeline is not None
+    assert usual.pipeline.bound_seconds == pytest.approx(solved.pipeline.bound_seconds)
+    assert solved.pipeline.bound_seconds <= solved.pipeline.step_seconds <= usual.pipeline.step_seconds
+    assert "no order of these stages takes less than" in str(solved)
+    report = sw.verify(Staged(), BATCH, solved)
+    assert report.ok, str(report)
+
+
+WRONG_ORDERS: dict[str, tuple[Callable[[list[str]], Any], str]] = {
+    "one is lost": (lambda lines: [lines[0].rpartition(" ")[0], lines[1]], "has 47 actions; 4 micro-batches in 2"),
+    "one is twice": (lambda lines: [lines[0] + " " + lines[0].split()[0], lines[1]], "has 49 actions"),
+    "on another place": (lambda lines: lines[::-1], "on place"),
+    "a deadlock": (lambda lines: [" ".join(reversed(lines[0].split())), lines[1]], "wait for each other"),
+    "no action": (lambda lines: ["0X0", lines[1]], "'0X0', which is no action"),
+    "no text": (lambda lines: [3, lines[1]], "order[0] is 3"),
+    "none": (lambda lines: [], "has 0 actions"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ORDERS)
+def test_a_wrong_order_in_a_file_is_refused(case: str, solved: sw.Plan) -> None:
+    broken, text = WRONG_ORDERS[case]
+    data = json.loads(solved.to_json())
+    data["order"] = broken(data["order"])
+    with pytest.raises(sw.PlanError) as error:
+        sw.Plan.from_json(json.dumps(data), edited=True)
+    assert text in str(error.value), str(error.value)
+
+
+def test_an_order_belongs_to_a_solved_schedule(solved: sw.Plan) -> None:
+    data = json.loads(solved.to_json())
+    for changed, text in (({"schedule": "ZBVZeroBubble"}, "order is for a solved schedule"), ({"order": 3}, "a list")):
+        with pytest.raises(sw.PlanError, match=text):
+            sw.Plan.from_json(json.dumps({**data, **changed}), edited=True)
+
+
 def test_micro_batches_are_chosen_by_price() -> None:
     found = sw.plan(Staged(), BATCH, 4, stages=2)
     assert found.micro_batches >= 2
@@ -188,12 +239,32 @@ def swapped(self: Any, stage: int, micro_batch: int, size: int) -> None:
     self.sent[stage, micro_batch].reverse()
 
 
+def mixed_up(self: Any, stage: int, micro_batch: int, size: int) -> None:
+    """What one micro-batch sends goes into another."""
+    FORWARD(self, stage, micro_batch, size)
+    if micro_batch == 1 and stage == 0:
+        self.sent[stage, 0], self.sent[stage, 1] = self.sent[stage, 1], self.sent[stage, 0]
+
+
+def stale(self: Any, part: Graph, spmd: Spmd, own: Any, device: int, *args: Any) -> Any:
+    """A stage runs on the weights with which it began, whatever its optimizer made of them."""
+    binding = BOUND(self, part, spmd, own, device, *args)
+    for source in part.sources:
+        if source.names[0] == "blocks.2.weight":
+            layout = spmd.layouts[source.value]
+            binding[source.value] = shard(self.ranks.full[source.names[0]], layout, spmd.mesh.coordinates(device))
+    return binding
+
+
 BACKWARD, FORWARD, ADD_SHARED = proof._Run._backward, proof._Run._forward, proof.Pipelined._add_shared
+BOUND = proof._Run._bound
 MUTATIONS: dict[str, Any] = {
     "a micro-batch whose weights are lost": (proof._Run, "_backward", lost),
     "gradients divided by the micro-batches": (proof.Pipelined, "_add_shared", scaled),
     "tied gradients that are not added": (proof.Pipelined, "_add_shared", lambda self: None),
     "devices that are exchanged at a boundary": (proof._Run, "_forward", swapped),
+    "micro-batches that are exchanged at a boundary": (proof._Run, "_forward", mixed_up),
+    "a stage with stale weights": (proof._Run, "_bound", stale),
 }
 
 
@@ -205,4 +276,4 @@ def test_the_proof_sees_it(case: str, dropped: tuple[Staged, sw.Plan]) -> None:
         found = plan(model)
         assert sw.verify(model, BATCH, found, steps=1).ok
     with mock.patch.object(owner, name, broken):
-        assert not sw.verify(model, BATCH, found, steps=1).ok
+        assert not sw.verify(model, BATCH, found, steps=2 if "stale" in case else 1).ok

@@ -49,7 +49,7 @@ def file() -> dict[str, Tensor]:
 
 
 def built(way: str) -> Net:
-    with sw.deferred(seed=3) if way == "deferred" else torch.device("meta"):
+    with sw.deferred(seed=3, values="cpu") if way == "deferred" else torch.device("meta"):
         return Net()
 
 

@@ -7,6 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.initial.deferred import deferred
+from shardwise.runtime.initial.deferred import deferred as deferred_in_any_way
 from shardwise.runtime.initial.materialize import full_tensors, stable_seed
 from shardwise.runtime.initial.replay import leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
+
+deferred = partial(deferred_in_any_way, values="cpu")  # what ranks draw by parts: tests/runtime/test_initial_parts.py
 
 
 def eager_values(build: Callable[[], nn.Module], seed: int) -> dict[str, torch.Tensor]:

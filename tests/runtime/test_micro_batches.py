@@ -56,9 +56,10 @@ MODELS = {
     "norms": TinyModel(Norms, tiny_models.image_inputs, {"second": "co@tp"}),
 }
 MESHES = {
-    "dp": (sw.Mesh(dp=2), False),
-    "tp": (sw.Mesh(tp=2), True),
-    "dp x tp": (sw.Mesh(dp=2, tp=2), True),
+    "dp": (sw.Mesh(dp=2), False, None),
+    "dp, zero 1": (sw.Mesh(dp=2), False, 1),
+    "tp": (sw.Mesh(tp=2), True, None),
+    "dp x tp": (sw.Mesh(dp=2, tp=2), True, None),
 }
 
 
@@ -76,7 +77,7 @@ def batch(name: str, step: int) -> dict[str, Any]:
 
 
 def plan_of(name: str, mesh: str, micro_batch: int) -> sw.Plan:
-    axes, has_strategies = MESHES[mesh]
+    axes, has_strategies, zero = MESHES[mesh]
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in (api, example):
@@ -91,6 +92,7 @@ def plan_of(name: str, mesh: str, micro_batch: int) -> sw.Plan:
             mode="auto" if has_strategies else "data_parallel",
             global_batch=BATCH,
             micro_batch=micro_batch,
+            zero=zero,
         )
 
 
@@ -136,10 +138,11 @@ def train_alone(name: str, micro_batch: int) -> tuple[list[float], dict[str, tor
     return losses, snapshot(model)
 
 
-@pytest.mark.parametrize("mesh", ["dp", "tp", pytest.param("dp x tp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mesh", ["dp", "dp, zero 1", "tp", pytest.param("dp x tp", marks=pytest.mark.long)])
 def test_steps_in_passes_are_those_of_one_device_on_whole_batches(mesh: str, run_ranks: RunRanks) -> None:
     wanted = {
         "dp": [("llama", 4), ("dlrm", 4), ("norms", 4)],
+        "dp, zero 1": [("llama", 2)],
         "tp": [("gpt2", 2), ("vit", 2)],
         "dp x tp": [("gpt2", 2)],
     }[mesh]
@@ -250,6 +253,6 @@ def test_every_way_to_pass_a_batch_gives_the_gradients_of_the_whole(run_ranks: R
         assert found["evaluated"] == pytest.approx([module(x[:n], y[:n]).item() for n in (8, 4, 3)], rel=1e-12)
         assert len(found["said"]) == (rank == 0)
         assert any("do not divide into passes over 4" in text for text in found["gathered"]) == (rank == 0)
-    # The count of labels once, ahead of the passes; in each of two passes the sum of losses and the gradients.
+    # The count of labels ahead of two passes, the sum of losses in each, the gradients behind them, together.
     kinds = [kind for kind, _, _ in ranks[0]["messages"]]
-    assert kinds == ["all_reduce"] * (1 + 2 * (1 + 1))
+    assert kinds == ["all_reduce"] * (1 + 2 + 1)

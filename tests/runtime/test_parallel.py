@@ -30,7 +30,7 @@ BATCHES = [8, 8, 6, 8, 5, 1]  # the plan is for 8; the others are the last, smal
 
 def train(name: str) -> dict[str, Any]:
     """On a rank: three ways to a gradient, over batches of several sizes, then an evaluation."""
-    with sw.deferred(seed=0):
+    with sw.deferred(seed=0, values="cpu"):
         model = make_gpt()
     assert all(p.is_meta for p in model.parameters())
     par = sw.parallelize(model, make_plan(name) if dist.get_rank() == 0 else None)
@@ -126,7 +126,7 @@ def test_ranks_perform_exactly_the_collectives_that_the_plan_lists(run_ranks: Ru
 
 def train_on_local_inputs() -> list[float]:
     """On a rank: every rank passes its own part of the batch."""
-    with sw.deferred(seed=0):
+    with sw.deferred(seed=0, values="cpu"):
         model = make_gpt()
     par = sw.parallelize(model, make_plan("tp"), inputs="local")
     part = dist.get_rank() // 2  # data-parallel coordinate on Mesh(dp=2, tp=2)

@@ -108,7 +108,7 @@ def emitted_price(search: Search, assignment: list[int] | None = None) -> Progra
     graph, choice = domains.graph, search.choice(assignment)
     spmd = build_spmd(graph, domains.rules, choice, domains.axes.mesh, bucket_bytes=0)
     free = {op.name for op in graph.ops} - {op.name for op in domains.operators}
-    return price_program(spmd, domains.prices, free)
+    return price_program(spmd, domains.prices, free, domains.windows)
 
 
 def priced_twice(cost: CostGraph, assignment: Sequence[int]) -> bool:

@@ -46,7 +46,7 @@ def plan(limit: float | None) -> tuple[sw.Plan, Prediction]:
 def test_plans_for_less_and_less_memory_make_more_again_and_state_a_gap_that_holds_for_all_settings() -> None:
     free, unlimited = plan(None)
     assert not any(op.again for stage in free.stages for op in stage.operators)
-    again = 0
+    simulated, again = unlimited.simulated_seconds, 0
     for share in (0.9, 0.7, 0.5):
         limit = share * unlimited.peak_bytes
         tight, own = plan(limit)
@@ -54,6 +54,8 @@ def test_plans_for_less_and_less_memory_make_more_again_and_state_a_gap_that_hol
         repeated = sum(bool(op.again) for stage in tight.stages for op in stage.operators)
         assert repeated > again, share  # more than under a higher limit
         again = repeated
+        assert own.simulated_seconds >= simulated
+        simulated = own.simulated_seconds
         # The plan without a limit is one of those that the bound is for, and of the lowest price.
         assert own.bound <= unlimited.additive_price * (1 + 1e-9)
         assert own.additive_price >= own.bound

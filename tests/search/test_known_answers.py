@@ -90,12 +90,7 @@ def test_a_classifier_of_very_many_classes_splits_its_head_and_not_its_body() ->
     assert of(plan, "/cross_entropy_loss") == "c@gpu"
     assert layouts(plan)["head.weight"] == "f32[1000000@gpu, 512]"
     assert sent(plan, ("head.weight",)) == []
-    assert plan.optimality_gap is not None
-    own = plan.prediction
-    assert own is not None
-    cheapest = own.additive_price if own.passed_over is None else own.passed_over.additive_price
-    assert cheapest <= own.bound * (1 + 1e-6), "the search itself leaves no gap"
-    assert plan.optimality_gap < 0.05  # given away for a plan that is faster in the simulation
+    assert plan.optimality_gap == 0  # the body is too small for the messages of a gathered head to hide behind
 
 
 def test_recommenders_split_their_tables_and_their_perceptrons_over_the_batch() -> None:
@@ -141,8 +136,10 @@ def test_a_wide_transformer_splits_columns_then_rows_as_in_megatron() -> None:
 
 def test_resnet_50_is_data_parallel_and_splits_a_wide_head() -> None:
     """One bottleneck of each stage. With a million classes the head is split over them, and of the body only the last
-    3x3 and 1x1 convolutions may split channels, where images are 14 and 7 pixels wide. The loss is on split scores, or
-    (its one kernel per pass reads them fewer times than the dozen of split rows) on scores exchanged for whole rows."""
+    3x3 and 1x1 convolutions may split channels, where images are 14 and 7 pixels wide. The loss in bfloat16 takes whole
+    rows: exchanging them (0.42 ms each way) and one kernel per pass (0.38 ms in all) are faster than the passes of the
+    loss on split scores, which works in float32 and element by element (1.6 ms, sums 0.17 ms); the simulation agrees
+    (34.2 and 34.6 ms). In float32, as in ReID, there is nothing to cast and twice as much to exchange."""
     depths = (1, 1, 1, 1)
     plan = auto(paper_models.resnet(2048, depths, 64, 1000, 224), half=True)
     assert set(strategies(plan, "aten.conv2d.default").values()) == {"n@gpu"}
@@ -151,7 +148,7 @@ def test_resnet_50_is_data_parallel_and_splits_a_wide_head() -> None:
     convolutions = strategies(wide, "aten.conv2d.default")
     assert {own for name, own in convolutions.items() if not name.startswith("blocks.3")} == {"n@gpu"}
     assert of(wide, "head/linear") == "n@gpu"
-    assert of(wide, "/cross_entropy_loss") in {"c@gpu", "n@gpu"}
+    assert of(wide, "/cross_entropy_loss") == "n@gpu"
 
 
 def test_bert_with_a_large_batch_is_data_parallel() -> None:
@@ -191,7 +188,7 @@ def test_llama_8b_is_data_parallel_on_a_node_and_ulysses_inside_the_nodes_of_32(
     plan = _auto(module, inputs, "h100-32x8", sw.Mesh(dp=32, tp=8), memory_bytes=room)
     layer = "model.layers.0."
     assert {own for name, own in strategies(plan, *MATMULS).items() if name.startswith(layer)} == {"b@dp m@tp"}
-    assert of(plan, f"{layer}self_attn/scaled_dot_product_attention") == "b@dp h.0@tp"
+    assert of(plan, f"{layer}self_attn/scaled_dot_product_attention") == "b@dp g@tp"
     assert of(plan, "lm_head/linear") == "b@dp n@tp"
     assert of(plan, "/cross_entropy_loss") == "n.0@dp c@tp"
 
@@ -257,16 +254,15 @@ def test_what_the_user_fixes_is_kept(search: str) -> None:
 def test_less_memory_shards_storage_and_is_never_faster() -> None:
     """On CPU ranks an all-reduce is cheaper than scattering and gathering: without a limit matrices are stored whole,
     with one more and more of them are sharded (ZeRO), which takes longer. The gap is to the bound under the limit
-    itself; the plan keeps a little less, so that its peak with temporaries fits. The update is one kernel: where it
-    goes operator by operator, updating a quarter on each rank saves more than the exchange takes."""
+    itself; the plan keeps a little less, so that its peak with temporaries fits."""
     case = paper_models.transformer(1024, 8, 2, 128, 4)
     cluster, mesh = sw.Cluster.local(4), sw.Mesh(x=4)
-    plan = auto(case, cluster, mesh, optimizer="adamw fused")
+    plan = auto(case, cluster, mesh)
     assert plan.prediction is not None
     peak, states = plan.prediction.peak_bytes, 16 * _stored(plan)  # parameter, gradient and two moments in float32
     seconds, stored = [plan.prediction.step_seconds], [_stored(plan)]
-    for part in (0.1, 0.2, 0.3):
-        plan = auto(case, cluster, mesh, memory_bytes=peak - part * states, optimizer="adamw fused")
+    for part in (0.05, 0.1, 0.3):
+        plan = auto(case, cluster, mesh, memory_bytes=peak - part * states)
         assert plan.prediction is not None
         assert plan.prediction.peak_bytes <= peak - part * states
         assert plan.optimality_gap is not None

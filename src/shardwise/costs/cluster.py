@@ -25,6 +25,10 @@ _RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32
 # Seconds that a copy to the host takes beside its bytes (measured on an H100: 1 MiB in 24 us, 64 MiB in 1,221 us).
 COPY_LATENCY = 5e-6
 
+# Bytes of an allocation that malloc takes from the system and gives back when it is freed, however often that happens:
+# glibc's DEFAULT_MMAP_THRESHOLD_MAX on 64 bits.
+_FRESH = 2**25
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -34,6 +38,8 @@ class Device:
     ``memory_bytes``: all there is, as nvidia-smi says it. ``reserve_bytes``: what of it the tensors of a plan cannot
     have: driver and context, kernels, buffers of the communication library, and what the allocator loses between
     blocks. ``memory_bandwidth``: peak B/s. ``kernel_latency``: seconds of an operator that does next to nothing.
+    ``fresh_bandwidth``: B/s at which the system hands out memory page by page, as it does on CPUs whenever a result of
+    more than 32 MiB is first written (0: an allocator keeps memory, as on GPUs).
     ``host_bandwidth``: B/s of a copy to pinned memory of the host, or from there; 0: its memory is the host's.
     ``foreach``: whether torch's optimizers update all parameters at once there, as they do on GPUs, and not one by one.
     Four figures say how much of the peaks is reached, and calibration measures them: ``matmul_efficiency``, the
@@ -69,6 +75,7 @@ class Device:
     launch: float = 0.0
     spread: float = 0.0
     memory_spread: float = 0.0
+    fresh_bandwidth: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
@@ -98,6 +105,10 @@ class Device:
         """Seconds of a copy to the host or back. Where the memory is the host's it is read and written."""
         rate = self.host_bandwidth or self.bytes_per_second() / 2
         return COPY_LATENCY * bool(self.host_bandwidth) + num_bytes / rate
+
+    def fresh_seconds(self, num_bytes: float) -> float:
+        """Seconds in which the system hands out the memory of a result."""
+        return num_bytes / self.fresh_bandwidth if self.fresh_bandwidth and num_bytes > _FRESH else 0.0
 
     def _computed_in(self, dtype: str) -> str:
         tried: list[str] = []
@@ -190,9 +201,16 @@ class Cluster:
 
     @staticmethod
     def local(num_devices: int) -> Cluster:
-        """Devices of this machine: CPU ranks, with the figures of ``clusters/local.toml``; ``shardwise calibrate``
-        measures those of yours."""
-        return Cluster.load("local").with_devices(num_devices).renamed("local")
+        """Devices of this machine: its GPUs, with their own memory, the links between them and the figures of the
+        bundled cluster of their name; where there is none, CPU ranks, which share the machine's memory (or what control
+        groups leave of it) and have the figures of ``clusters/local.toml``. More devices than GPUs: so many machines
+        like this one. What was assumed is printed; ``shardwise calibrate`` measures.
+
+        Raises ShardwiseError for a number that is no multiple of the GPUs here, and for a GPU without free memory.
+        """
+        from shardwise.costs.machine import local
+
+        return local(num_devices)
 
     def with_devices(self, num_devices: int) -> Cluster:
         """The same hardware with fewer devices: inner levels are filled first.
@@ -298,6 +316,7 @@ def slowest(devices: Sequence[Device]) -> Device:
         launch=max(device.launch for device in devices),
         spread=max(device.spread for device in devices),
         memory_spread=max(device.memory_spread for device in devices),
+        fresh_bandwidth=min((device.fresh_bandwidth for device in devices if device.fresh_bandwidth), default=0.0),
     )
 
 

@@ -36,6 +36,7 @@ _DEVICE_KEYS = {
     "memory_efficiency": ("memory_efficiency", "", False, False),
     "overlap": ("overlap", "", False, True),
     "reserve": ("reserve_bytes", "B", False, True),
+    "fresh_bandwidth": ("fresh_bandwidth", "B/s", False, True),
     "host_bandwidth": ("host_bandwidth", "B/s", False, True),
     "launch": ("launch", "s", False, True),
     "scalar_rate": ("scalar_rate", "/s", False, True),

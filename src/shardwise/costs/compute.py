@@ -22,7 +22,7 @@ from math import prod
 import torch
 
 from shardwise.costs.cluster import Device
-from shardwise.costs.flops import flops_of
+from shardwise.costs.flops import flops_of, seen_by
 from shardwise.costs.kernels import READ_ROWS, Called, Work, kernel_seconds, work_of
 from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
 from shardwise.graph.schema import operator_name
@@ -112,6 +112,9 @@ def _seconds(
     rows = operator_name(op.target) in READ_ROWS
     size = _num_bytes(operands, results, shapes, rows) / max(profile.num_bytes, 1.0)
     flops = flops_of(op, tuple(shapes[0]), tuple(shapes[1])) / profile.flops if profile.flops else 1.0
+    if op.target == aten.scaled_dot_product_attention.default and profile.flops:
+        whole = [value.shape for value in operands]
+        flops *= seen_by(op, *shapes[0][:2]) / seen_by(op, *whole[:2])
     zeroed = prod(shapes[0][0]) / max(operands[0].numel, 1) if rows else size
     return sum(max(kernel_seconds(device, work.scaled(size, flops, zeroed)), device.launch) for work in kernels)
 

@@ -17,7 +17,9 @@ from statistics import median
 from typing import Any
 
 from shardwise.costs.cluster import Cluster, Device, Level
+from shardwise.costs.cluster_file import family
 from shardwise.costs.collectives import Span, affines, num_steps, share_sent
+from shardwise.costs.kernels import PRODUCTS, ROWS_BACKWARD, Work, kernel_seconds
 from shardwise.costs.units import Figures, format_quantity
 
 _MOST_POINTS = 40  # that a line is fitted to
@@ -54,9 +56,19 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Seconds of a kernel of a kind that has a figure of its own (``Device.kernels``)."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measurements:
     """What was measured on a machine. ``sizes``: of its levels, innermost first. ``overlap``: the part of a collective
-    that matmuls at the same time do not notice. ``facts``: date, versions, backend."""
+    that matmuls at the same time do not notice. ``kernels``, ``launch``, ``host_bandwidth``, ``reserve_bytes``: those
+    of GPUs; what is 0 was not measured. ``fresh_bandwidth``: as of a device. ``noise``: by how much the middle one of
+    several rounds was slower than the fastest, half of all times less. ``facts``: date, versions, backend."""
 
     device: str
     memory_bytes: float
@@ -66,6 +78,12 @@ class Measurements:
     streams: tuple[StreamTime, ...]
     collectives: tuple[CollectiveTime, ...]
     overlap: float = 1.0
+    kernels: tuple[KernelTime, ...] = ()
+    launch: float = 0.0
+    host_bandwidth: float = 0.0
+    reserve_bytes: float = 0.0
+    noise: float = 0.0
+    fresh_bandwidth: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +99,9 @@ class Measurements:
                 "streams": tuple(StreamTime(**entry) for entry in content["streams"]),
                 "collectives": tuple(
                     CollectiveTime(**{**entry, "units": tuple(entry["units"])}) for entry in content["collectives"]
+                ),
+                "kernels": tuple(
+                    KernelTime(Work(**entry["work"]), entry["seconds"]) for entry in content.get("kernels", ())
                 ),
             }
         )
@@ -123,7 +144,7 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) -> Cluster:
     """The cluster that was measured. ``like``: one of the same hardware, whose peaks are known and whose links have
-    the same shape; without, peaks are what was reached."""
+    the same shape, and are taken where none were measured (on one device); without, peaks are what was reached."""
     levels: list[Level] = []
     names = ("machine",) if len(measured.sizes) == 1 else ("node", "network", *("",) * len(measured.sizes))
     for index, size in enumerate(measured.sizes):
@@ -138,6 +159,15 @@ def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) 
         sources |= dict.fromkeys(("device.flops", "device.memory_bandwidth"), f"as {like.device.name}")
         sources |= dict.fromkeys(("device.matmul_efficiency", "device.memory_efficiency"), source)
     device = fit_device(measured, None if like is None else like.device)
+    if measured.kernels:
+        device = _with_kernels(device, measured.kernels)
+        sources["device.kernels"] = source
+    for key, figure in (("launch", "launch"), ("host_bandwidth", "host_bandwidth"), ("reserve", "reserve_bytes")):
+        if getattr(measured, figure):
+            device = replace(device, **{figure: getattr(measured, figure)})
+            sources[f"device.{key}"] = source
+    if not measured.collectives:
+        sources["levels"] = f"as {'local' if like is None else like.name}: not measured on {measured.sizes[0]} device"
     return _with_spreads(Cluster(name, device, tuple(levels), sources=tuple(sources.items())), measured)
 
 
@@ -174,13 +204,14 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         matmul_efficiency=Figures(dict.fromkeys(rates, 1.0)),
         matmul_half_flops=median(ramps) * max(rates.values()),
         overlap=measured.overlap,
+        fresh_bandwidth=measured.fresh_bandwidth,
         foreach=not measured.facts.get("backend", "").startswith("gloo"),  # ranks on CPUs
     )
     if like is None:
         return device
     peaks = {dtype: max(like.flops.get(dtype, rate), rate) for dtype, rate in rates.items()}
     bandwidth = max(like.memory_bandwidth, device.memory_bandwidth)
-    return replace(
+    known = replace(
         device,
         flops=Figures({**like.flops, **peaks}),
         memory_bandwidth=bandwidth,
@@ -194,6 +225,23 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         launch=like.launch,
         memory_spread=like.memory_spread,
     )
+    return replace(known, matmul_half_flops=median(ramps) * max(map(known.matmul_flops, known.flops)))
+
+
+def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
+    """The device with the part of its peaks that each kind of kernel reached: the median, where there are several."""
+    shares: dict[str, list[float]] = {}
+    for kernel in kernels:
+        work = kernel.work
+        busy = kernel.seconds - device.kernel_latency
+        if work.kind in PRODUCTS:
+            rows = work.rows * device.attention_row * (ROWS_BACKWARD if work.kind.endswith("backward") else 1.0)
+            done, peak, busy = work.flops, device.peak_flops(work.dtype), busy - device.matmul_ramp - rows
+        else:
+            done, peak = work.num_bytes, device.memory_bandwidth
+            busy -= work.written / device.bytes_per_second()
+        shares.setdefault(work.kind, []).append(min(1.0, done / peak / max(busy, kernel.seconds / 10)))
+    return replace(device, kernels=Figures({**device.kernels, **{kind: median(own) for kind, own in shares.items()}}))
 
 
 def _only_on(units: Sequence[int], level: int) -> bool:
@@ -208,13 +256,14 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level
     groups that were measured the level keeps the lines themselves; the figures are for all others.
     ``like``: a level with the same links; group sizes that it names and nobody measured get its bandwidths, scaled as
     the measured ones are.
-    A level without measurements (one device) gets figures that nothing uses.
+    A level without measurements (one device) is ``like``.
     """
     series: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for time in times:
         series.setdefault((time.kind, time.units[0]), []).append((time.num_bytes, time.seconds))
     if not series:
-        return Level(name, size, bandwidth=1e9, latency=0.0)
+        known = family("local").levels[0] if like is None else like
+        return replace(known, name=name, size=size)
     lines = {key: robust_line(points, rising=True) for key, points in series.items()}
     fixed = {(kind, units): (num_steps(kind, units), line[0]) for (kind, units), line in lines.items()}
     latency = _latency(fixed)
@@ -288,6 +337,9 @@ def residuals(cluster: Cluster, measured: Measurements) -> tuple[Residual, ...]:
     for stream in measured.streams:
         seconds = device.kernel_latency + stream.num_bytes / device.bytes_per_second()
         result.append(Residual("element-wise", stream.num_bytes, stream.seconds, seconds))
+    for kernel in measured.kernels:
+        size = kernel.work.flops or kernel.work.num_bytes
+        result.append(Residual(kernel.work.kind, size, kernel.seconds, kernel_seconds(device, kernel.work)))
     for time in measured.collectives:
         algorithms = affines(time.kind, cluster.levels, Span(time.units))
         seconds = min(fixed + slope * time.num_bytes for fixed, slope in algorithms)

@@ -34,6 +34,12 @@ def flops_of(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 0 if count is None else count(op, operands, results)
 
 
+def seen_by(call: AnyCall, query: tuple[int, ...], key: tuple[int, ...]) -> float:
+    """The share of its scores that attention computes: under a causal mask half of them, but all where the queries are
+    the last part of a sequence whose keys are whole (that device is waited for)."""
+    return 0.5 if arguments(call).get("is_causal") and query[-2] == key[-2] else 1.0
+
+
 def done_by(call: AnyCall, operands: Shapes, results: Shapes) -> float:
     """The operations of a kernel of forward or backward, of which causal attention leaves out what it does not see."""
     name = operator_name(call.target)
@@ -42,8 +48,7 @@ def done_by(call: AnyCall, operands: Shapes, results: Shapes) -> float:
         query, key = operands[1:3] if backward else operands[:2]
         value = operands[3 if backward else 2]
         products = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-        seen = 0.5 if arguments(call).get("is_causal") and query[-2] == key[-2] else 1.0
-        return products * seen * (ATTENTION_BACKWARD if backward else 1.0)
+        return products * seen_by(call, query, key) * (ATTENTION_BACKWARD if backward else 1.0)
     if call.target == aten.convolution_backward.default:
         named = arguments(call)
         result, places, weight = operands[:3]

@@ -6,16 +6,17 @@ in forward or in backward; ``costs.message_memory`` says what exchanges hold bes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.costs.ledger import Category, Ledger, Peak, Tensor
+from shardwise.costs.ledger import Category, Ledger, Peak, Storage, Tensor
 from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
 from shardwise.costs.optimizers import states_of, temporary_bytes
 from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction
+from shardwise.programs.once import Repeated, repeated
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
@@ -47,26 +48,35 @@ def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memo
 
 def memory_of_program(program: Program, prices: Prices) -> Memory:
     """The memory of one rank's training step."""
+    if prices.passes > 1 and program.spmd.lifetimes.once:
+        parts = repeated(program)
+        return _Walk(parts.each, prices, parts).run()
     return _Walk(program, prices).run()
 
 
 @dataclass
 class _Walk:
+    """``parts``: what a step of several passes does once, around ``program``, which is a pass."""
+
     program: Program
     prices: Prices
+    parts: Repeated | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     flights: dict[str, tuple[Flight, list[Tensor]]] = field(default_factory=dict)
     host_bytes: int = 0
+    sums: dict[str, Storage] = field(default_factory=dict)  # source -> its gradients of earlier passes
 
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
         self.graph = self.spmd.graph
         self.messages = Messages(self.ledger, self.spmd.mesh, self.spmd.mesh.coordinates(self.program.rank))
         self.parameters = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
-        self.casts = {computed_name(name) for name in self.parameters}
+        self.casts = {computed_name(name) for name in self.parameters} | {*self.program.given}
         self.saved = set(self.program.saved)
-        self.gradients = {name for source, name in self.program.gradients.items() if source in self.parameters}
+        parts = [self.program] if self.parts is None else [self.program, self.parts.behind]
+        made = [pair for part in parts for pair in part.gradients.items()]
+        self.gradients = {name for source, name in made if source in self.parameters}
         self.dying = self._last_reads()
 
     def _last_reads(self) -> dict[int, list[str]]:
@@ -75,7 +85,7 @@ class _Walk:
         for index, instruction in enumerate((*self.program.forward, *self.program.backward)):
             last.update(dict.fromkeys((*instruction.operands, *instruction.results), index))
         written = {value for _, value in self.program.mutations}
-        stay = {*self.graph.source_of, *self.program.delivered, *written, *self.gradients}
+        stay = {*self.graph.source_of, *self.program.given, *self.program.delivered, *written, *self.gradients}
         dying: dict[int, list[str]] = {}
         for name, index in last.items():
             if name not in stay:
@@ -84,6 +94,8 @@ class _Walk:
 
     def run(self) -> Memory:
         self._persistent()
+        if self.parts is not None:
+            self._once(self.parts.ahead.forward, self.program.given)
         for index, instruction in enumerate(self.program.forward):
             self._run(index, instruction)
         kept = self.ledger.live["saved"]
@@ -110,11 +122,24 @@ class _Walk:
             if is_parameter and source.value in self.graph.updated:
                 self.ledger.hold(self.ledger.new(states * form.num_bytes, "optimizer states"))
                 if self.prices.passes > 1:  # what earlier passes added up; their sum is what is updated with
-                    self.ledger.hold(self.ledger.new(form.num_bytes, "gradients"))
+                    gradient = self.program.gradients.get(source.value)
+                    kept = form if gradient is None else self.program.forms[gradient]
+                    self.sums[source.value] = self.ledger.hold(self.ledger.new(kept.num_bytes, "gradients"))
+
+    def _once(self, instructions: tuple[Instruction, ...], stays: Iterable[str]) -> None:
+        """What a step does once, ahead of its passes or behind them. ``stays``: the names of what is kept."""
+        last = {name: i for i, one in enumerate(instructions) for name in (*one.operands, *one.results)}
+        kept = {*stays, *self.graph.source_of}
+        for index, instruction in enumerate(instructions):
+            self._run(-1, instruction)
+            for name in {*instruction.operands, *instruction.results} - kept:
+                if last[name] == index:
+                    self._forget(name)
 
     # -- instructions --------------------------------------------------------------------------------------------------
 
     def _run(self, index: int, instruction: Instruction) -> None:
+        """``index``: its position in the step, forward and backward counted through; negative: it has none."""
         self.ledger.op = instruction.origin.op
         if isinstance(instruction, Compute):
             self._compute(instruction)
@@ -200,6 +225,11 @@ class _Walk:
                 self._forget(name)
         for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:
             self._forget(name)
+        if self.parts is not None:
+            behind = self.parts.behind
+            for source, name in zip(behind.gradients, behind.saved, strict=True):
+                self.tensors[name] = Tensor(behind.forms[name], self.sums[source])
+            self._once(behind.backward, behind.gradients.values())
         updated = [name for name in self.parameters if name in self.graph.updated]
         if updated:
             self.ledger.op = self.parameters[max(updated, key=lambda name: stored[name])].names[0]

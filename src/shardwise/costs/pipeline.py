@@ -29,6 +29,10 @@ class Action:
     kind: Kind
     micro_batch: int
 
+    def __str__(self) -> str:
+        part = f"backward ({self.kind} part)" if self.kind in ("input", "weight") else self.kind
+        return f"{part} of micro-batch {self.micro_batch}"
+
 
 Order = tuple[tuple[Action, ...], ...]  # per place
 
@@ -67,10 +71,12 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
-    """A simulated step: its seconds, and the share of all places' time in which they wait."""
+    """A simulated step: its seconds, and the share of all places' time in which they wait. ``bound_seconds``: what no
+    order of these stages on these places takes less than (0: not known)."""
 
     step_seconds: float
     bubble: float
+    bound_seconds: float
     stages: tuple[StagePrediction, ...]
 
 

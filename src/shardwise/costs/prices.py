@@ -93,11 +93,12 @@ class Prices:
         return backward_seconds(self.device, op, operands, results, shapes)
 
     def update(self, value: Value, numel: float) -> float:
-        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter. Kernels go
-        over many parameters at once, so that what it takes to start them is not counted."""
-        own = update_of(self.optimizer, foreach=self.device.foreach)
-        work = Work("update", num_bytes=numel * value.kept_dtype.itemsize * own.passes, scalars=numel * own.scalars)
-        return (self.kernel(work) - self.device.kernel_latency) / self.passes
+        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter. What it takes
+        to start kernels counts where each parameter has its own."""
+        own, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
+        work = Work("update", num_bytes=size * own.passes, scalars=numel * own.scalars)
+        seconds = self.kernel(work) + (own.kernels - 1) * self.device.kernel_latency
+        return (seconds + own.made * self.device.fresh_seconds(size)) / self.passes
 
     def casts(self, value: Value, numel: float, updated: bool) -> float:
         """A pass's seconds of the casts of ``numel`` elements of what a device stores: read in one dtype and written in

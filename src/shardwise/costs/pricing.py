@@ -5,7 +5,7 @@ The search prices strategies one by one; this prices what was emitted.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -58,9 +58,12 @@ class ProgramPrice:
     update: float
 
 
-def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> ProgramPrice:
+def price_program(
+    spmd: Spmd, prices: Prices, free: Container[str] = (), windows: Mapping[str, float] | None = None
+) -> ProgramPrice:
     """The price of an emitted program. ``free``: operators that depend on no parameter, which every plan makes where
-    they are needed. Outputs other than the loss are not priced: a training step does not deliver them."""
+    they are needed; ``windows``: parameter -> what its messages can hide behind (``costs.windows``; not given: as long
+    as they take). Outputs other than the loss are not priced: a training step does not deliver them."""
     graph = spmd.graph
     parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
     written = {value for _, value in graph.mutations}
@@ -78,12 +81,16 @@ def price_program(spmd: Spmd, prices: Prices, free: Container[str] = ()) -> Prog
                 continue
             is_parameter = origin in parameters
             seconds = conversion_seconds(conversion, prices, is_parameter=is_parameter)
-            if conversion.result in spmd.lifetimes.conversions:
+            hidden = min(seconds, (windows or {}).get(origin, seconds))
+            if conversion.value in spmd.lifetimes.once and prices.passes > 1:  # ahead of all passes, or behind them
+                seconds, hidden = seconds / prices.passes, 0.0
+            if conversion.result in spmd.lifetimes.conversions:  # gathered again in backward
                 forward = replace(conversion, differentiable=False)
-                seconds += conversion_seconds(forward, prices, is_parameter=is_parameter)
-            hidden = prices.device.overlap if is_parameter else 0.0
-            traffic += hidden * seconds
-            exposed += (1 - hidden) * seconds
+                again = conversion_seconds(forward, prices, is_parameter=is_parameter)
+                seconds, hidden = seconds + again, hidden + again
+            hidden *= prices.device.overlap if is_parameter else 0.0
+            traffic += hidden
+            exposed += seconds - hidden
     for source in graph.sources:
         value, numel = graph.by_name[source.value], spmd.layouts[source.value].max_local_numel
         if source.kind == "parameter":

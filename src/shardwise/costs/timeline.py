@@ -8,7 +8,7 @@ a stream each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
 from shardwise.costs.kernels import Called, Priced, Work, work_of
@@ -18,6 +18,7 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
+from shardwise.programs.once import Repeated, repeated
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
@@ -31,8 +32,7 @@ BESIDE_COPIES = 0.05
 @dataclass(frozen=True, slots=True)
 class Event:
     """A kernel of an operator, a message of a group, or a copy. ``stream``: the axes of the group; empty: kernels.
-    ``part``: "forward",
-    "backward" or "update"."""
+    ``part``: "forward", "backward", "update" or, of several passes, "once a step" (a pass's share of it)."""
 
     name: str
     part: str
@@ -45,7 +45,8 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
     """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
-    update; ``communication``: of all messages; ``exposed``: how long operators wait for messages; ``peak``: the most
+    update; ``communication``: of all messages; ``exposed``: how long operators wait for messages, or are slowed down by
+    them; ``peak``: the most
     memory; ``events``: by their start on every stream."""
 
     seconds: float
@@ -67,7 +68,8 @@ def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> Simulate
 
 
 def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
-    """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well."""
+    """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well. Of several
+    passes it is one of them, with its share of what the step does once."""
     timeline = Timeline(program, prices)
     timeline.run()
     peak = memory_of_program(program, prices).peak
@@ -110,15 +112,37 @@ class Timeline:
         self.parameters = {s.value: s for s in self.spmd.graph.sources if s.kind == "parameter"}
 
     def halves(self) -> tuple[float, float, float, float]:
-        """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, of the update."""
+        """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, and of the update
+        with what else a step does once (of several passes a pass's share of it)."""
+        if self.prices.passes > 1 and self.spmd.lifetimes.once:
+            parts = repeated(self.program)
+            self.program = parts.each
+            self._share(parts)
+        ahead = self.now
         self._walk(self.program.forward)
-        self.forward = self.now
+        self.forward = self.now - ahead
         self.part = "backward"
         self._walk(self.program.backward)
-        backward = self.now - self.forward
+        backward = self.now - self.forward - ahead
         self.part = "update"
         self._update()
         return self.forward, self.on_weights, backward, self.now - self.forward - backward
+
+    def _share(self, parts: Repeated) -> None:
+        """Walk what a step does once: a pass's share of the seconds."""
+        for part, instructions in ((parts.ahead, parts.ahead.forward), (parts.behind, parts.behind.backward)):
+            own = Timeline(part, self.prices, part="once a step")
+            own._walk(instructions)
+            share = 1 / self.prices.passes
+            self.events += [
+                replace(event, start=self.now + event.start * share, seconds=event.seconds * share)
+                for event in own.events
+            ]
+            self.now += own.now * share
+            self.host += own.now * share
+            self.compute += own.compute * share
+            self.starved += own.starved * share
+            self.communication += own.communication * share
 
     def run(self) -> None:
         """Walk the step."""
@@ -195,9 +219,18 @@ class Timeline:
     def _work(self, name: str, seconds: float) -> None:
         beside = max((self.copied.get(to, 0.0) for to in ("host", "device")), default=0.0) - self.now
         seconds += BESIDE_COPIES * min(seconds, max(beside, 0.0))
-        self.events.append(Event(name, self.part, (), self.now, seconds))
-        self.now += seconds
         self.compute += seconds
+        taken = self._beside_messages(seconds)
+        self.events.append(Event(name, self.part, (), self.now, taken))
+        self.now += taken
+
+    def _beside_messages(self, seconds: float) -> float:
+        """How long so many seconds of work take, of which only the device's ``overlap`` gets done while messages are on
+        their way. What it loses counts as exposed."""
+        sent, rate = max(self.free.values(), default=0.0) - self.now, self.prices.device.overlap
+        if sent <= 0:
+            return seconds
+        return seconds / rate if seconds < rate * sent else seconds + (1 - rate) * sent
 
     def _message(self, collectives: tuple[Collective, ...]) -> float:
         """When collectives, one after the other, are done that could start now."""

@@ -3,6 +3,7 @@
     trace           the call, exported on fake tensors                                    tracing.py
     functionalize   values instead of memory                                              functionalize.py
     simplify        no-op casts, copies and views dropped                                 simplify.py
+    fold_masks      attention that knows its mask, repeated heads grouped                 masks.py
     normalize       forms whose factors can all be split                                  normalize.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
 
@@ -29,15 +30,18 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
 from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
 from shardwise.graph.autocast import no_autocast
+from shardwise.graph.bodies import NotRepeated
 from shardwise.graph.called import call_module, divide_targets, find_loss
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
+from shardwise.graph.masks import fold_masks
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.precision import MODELS_OWN, Precision, check_real, with_reductions
+from shardwise.graph.repeats import Repeats
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
@@ -138,7 +142,12 @@ def capture(
     with no_autocast(), quiet():
         if traced.outcome.changed:
             _check_state(module, given, call, traced.outcome.changed, precision)
-        graph, constants, scopes, memories, segments = _to_graph(traced, module, given, precision)
+        try:
+            found = _to_graph(traced, module, given, precision)
+        except NotRepeated:
+            traced = trace(module, examples, call, regions, precision, repeats=False)
+            found = _to_graph(traced, module, given, precision)
+        graph, constants, scopes, memories, segments = found
     announce_selective(segments)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
@@ -229,6 +238,8 @@ def _to_graph(
     _reject_initial_draws(graph, functionalizer.initial)
     verify_graph(graph)
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
+    graph, folded = fold_masks(graph, constants)
+    constants |= folded
     graph = normalize(graph)
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
@@ -275,7 +286,7 @@ def _functional_graph(
     """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
     outcome = traced.outcome
     functionalizer, nodes, constants, canonical = _functionalized(
-        traced.program, module, given, precision, traced.transformed
+        traced.program, module, given, precision, traced.transformed, traced.repeats
     )
     results = iter(nodes)
     memories = tuple(None if leaf is not None else _memory(functionalizer, next(results)) for leaf in outcome.leaves)
@@ -303,6 +314,7 @@ def _functionalized(
     given: tuple[Given, ...],
     precision: Precision,
     transformed: str = "",
+    repeats: Repeats | None = None,
 ) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
     """What emitted the program's nodes, the nodes that it returns, the data of its constants, and qualified name of a
     parameter, buffer or constant -> its value."""
@@ -320,10 +332,11 @@ def _functionalized(
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
     input_names = tuple(one.name for one in given)
-    functionalizer = Functionalizer(Emitter(values, sources), _PREFIX, precision.autocast)
+    functionalizer = Functionalizer(Emitter(values, sources), _PREFIX, precision.autocast, repeats)
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
     functionalizer.run(program.graph.nodes)
+    functionalizer.check_repeats()
     return functionalizer, nodes, constants, canonical
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +22,15 @@ class _Called(nn.Module):
 
 
 def save_exported(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> None:
-    """Write a module with its parameters; dim 0 of the inputs may have other sizes later."""
+    """Write a module with its parameters; dim 0 of the inputs may have other sizes later, also where all have 1, which
+    torch would take for the only size that there is."""
+    batch = [x.shape[0] for x in inputs if x.dim()]
+    if batch and set(batch) == {1}:
+        inputs = [torch.cat([x, x]) if x.dim() else x for x in inputs]
     sizes = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in inputs)
-    program = torch.export.export(_Called(module), tuple(inputs), dynamic_shapes=(sizes,), strict=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes? .* w(as|ere) assigned during export")  # LSTMs do
+        program = torch.export.export(_Called(module), tuple(inputs), dynamic_shapes=(sizes,), strict=False)
     torch.export.save(program, str(path))
 
 

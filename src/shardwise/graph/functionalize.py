@@ -21,29 +21,20 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from shardwise.errors import CaptureError, problem
-from shardwise.graph.annotate import REGION
 from shardwise.graph.autocast import Autocast
 from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.bodies import Bodies, Inlining, is_assertion, marks_of, storage_of
 from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
+from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, Repeats
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
-from shardwise.graph.segments import SEGMENT
 from shardwise.graph.views import write_through
 
 aten = torch.ops.aten
 
-_DROPPED = {
-    "_assert_tensor_metadata",
-    "_assert_scalar",
-    "_assert_async",
-    "_functional_assert_scalar",
-    "_functional_assert_async",
-    "sym_constrain_range",
-    "sym_constrain_range_for_size",
-}
 # Operators whose second argument is the size of the result; it may hold -1.
 _SIZES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 
@@ -76,10 +67,12 @@ class Functionalizer:
 
     ``region_paths``: number of an annotated region -> path of the module that made its first operator. ``initial``: the
     operators that make initial values of parameters, for layers that the model builds while it runs. ``autocast``:
-    what is active around the call.
+    what is active around the call. ``repeats``: the layers that were not traced, but for the first.
     """
 
-    def __init__(self, emitter: Emitter, prefix: str, autocast: Autocast | None = None) -> None:
+    def __init__(
+        self, emitter: Emitter, prefix: str, autocast: Autocast | None = None, repeats: Repeats | None = None
+    ) -> None:
         self.emitter = emitter
         self.region_paths: dict[int, str] = {}
         self.initial: set[str] = set()
@@ -90,10 +83,13 @@ class Functionalizer:
         self._grad = True
         self._detached: dict[str, Ref] = {}
         self._casting = Casting(emitter, autocast)
+        self._bodies = Bodies(repeats or Repeats(), prefix)
+        self._inlining: Inlining | None = None
+        self._storages: dict[int, int] = {}  # of the results of repeats
 
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
         """Gives a placeholder its value."""
-        tensor = Tensor(ref, _storage(node.meta.get("val")), source=source)
+        tensor = Tensor(ref, storage_of(node.meta.get("val")), source=source)
         self._known[node] = tensor
         if node.meta["val"].is_contiguous():
             self._contiguous.add(source.value)
@@ -157,13 +153,18 @@ class Functionalizer:
         if target is wrap_with_set_grad_enabled:
             enabled, body, *operands = self._lookup(node.args)
             return self._inline(body, operands, bool(enabled))
+        if target is ENTER or target is LEAVE:
+            self._bodies.note(node)
+            return None
+        if target is REPEAT:
+            return self._repeat(node)
         origin = self._origin(node)
         self.emitter.origin = origin
         if target is wrap_with_autocast:
             device, dtype, enabled, _cache, body, *operands = self._lookup(node.args)
             with self._casting.region(Autocast.region(device, dtype) if enabled else None):
                 return self._inline(body, operands, self._grad)
-        if isinstance(target, OpOverload) and operator_name(target) in _DROPPED:
+        if is_assertion(target):
             return None
         reject_unsupported(target, node.meta.get("val"), origin)
         op = replace(origin, target=target, args=self._argument(node.args), kwargs=self._keywords(node.kwargs))
@@ -188,6 +189,25 @@ class Functionalizer:
         self._grad, self._detached = before
         return result
 
+    def _repeat(self, node: Node) -> tuple[Tensor, ...]:
+        """The operators of a repeated layer, with the operands of this one."""
+        inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
+        body, operands = inlining.body, self._lookup(node.args[0])
+        before = {own: self._known[own] for own in (*body.operands, *body.nodes)}
+        self._known.update(zip(body.operands, operands, strict=True))
+        self._inlining = inlining
+        self.run(body.nodes)
+        results = tuple(map(self._tensor, body.results))
+        self._inlining = None
+        self._known.update(before)
+        for val, result in zip(tensor_results(node.meta["val"]), results, strict=True):
+            self._storages[storage_of(val)] = result.storage
+        return results
+
+    def check_repeats(self) -> None:
+        """Raises NotRepeated where layers that look equal were traced, and are not."""
+        self._bodies.check()
+
     def _read_call(self, node: Node, op: Op) -> Any:
         val = node.meta["val"]
         op = self._cast(_explicit(op, val))
@@ -196,7 +216,7 @@ class Functionalizer:
         viewed = self._known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
-            storage = _storage(fake)
+            storage = self._storage(fake)
             if (
                 isinstance(viewed, Tensor)
                 and viewed.storage == storage
@@ -225,7 +245,7 @@ class Functionalizer:
                 kept = self.emitter.emit(aten.mul.Tensor, before, 1.0 - momentum)
                 fresh = self.emitter.emit(aten.mul.Tensor, new, momentum)
                 self._store(running, self.emitter.emit(aten.add.Tensor, kept, fresh))
-        return Tensor(result, _storage(node.meta["val"]))
+        return Tensor(result, self._storage(node.meta["val"]))
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -361,12 +381,16 @@ class Functionalizer:
 
     # ---------------------------------------------------------------------------------------------- origins
 
+    def _storage(self, val: Any) -> int:
+        """What results that share memory have in common."""
+        storage = storage_of(val)
+        return self._storages.get(storage, storage) if self._inlining is None else self._inlining.storage(storage)
+
     def _origin(self, node: Node) -> Op:
         """An empty op with the module path, source line and provisional scope of a node."""
-        path = module_path(node, self._prefix)
-        custom = node.meta.get("custom") or {}
-        source = line_of(node)
-        number, segment = custom.get(REGION), custom.get(SEGMENT, "")
+        path, (number, segment), source = module_path(node, self._prefix), marks_of(node), line_of(node)
+        if self._inlining is not None:
+            path, (number, segment) = self._inlining.path_of(path), self._inlining.marks
         if number is not None:
             self.region_paths.setdefault(number, path)
         mark = ("" if number is None else region_mark(number)) + (BETWEEN + segment if segment else "")
@@ -393,10 +417,6 @@ def _on_base(view: Op | None, base: Ref) -> Op:
 def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
     args = map_refs(op.args, function)
     return replace(op, args=args, kwargs=tuple((key, map_refs(arg, function)) for key, arg in op.kwargs))
-
-
-def _storage(val: Any) -> int:
-    return int(val.untyped_storage()._cdata) if isinstance(val, torch.Tensor) else -1
 
 
 def _explicit(op: Op, val: Any) -> Op:

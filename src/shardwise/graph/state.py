@@ -29,7 +29,7 @@ from shardwise.graph.schema import is_random
 from shardwise.graph.trees import constant_key, is_constant
 
 BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
@@ -68,7 +68,7 @@ def snapshot(module: nn.Module) -> Snapshot:
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
         for name, value in vars(owner).items():
-            if name not in _OF_TORCH:
+            if name not in OF_TORCH:
                 reader.read(f"{prefix}{name}", value)
         for kind in type(owner).__mro__:
             reader.read_class(kind)
@@ -215,4 +215,4 @@ def _content(data: torch.Tensor) -> object:
     return data.dtype, tuple(data.shape), flat.numpy().tobytes()
 
 
-__all__ = ["BETWEEN_CALLS", "Snapshot", "difference", "snapshot"]
+__all__ = ["BETWEEN_CALLS", "OF_TORCH", "Snapshot", "difference", "snapshot"]

@@ -11,13 +11,12 @@ and the region of an annotation (``regions``). Both travel as custom metadata of
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,10 +33,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
+from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
 from shardwise.graph.precision import MODELS_OWN, Precision
+from shardwise.graph.repeats import Repeats, repeated_calls
 from shardwise.graph.segments import segments_opened
 from shardwise.graph.stand_ins import STAND_INS, cumulative_averages
 from shardwise.graph.state import BETWEEN_CALLS, snapshot
@@ -85,13 +86,15 @@ class TwoCalls:
 class Traced:
     """An exported call: the program, what it returned, and the annotated regions in order of their numbers.
 
-    ``transformed``: the first line of the model under a transform of torch.func, or "".
+    ``transformed``: the first line of the model under a transform of torch.func, or ""; ``repeats``: the layers that
+    were traced once for several.
     """
 
     program: ExportedProgram
     outcome: Outcome
     regions: tuple[Region, ...]
     transformed: str
+    repeats: Repeats
 
 
 # (the module's copy, the tensor leaves of the call) -> (output, loss)
@@ -185,50 +188,6 @@ def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], tor
     }
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A fake CPU tensor of the same shape, strides, dtype (unless another is wanted), requires_grad and
-    parameterhood."""
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad)
-
-
-def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> nn.Module:
-    """A copy of the module that shares no state with it; its parameters and buffers are fake, tied ones stay tied.
-    Parameters have the dtype that is computed with."""
-    memo: dict[int, Any] = {}
-    for _, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
-        if nn.parameter.is_lazy(tensor):
-            raise CaptureError(
-                problem("a lazy module has no shapes yet", fix="run the module once on real inputs before planning it")
-            )
-        dtype = precision.computed(tensor.dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
-        memo.setdefault(id(tensor), fake_like(tensor, mode, dtype))
-    for path, owner in module.named_modules():
-        for attribute, value in vars(owner).items():
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                if value.is_meta:
-                    raise CaptureError(
-                        problem(
-                            f"the tensor attribute {attribute!r} is on meta, without data, and no parameter or buffer",
-                            op=path or type(owner).__name__,
-                            fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
-                        )
-                    )
-                memo[id(value)] = value.detach().cpu()
-    try:
-        return copy.deepcopy(module, memo)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise CaptureError(
-            problem(
-                f"{type(module).__name__} can not be copied: {error}",
-                fix="copy.deepcopy(module) must work: keep locks, open files and results out of its attributes",
-            )
-        ) from error
-
-
 class UserLines(TorchFunctionMode):
     """Notes the user's line with every operator that is traced while the mode is active."""
 
@@ -297,15 +256,18 @@ def trace(
     call: Call,
     annotated: dict[str, Region],
     precision: Precision = MODELS_OWN,
+    *,
+    repeats: bool = True,
 ) -> Traced:
     """Exports ``call(copy of module, examples)``, which returns (output, loss). ``annotated``: module path -> region;
-    ``precision``: that of the copy's parameters.
+    ``precision``: that of the copy's parameters; ``repeats``: equal layers are traced once.
 
     Raises CaptureError with the user's line for whatever export rejects, and for random numbers drawn outside torch.
     """
     before = host_random_state()
     try:
-        traced = _export(module, examples, call, annotated, precision)
+        traced = _export_repeating(module, examples, call, annotated, precision) if repeats else None
+        traced = traced or _export(module, examples, call, annotated, precision)
         reject_host_random(
             before, lambda watching: _export(module, examples, _inside(watching, call), annotated, precision)
         )
@@ -360,14 +322,35 @@ def line_of_change(
     return lines[0] if lines else ""
 
 
+def _export_repeating(
+    module: nn.Module,
+    examples: tuple[torch.Tensor, ...],
+    call: Call,
+    annotated: dict[str, Region],
+    precision: Precision,
+) -> Traced | None:
+    """The export in which repeated layers are traced once; None where they are not what they look like, or where that
+    alone may be what fails."""
+    found = Repeats()
+    try:
+        traced = _export(module, examples, call, annotated, precision, found)
+    except Exception:
+        if not found.paths:
+            raise
+        return None
+    return None if found.failed else traced
+
+
 def _export(
     module: nn.Module,
     examples: tuple[torch.Tensor, ...],
     call: Call,
     annotated: dict[str, Region],
     precision: Precision,
+    repeats: Repeats | None = None,
 ) -> Traced:
-    return Traced(*_export_as(TracedCall, module, examples, call, annotated, precision))
+    program, outcome, regions, line = _export_as(TracedCall, module, examples, call, annotated, precision, repeats)
+    return Traced(program, outcome, regions, line, repeats or Repeats())
 
 
 def _export_as(
@@ -377,13 +360,15 @@ def _export_as(
     call: Call,
     annotated: dict[str, Region],
     precision: Precision,
+    repeats: Repeats | None = None,
 ) -> tuple[ExportedProgram, Any, tuple[Region, ...], str]:
     mode = FakeTensorMode()
     outcomes: list[Any] = []
     traced = kind(fake_copy(module, mode, precision), call, outcomes.append)
     inputs = tuple(fake_like(example, mode) for example in examples)
     lines = UserLines()
-    with quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages():
+    repeating = nullcontext() if repeats is None else repeated_calls(traced.module, repeats, annotated, user_line)
+    with quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages(), repeating:
         for path, region in annotated.items():
             recorder.cover(traced.module.get_submodule(path), region)
         replaced, segments = functions_as_operators(user_line), segments_opened(traced.module)

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.cluster_file import format_cluster, load, parse
+from shardwise.costs.cluster_file import family, format_cluster, load, parse
 from shardwise.costs.fit import Measurements, fit_cluster, format_residuals, residuals
+from shardwise.costs.machine import family_of
 from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.launch.launcher import launch
+
+# By how much rounds of measurements are apart where nothing else runs, at most.
+_QUIET = 0.25
 
 
 def calibrate(
@@ -27,7 +31,9 @@ def calibrate(
 
     ``num_ranks``: by default one per GPU, or two where there is none.
     ``points``: measurements made before (by ``launch.measure``, on several machines perhaps), instead of new ones.
-    ``like``: a bundled cluster of the same hardware: its peaks are taken, and the part of them that was reached.
+    ``like``: a bundled cluster of the same hardware: its peaks are taken, and the part of them that was reached; by
+    default that of the GPU's name. What was not measured is as there: links, where there is one GPU.
+    A machine that was busy is told in the first line, with how far rounds were apart.
     Raises ShardwiseError if ranks fail or files cannot be read or written.
     """
     output = Path(output)
@@ -37,15 +43,28 @@ def calibrate(
         )
     known = None if like is None else load(like)
     measured = _measure(num_ranks or _num_devices(), tiny) if points is None else _read(points)
+    family_name, is_named = family_of(measured.device)
+    if known is None and is_named:
+        known = family(family_name)
     fitted = fit_cluster(measured, output.stem, known)
     # What is compared is what the file says, with the digits that it has.
     cluster = parse(format_cluster(fitted), str(output))
-    lines = format_residuals(residuals(cluster, measured))
+    lines = [*_busy(measured), *format_residuals(residuals(cluster, measured))]
     try:
         output.write_text(format_cluster(fitted, {**measured.facts, "residuals": lines}), encoding="utf-8")
     except OSError as error:
         raise ShardwiseError(problem(f"cannot write the cluster file: {error}", fix="name another file")) from error
     return cluster, lines
+
+
+def _busy(measured: Measurements) -> list[str]:
+    if measured.noise <= _QUIET:
+        return []
+    return [
+        f"this machine was busy: half of all measurements took more than {1 + measured.noise:.2f} times as long in one"
+        f" round as in another (on a quiet one less than {1 + _QUIET:g} times); end other programs (nvidia-smi, top)"
+        " and measure again"
+    ]
 
 
 def _num_devices() -> int:

@@ -12,26 +12,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.costs.fit import CollectiveTime, MatmulTime, Measurements, StreamTime
+from shardwise.costs import probe
+from shardwise.costs.fit import CollectiveTime, KernelTime, MatmulTime, Measurements, StreamTime
 from shardwise.errors import LaunchError, problem
+from shardwise.launch.measure_kernels import Sizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
 from shardwise.runtime.communicator import gather_tensor, scatter_tensor
 
-_Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime)
+_Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
@@ -44,7 +46,7 @@ _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured. ``widths``: of square matmuls; ``streams``, ``messages``: bytes; ``seconds``: of one call's
-    repetitions in a round, and ``rounds``, at least 2."""
+    repetitions in a round, and ``rounds``, at least 2; ``is_tiny``: only tried out."""
 
     dtypes: tuple[str, ...]
     widths: tuple[int, ...]
@@ -52,12 +54,13 @@ class Effort:
     messages: tuple[int, ...]
     seconds: float
     rounds: int
+    is_tiny: bool = False
 
     @staticmethod
     def of(backend: str, tiny: bool) -> Effort:
         """What a machine can do in a minute or two; ``tiny``: in a second, for trying out whether it works."""
         if tiny:
-            return Effort(("f32",), (32, 64), (2**14, 2**16), (2**10, 2**14), 0.001, 2)
+            return Effort(("f32",), (32, 64), (2**14, 2**16), (2**10, 2**14), 0.001, 2, is_tiny=True)
         if backend == "nccl":
             powers, messages = range(20, 31, 2), range(14, 31, 2)
             dtypes: tuple[str, ...] = ("f64", "f32", "bf16", "f16")
@@ -88,11 +91,14 @@ def measure(effort: Effort) -> Measurements:
     groups = _create_groups(sizes)
     small = torch.ones(16, device=device)
     latencies, matmuls, streams, collectives = [], [], [], []
+    kernels: list[list[KernelTime]] = []
+    on_gpu = device.type == "cuda"
     for _ in range(effort.rounds):
         latencies.append(watch.seconds(lambda: torch.add(small, small, out=small)))
         matmuls.append(list(_matmuls(watch, effort, device)))
         streams.append(list(_streams(watch, effort, device)))
         collectives.append(list(_collectives(watch, effort, device, groups)))
+        kernels.append(list(kernel_times(watch.seconds, device, Sizes.of(effort.is_tiny))) if on_gpu else [])
     return Measurements(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, a rank of {sizes[0]}",
         memory_bytes=_memory(device, sizes[0]),
@@ -102,6 +108,12 @@ def measure(effort: Effort) -> Measurements:
         streams=second_fastest(streams),
         collectives=second_fastest(collectives),
         overlap=_overlap(watch, effort, device),
+        kernels=second_fastest(kernels),
+        launch=launch_seconds(watch.issued, device) if on_gpu else 0.0,
+        host_bandwidth=host_bandwidth(watch.seconds, device, 2**26) if on_gpu else 0.0,
+        reserve_bytes=_reserve(device) if on_gpu else 0.0,
+        noise=noise_of(matmuls, streams, collectives, kernels),
+        fresh_bandwidth=_fresh_bandwidth(watch, effort) if device.type == "cpu" else 0.0,
         facts=_facts(),
     )
 
@@ -109,6 +121,16 @@ def measure(effort: Effort) -> Measurements:
 def second_fastest(rounds: Sequence[Sequence[_Time]]) -> tuple[_Time, ...]:
     """Of each time, which all rounds have in the same order, the second fastest."""
     return tuple(sorted(times, key=lambda time: time.seconds)[1] for times in zip(*rounds, strict=True))
+
+
+def noise_of(*series: Sequence[Sequence[MatmulTime | StreamTime | CollectiveTime | KernelTime]]) -> float:
+    """By how much the middle one of several rounds was slower than the fastest: of the times of all series the median.
+
+    >>> noise_of([[StreamTime(1.0, 2.0)], [StreamTime(1.0, 3.0)], [StreamTime(1.0, 9.0)]])
+    0.5
+    """
+    found = [[time.seconds for time in times] for rounds in series for times in zip(*rounds, strict=True)]
+    return float(median(median(seconds) / min(seconds) - 1 for seconds in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +150,15 @@ class _Watch:
         """Of each call, made in turns, the fastest of its rounds."""
         taken = [[self._slowest(call, 1) for call in calls] for _ in range(rounds)]
         return [min(times) for times in zip(*taken, strict=True)]
+
+    def issued(self, call: Callable[[], Any], number: int) -> float:
+        """Seconds that the host takes for one of so many calls, whose ends it does not wait for."""
+        call()
+        self._finish()
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        return (time.perf_counter() - start) / number
 
     def _slowest(self, call: Callable[[], Any], number: int) -> float:
         dist.barrier()
@@ -160,6 +191,14 @@ def _streams(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[St
         left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
         seconds = watch.seconds(partial(torch.add, left, right, out=out))
         yield StreamTime(3.0 * num_bytes, seconds)
+
+
+def _fresh_bandwidth(watch: _Watch, effort: Effort) -> float:
+    """What the system hands out of memory a second: an addition with and without a new result, of 48 MiB."""
+    left = torch.ones(12 * 2**20)
+    out = torch.empty_like(left)
+    new, old = watch.fastest((lambda: left + left, lambda: torch.add(left, left, out=out)), effort.rounds)
+    return left.nbytes / (new - old) if new > old else 0.0
 
 
 def _collectives(
@@ -281,20 +320,24 @@ def _memory(device: torch.device, num_local: int) -> float:
     """Bytes that a rank can have: of its GPU, or its part of the machine's memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / num_local
+    return probe.memory_bytes() / num_local
+
+
+def _reserve(device: torch.device) -> float:
+    """Bytes of a GPU that tensors of a plan cannot have: what all else took of it by the end of the measurements (the
+    context, kernels, buffers of NCCL), and 4 % between the allocator's blocks (measured on an H100)."""
+    free, whole = torch.cuda.mem_get_info(device)
+    return float(whole - free - torch.cuda.memory_reserved(device)) + 0.04 * whole
 
 
 def _facts() -> dict[str, str]:
-    try:
-        version_here = version("shardwise")
-    except PackageNotFoundError:  # a checkout on PYTHONPATH
-        version_here = "not installed"
+    own_version = sys.modules["shardwise"].__version__  # a later layer's name: nothing is imported here
     backend = str(dist.get_backend())
     if backend == "nccl":
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "software": f"shardwise {version_here}, torch {torch.__version__}, Python {platform.python_version()}",
+        "software": f"shardwise {own_version}, torch {torch.__version__}, Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()}, {torch.get_num_threads()} threads per rank",
         "backend": backend,
     }

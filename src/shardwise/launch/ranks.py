@@ -9,6 +9,7 @@ import atexit
 import os
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
     TCPStore,
 )
 
+from shardwise.costs import probe
 from shardwise.errors import LaunchError, problem
 from shardwise.launch.places import Place, read_place
 from shardwise.runtime.generation import read_generation
@@ -82,7 +84,7 @@ def _join(place: Place, backend: str, timeout: timedelta, device: torch.device |
     host, port = place.master
     try:
         store = _meet(place, host, port, timeout)
-        _agree(place, store, timeout)
+        _agree(place, store, timeout, "" if device is None else probe.gpus()[device.index].uuid)
         dist.init_process_group(
             backend,
             store=PrefixStore("default_pg", store),
@@ -112,14 +114,15 @@ def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
         raise LaunchError(problem(what, fix=fix)) from None
 
 
-def _agree(place: Place, store: Store, timeout: timedelta) -> None:
-    """Wait for every rank, and compare their versions. Rank 0 judges, so that all of them raise the same LaunchError.
+def _agree(place: Place, store: Store, timeout: timedelta, gpu: str) -> None:
+    """Wait for every rank, and compare their versions and (under NCCL) GPUs. Rank 0 judges, so that all of them raise
+    the same LaunchError.
 
     Costs three requests per rank, and of rank 0 one more for every rank.
     """
     everyone = range(place.world_size)
     keys = {rank: f"shardwise/rank-{rank}" for rank in everyone}
-    store.set(keys[place.rank], _versions())
+    store.set(keys[place.rank], f"{_versions()}\n{gpu}")
     if place.rank == 0:
         missing = _wait_for(keys, store, timeout.total_seconds(), f" of {place.world_size}")
         verdict = _absence(missing, place, timeout.total_seconds()) if missing else ""
@@ -177,14 +180,27 @@ def _absence(missing: list[int], place: Place, seconds: float) -> str:
 
 
 def _difference(answers: list[bytes]) -> str:
-    """Empty if all ranks run the same versions, else what is wrong."""
+    """Empty if all ranks run the same versions, under NCCL each on its own GPU; else what is wrong."""
+    versions_of, gpus_of = zip(*(answer.decode().split("\n") for answer in answers), strict=True)
+    if len(ranks := _by(versions_of)) > 1:
+        who = "; ".join(f"{_name(numbers)}: {versions}" for versions, numbers in ranks.items())
+        return problem(f"the ranks run different versions: {who}", fix="install the same versions on every machine")
+    shared = {gpu: numbers for gpu, numbers in _by(gpus_of).items() if gpu and len(numbers) > 1}
+    if not shared:
+        return ""
+    who = "; ".join(f"{_name(numbers)} on {gpu}" for gpu, numbers in list(shared.items())[:_NUM_NAMED])
+    return problem(
+        f"NCCL needs a GPU for each rank: {who}",
+        fix="start a rank per GPU, let each see its own (CUDA_VISIBLE_DEVICES), or use the backend gloo",
+    )
+
+
+def _by(answers: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks that gave each answer."""
     ranks: dict[str, list[int]] = {}
     for number, answer in enumerate(answers):
-        ranks.setdefault(answer.decode(), []).append(number)
-    if len(ranks) == 1:
-        return ""
-    who = "; ".join(f"{_name(numbers)}: {versions}" for versions, numbers in ranks.items())
-    return problem(f"the ranks run different versions: {who}", fix="install the same versions on every machine")
+        ranks.setdefault(answer, []).append(number)
+    return ranks
 
 
 def _name(ranks: list[int]) -> str:

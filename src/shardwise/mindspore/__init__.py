@@ -63,12 +63,18 @@ from shardwise.mindspore.train import (
     Model,
     ModelCheckpoint,
     TimeMonitor,
+    build_searched_strategy,
     export,
     load,
     load_checkpoint,
     load_distributed_checkpoint,
     load_param_into_net,
+    merge_pipeline_strategys,
+    merge_sliced_parameter,
+    rank_list_for_transform,
     save_checkpoint,
+    transform_checkpoint_by_rank,
+    transform_checkpoints,
 )
 
 log = logging.getLogger("mindspore")
@@ -95,6 +101,7 @@ __all__ = [
     "amp",
     "bfloat16",
     "bool_",
+    "build_searched_strategy",
     "common",
     "communication",
     "complex64",
@@ -131,6 +138,8 @@ __all__ = [
     "load_distributed_checkpoint",
     "load_param_into_net",
     "log",
+    "merge_pipeline_strategys",
+    "merge_sliced_parameter",
     "ms_function",
     "mutable",
     "nn",
@@ -138,6 +147,7 @@ __all__ = [
     "ops",
     "parallel",
     "pytype_to_dtype",
+    "rank_list_for_transform",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
     "reset_context",
@@ -149,15 +159,12 @@ __all__ = [
     "shard",
     "tensor",
     "train",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
     "uint8",
     "uint16",
     "uint32",
     "uint64",
     "value_and_grad",
 ]  # fmt: skip
-_DISTRIBUTED = "load_distributed_checkpoint, which joins the files of any number of ranks"
-__getattr__ = absent(
-    __name__,
-    lambda: __all__,
-    dict.fromkeys(("transform_checkpoints", "rank_list_for_transform", "merge_pipeline_strategys"), _DISTRIBUTED),
-)
+__getattr__ = absent(__name__, lambda: __all__)

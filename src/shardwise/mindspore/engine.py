@@ -32,13 +32,15 @@ from shardwise.graph.widen import in_reference_mode
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
-from shardwise.mindspore import context, strict
+from shardwise.mindspore import context, staged, strict
 from shardwise.mindspore.common.seed import data_seed
+from shardwise.mindspore.holding import Held, gathered, held, hold, whole
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.storage import copied_axes, parameter_plans, shard_axes
 from shardwise.mindspore.tensor import Tensor, plain
 from shardwise.runtime.agree import from_rank_zero
+from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.shards import shard
 
 STRATEGIES = "_shardwise_strategies"  # the attribute of what ms.shard was given
@@ -46,26 +48,16 @@ PRICED = ("dynamic_programming", "recursive_programming")
 _INSIDE: ContextVar[bool] = ContextVar("shardwise_inside_cell", default=False)
 
 
-@dataclass(frozen=True)
-class Held:
-    """How a parameter is kept on the ranks once a plan has split it. ``shape`` is the whole one."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-
-
 @dataclass
 class Split:
-    """A cell on this rank. ``local``: ranks feed their parts of a batch."""
+    """A cell on this rank. ``local``: ranks feed their parts of a batch, which the plan knows."""
 
-    par: sw.Parallel
+    par: sw.Parallel | Pipeline
     local: bool
     written: int = 0  # programs whose IR has been written
 
 
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, Split] = weakref.WeakKeyDictionary()
-_HELD = "_shardwise_held"  # the attribute of a split parameter
-_AVERAGED = "_shardwise_averaged"  # of the number of ranks whose gradients it sums
 _AGAIN: ContextVar[bool] = ContextVar("shardwise_again", default=False)
 
 
@@ -104,27 +96,6 @@ def is_again() -> bool:
     return _AGAIN.get()
 
 
-def held(parameter: torch.Tensor) -> Held | None:
-    """How a parameter is split; None while this rank holds all of it."""
-    holding: Held | None = getattr(parameter, _HELD, None)
-    return holding
-
-
-def hold(parameter: torch.Tensor, shard: torch.Tensor, shape: tuple[int, ...], layout: Layout) -> None:
-    """Let a parameter be this rank's ``shard`` of a whole of ``shape``."""
-    parameter.data = shard
-    setattr(parameter, _HELD, Held(shape, layout))
-
-
-def own_shard(value: Any, parameter: torch.Tensor) -> Any:
-    """Of a tensor in the whole shape of a split parameter, this rank's part; anything else as it is."""
-    holding = held(parameter)
-    if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or value.shape == parameter.shape:
-        return value
-    assert tuple(value.shape) == holding.shape, "a state has the shape of its parameter"
-    return shard(value, holding.layout, holding.layout.mesh.coordinates(dist.get_rank())).clone()
-
-
 def is_split() -> bool:
     """Whether cells run as parts of a plan: the mode is semi_auto or auto, on several devices."""
     options = context.options()
@@ -139,17 +110,33 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_whole(cell)
         with inside():
             return pytree.tree_map(as_ours, nn.Module.__call__(cell, *args, **kwargs))
+    if staged.is_on() and not hasattr(cell, "micro_size"):
+        return pytree.tree_map(as_ours, _outside_of_stages(cell, args, kwargs))
     split, result = run(cell, args, kwargs)
-    if split.local:
+    if split.local and isinstance(split.par, sw.Parallel):
         result = pytree.tree_map(partial(_own_rows, rows=_rows(split.par)), result)
     return pytree.tree_map(as_ours, result)
+
+
+def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a cell returns that is no PipelineCell, where parameters are in stages: for evaluation all ranks have all
+    of them meanwhile. Raises RuntimeError in training."""
+    if cell.training and torch.is_grad_enabled() and any(p.requires_grad for p in cell.parameters()):
+        raise RuntimeError(
+            problem(
+                f"{type(cell).__name__} is trained with pipeline_stages={context.options().pipeline_stages}",
+                fix="train nn.PipelineCell(net_with_loss, micro_size); for evaluation call set_train(False)",
+            )
+        )
+    with inside(), torch.no_grad(), whole(cell):
+        return nn.Module.__call__(cell, *args, **kwargs)
 
 
 def _check_whole(cell: nn.Module) -> None:
     """Raises RuntimeError where the cell's parameters are shards, which only a plan can compute with."""
     for name, parameter in cell.named_parameters():
         holding = held(parameter)
-        if holding is not None and holding.layout.positions:
+        if holding is not None and holding.is_split:
             raise RuntimeError(
                 problem(
                     f"{name} is split as {holding.layout}, and the mode is {context.options().parallel_mode} now",
@@ -167,14 +154,24 @@ def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
     return computed and not any(parameter.requires_grad for parameter in cell.parameters())
 
 
-def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Split, Any]:
-    """The part of a split cell on this rank, and what it returned: whole tensors, differentiable."""
+def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float = 1.0) -> tuple[Split, Any]:
+    """The part of a split cell on this rank, and what it returned: whole tensors, differentiable. ``scale``: what the
+    loss is multiplied by before its gradient is computed, where a cell in stages computes it at once."""
+    options, micro_size = context.options(), getattr(cell, "micro_size", 0)
+    if staged.is_on():
+        if not micro_size or kwargs:
+            what = f"{type(cell).__name__} is trained with pipeline_stages={options.pipeline_stages}"
+            fix = "nn.PipelineCell(net_with_loss, micro_size), called with its inputs by position"
+            raise RuntimeError(problem(what, fix=fix))
+        args = staged.fed(args, micro_size, options)
     split = _SPLITS.get(cell)
     if split is None:
         split = _SPLITS[cell] = _split(cell, args, kwargs)
     if split.par.training != cell.training:
         split.par.train(cell.training)
     with inside():
+        if isinstance(split.par, Pipeline):
+            return split, staged.loss_of(split.par, args, micro_size, scale)
         result = split.par(*args, **kwargs)
     if context.settings().save_graphs and split.written < len(split.par.compiled):
         from shardwise.mindspore import ir
@@ -195,6 +192,7 @@ def plan_of(cell: nn.Module) -> sw.Plan:
 def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
     """Of the ``index``-th tensor that a split cell returned, what this rank had computed of it before it was
     gathered."""
+    assert isinstance(split.par, sw.Parallel), "a loss of stages is one number"
     layout = split.par.output_layout(index)
     part: torch.Tensor = shard(whole, layout, split.par.plan.mesh.coordinates(dist.get_rank()))
     return part
@@ -211,7 +209,11 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
             )
         )
     model = _whole_copy(cell)
-    counts = _fed(options, args, kwargs)
+    counts: dict[str, tuple[int, ...]] = {}
+    if staged.is_on():
+        model, args = staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
+    else:
+        counts = _fed(options, args, kwargs)
     leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
     whole = [
         torch.empty(
@@ -225,22 +227,39 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     ]
     meta_args, meta_kwargs = pytree.tree_unflatten(whole, spec)
     plan = from_rank_zero(lambda: _decided(cell, model, meta_args, meta_kwargs, counts, options))
+    if save := options.strategy_ckpt_save_file if cell.training else "":
+        _save(plan, Path(save))
     local = bool(counts)
     par = sw.parallelize(
         model,
         plan,
         inputs="local" if local else "global",
         seed=data_seed(),
-        init=_no_values,
+        init=_values(cell),
         host=_on_host(model, meta_args, meta_kwargs),
     )
-    assert isinstance(par, sw.Parallel), "a cell has one stage"
     _install(par, cell)
     return Split(par, local)
 
 
-def _no_values(name: str, tensor: torch.Tensor) -> None:
-    """Parameters get their values from the cell, not from the library."""
+def _named(cell: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by all of their names."""
+    return {**dict(cell.named_parameters(remove_duplicate=False)), **dict(cell.named_buffers(remove_duplicate=False))}
+
+
+def _values(cell: nn.Module) -> Any:
+    """The whole initial values, one at a time: what a cell holds that was split before, or read from a checkpoint of
+    ranks, and rank 0's of all else. Every rank asks for the same."""
+    named, known = _named(cell), dict[str, Held]()
+    told: list[dict[str, Held]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := held(tensor))})
+    for own in told:
+        known |= own
+
+    def value(name: str, tensor: torch.Tensor) -> None:
+        tensor.copy_(gathered(named[name], known.get(name)))
+
+    return value
 
 
 def _fed(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -283,9 +302,8 @@ def _decided(
     counts: dict[str, tuple[int, ...]],
     options: Options,
 ) -> sw.Plan:
-    """The plan of a cell: for training the one of ``strategy_ckpt_load_file``, if there is one; and
-    ``strategy_ckpt_save_file`` keeps it."""
-    load, save = (options.strategy_ckpt_load_file, options.strategy_ckpt_save_file) if cell.training else ("", "")
+    """The plan of a cell: for training the one of ``strategy_ckpt_load_file``, if there is one."""
+    load = options.strategy_ckpt_load_file if cell.training else ""
     if options.fusion_cuts:
         raise ValueError(
             problem(
@@ -294,11 +312,15 @@ def _decided(
                 fix="comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB",
             )
         )
-    plan = sw.Plan.load(load) if load else _plan(cell, model, args, kwargs, counts, options)
-    if save:
-        Path(save).parent.mkdir(parents=True, exist_ok=True)
-        plan.save(save)
-    return plan
+    return sw.Plan.load(load) if load else _plan(cell, model, args, kwargs, counts, options)
+
+
+def _save(plan: sw.Plan, path: Path) -> None:
+    """Write the plan of all ranks to the file of each, which may be one for all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_name(f"{path.name}.{dist.get_rank()}")
+    plan.save(own)
+    own.replace(path)
 
 
 def _plan(
@@ -323,7 +345,7 @@ def _plan(
     kept = {name: entry for name, p in cell.named_parameters() if (entry := held(p)) is not None}
     mesh = next((entry.layout.mesh for entry in kept.values()), None)
     if mesh is None and (strategies or not priced or options.weight_shards > 0):
-        mesh = Mesh({AXIS: options.devices})
+        mesh = Mesh({AXIS: options.stage_devices})
     settings: dict[str, Any] = {"mode": "auto", "search": options.search_mode} if auto else {"mode": "semi_auto"}
     memory = context.settings().device_bytes
     if priced and memory is not None:
@@ -331,18 +353,23 @@ def _plan(
     layouts: dict[str, Any] = {name: format_layout(entry.layout) for name, entry in kept.items()}
     layouts |= {name: own for name, own in parameter_plans(cell).items() if name not in layouts}
     settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
+    if staged.is_on():
+        settings |= staged.settings(model, args, getattr(cell, "micro_size", 1), options)
     made = partial(sw.plan, model, args, options.devices, kwargs=kwargs or None, **settings)
     if not options.enable_parallel_optimizer or kept:
         return made()
     zero = options.zero(max((p.element_size() for p in model.parameters()), default=1))
     if options.weight_shards > 0:
-        zero = replace(zero, over=shard_axes(made(), options.weight_shards))
+        zero = replace(zero, over=shard_axes(made().alone(0), options.weight_shards))
     return made(zero=zero)
 
 
 def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
     """The plan of a cell for whole batches, by the context; no ranks are needed."""
-    return _plan(cell, _whole_copy(cell), args, kwargs, {}, context.options())
+    model = _whole_copy(cell)
+    if staged.is_on():
+        model, args = staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
+    return _plan(cell, model, args, kwargs, {}, context.options())
 
 
 def _has_strategies(model: nn.Module) -> bool:
@@ -376,44 +403,35 @@ def _whole_copy(cell: nn.Module) -> nn.Module:
     """The cell on the meta device, with parameters of their whole shapes."""
     memo: dict[int, Any] = {}
     for tensor in [*cell.parameters(), *cell.buffers()]:
-        holding = held(tensor)
-        empty = torch.empty(tensor.shape if holding is None else holding.shape, dtype=tensor.dtype, device="meta")
+        empty = torch.empty(_shape(tensor), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
     return copy.deepcopy(cell, memo)
 
 
-def _install(par: sw.Parallel, cell: nn.Module) -> None:
-    """Let the cell's own parameters and buffers be those of the program, holding this rank's shards of rank 0's
-    values."""
-    coordinates, copied = par.plan.mesh.coordinates(dist.get_rank()), copied_axes(par.plan)
-    for tensors, at in ((cell.named_parameters(remove_duplicate=False), "_parameters"),
-                        (cell.named_buffers(remove_duplicate=False), "_buffers")):  # fmt: skip
-        for name, tensor in tensors:
-            if held(tensor) is None:
-                layout = par.plan.layouts.get(name) or Layout.whole(par.plan.mesh, tuple(tensor.shape))
-                whole = tensor.detach().to(par.device).contiguous()
-                dist.broadcast(whole, src=0)
-                hold(tensor, shard(whole, layout, coordinates).clone(), tuple(tensor.shape), layout)
-            setattr(tensor, _AVERAGED, par.plan.mesh.size_of(copied.get(name, ())))
+def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
+    """Let the cell's own parameters and buffers be those of the program, with the shards that it has made."""
+    plan, found = par.plan, _named(par)
+    for name, tensor in _named(cell).items():
+        home = next((stage for stage in plan.stages if name in stage.layouts), plan.stages[0])
+        if name in found:
+            here = (own for own in plan.stages if dist.get_rank() in own.placement.ranks)
+            home = next((own for own in here if name in own.layouts), home)
+        layout = home.layouts.get(name) or Layout.whole(home.mesh, _shape(tensor))
+        part = found[name].data if name in found else tensor.data.new_empty(0)
+        axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
+        hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
+        if name in found:
             owner, _, leaf = name.rpartition(".")
-            getattr(par.get_submodule(owner), at)[leaf] = tensor
+            table = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
+            getattr(par.get_submodule(owner), table)[leaf] = tensor
 
 
-def copies(parameter: torch.Tensor) -> int:
-    """How many ranks hold the same shard of a parameter."""
-    holding = held(parameter)
-    if holding is None:
-        return context.options().devices
-    return prod(
-        holding.layout.mesh.sizes[axis] for axis in holding.layout.mesh.sub_axes if axis not in holding.layout.positions
-    )
-
-
-def averaged_over(parameter: torch.Tensor) -> int:
-    """How many ranks' gradients the gradient of a parameter sums, whether or not its storage is one part of it."""
-    return max(copies(parameter), getattr(parameter, _AVERAGED, 1))
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The whole one."""
+    holding = held(tensor)
+    return tuple(tensor.shape) if holding is None else holding.shape
 
 
 def detached(result: Any) -> Any:

@@ -6,7 +6,6 @@ An entry of a table is a function whose positional arguments are tensors and who
 
 from __future__ import annotations
 
-import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from shardwise.errors import problem
+from shardwise.mindspore.notes import note
 
 Function = Callable[..., Any]
 # Words that versions of the reference use for the same argument.
@@ -66,15 +66,9 @@ def translated(name: str, function: Function) -> Function:
     return call
 
 
-def _is_import(frame: Any) -> bool:
-    """Whether code runs ``from module import name``."""
-    at, code = frame.f_lasti, frame.f_code
-    return bool(code.co_name == "_handle_fromlist" or (at >= 0 and dis.opname[code.co_code[at]] == "IMPORT_FROM"))
-
-
 def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:
-    """``__getattr__`` of a module: an error that says the nearest name that exists. ``elsewhere``: what stands for some
-    names that do not."""
+    """``__getattr__`` of a module: an error that says the nearest name that exists, and a note of the same, since
+    ``from module import name`` drops the error's text. ``elsewhere``: what stands for some names that do not."""
 
     def missing(name: str) -> Any:
         if name.startswith("__"):
@@ -88,8 +82,7 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "see")
         fix = f"{instead} (docs/from-mindspore.md lists what exists)"
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
-        if _is_import(sys._getframe(1)) or _is_import(sys._getframe(2)):  # which would swallow the text
-            raise ImportError(text)
+        note(text)
         raise AttributeError(text)
 
     return missing

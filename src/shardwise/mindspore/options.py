@@ -108,6 +108,11 @@ class Options:
         return self.device_num
 
     @property
+    def stage_devices(self) -> int:
+        """The devices of a stage of a pipeline: all of them where there is none."""
+        return self.devices // self.pipeline_stages if self.distributed else self.devices
+
+    @property
     def rank(self) -> int:
         """For which rank a single process prints its program: ``global_rank`` if set; else this process's number."""
         return self.global_rank if "global_rank" in self.given and world_size() == 1 else rank()
@@ -232,7 +237,14 @@ def _fusion(name: str, value: Any) -> dict[str, Any]:
     return {"mode": mode, "config": check(f"{name}['config']", config)}
 
 
-_LATER_PIPELINE = "pipeline stages follow"
+def _scheduler(name: str, value: Any) -> str:
+    """The name of a schedule. Those over parts of sequences are refused."""
+    if value in ("seqpipe", "seqvpp", "seqsmartvpp"):
+        what = f"{name}={value!r}: there are no schedules over parts of a sequence"
+        raise NotImplementedError(problem(what, fix='"gpipe", "1f1b" or "zero_bubble_v"'))
+    return str(one_of("gpipe", "1f1b", "zero_bubble_v")(name, value))
+
+
 _LATER_NORMS = "norms of every rank's own gradients follow"
 
 CHECKS: dict[str, Check] = {
@@ -254,20 +266,12 @@ CHECKS: dict[str, Check] = {
     "force_fp32_communication": flag,
     "enable_alltoall": meaningless(flag, True, "an all-to-all moves less than gathering and slicing, on every machine"),
     "all_reduce_fusion_config": _indices,
-    "pipeline_stages": later(whole(1, 4096), 1, _LATER_PIPELINE),
-    "pipeline_segments": later(whole(1, 4096), 1, _LATER_PIPELINE),
-    "pipeline_result_broadcast": later(flag, False, _LATER_PIPELINE),
-    "pipeline_config": later(
-        entries(
-            {
-                "pipeline_interleave": flag,
-                "pipeline_scheduler": one_of("gpipe", "1f1b", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"),
-            },
-            PIPELINE_CONFIG,
-        ),
-        PIPELINE_CONFIG,
-        _LATER_PIPELINE,
+    "pipeline_stages": whole(1, 4096),
+    "pipeline_segments": meaningless(
+        whole(1, 4096), 1, "cell.pipeline_segment, with pipeline_interleave, says which of two a cell is in"
     ),
+    "pipeline_result_broadcast": flag,
+    "pipeline_config": entries({"pipeline_interleave": flag, "pipeline_scheduler": _scheduler}, PIPELINE_CONFIG),
     "parallel_optimizer_config": entries(
         {
             "gradient_accumulation_shard": flag,
@@ -287,7 +291,7 @@ CHECKS: dict[str, Check] = {
         CKPT_CONFIG,
     ),
     "group_ckpt_save_file": later(text, "", "the file of ranks with equal slices follows, with fault recovery,"),
-    "auto_pipeline": later(flag, False, _LATER_PIPELINE),
+    "auto_pipeline": flag,
     "dump_local_norm": later(flag, False, _LATER_NORMS),
     "dump_local_norm_path": later(text, "", _LATER_NORMS),
     "dump_device_local_norm": later(flag, False, _LATER_NORMS),

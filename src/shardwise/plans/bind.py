@@ -22,6 +22,7 @@ from shardwise.plans.paths import ListedPaths
 from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.lower import lowered_operators
+from shardwise.programs.once import converted_once
 from shardwise.programs.spmd import Choice, Lifetimes, Spmd, fill, insert_conversions, place, with_buckets
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
@@ -72,6 +73,10 @@ def program_of_choice(
         again = any(entry.again for entry in stage.parameters)
         spmd = fill(spmd, plan.bucket_bytes, original, by_block=again)
     spmd = replace(spmd, lifetimes=_lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None))
+    named = {source.value: source.names[0] for source in graph.sources}
+    said = {entry.name for entry in stage.parameters if entry.once}
+    once = converted_once(spmd, lambda value, _: named[value] in said) if said else frozenset[str]()
+    spmd = replace(spmd, lifetimes=replace(spmd.lifetimes, once=once))
     if is_planned and stage.conversions is not None:
         _check_strategies(stage, graph, choice)
         check_program(stage, spmd, widened=original is not None)

@@ -29,9 +29,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ParameterEntry(TensorEntry):
-    """A parameter. ``again``: what is gathered of it is not held from forward to backward, but gathered again."""
+    """A parameter. ``again``: what is gathered of it is not held from forward to backward, but gathered again;
+    ``once``: a step of several passes gathers it once, and reduces its gradient once."""
 
     again: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

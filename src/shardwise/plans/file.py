@@ -1,12 +1,12 @@
 """The file of a plan: JSON with a version and a digest, read entry by entry.
 
-Version 7 says what waits on the host, and has pipelines: a stage may say what it receives and sends, and a plan its
-schedule and what is predicted for it. Version 6 says what is made again in backward and how many
-micro-batches a step has (before, nothing was, and it was one), and may name the precision of the step; a plan that does
-not is executed in the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has
-stages, and in every conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no
-paths: a file of a plan that was not chosen by price is read, since its conversions take the paths that send the fewest
-bytes; one that was chosen by price says to plan again.
+Version 8 says which parameters a step of several passes converts once. Version 7 says what waits on the host, and has
+pipelines: a stage may say what it receives and sends, and a plan its schedule and what is predicted for it. Version 6
+says what is made again in backward and how many micro-batches a step has (before, nothing was, and it was one), and
+may name the precision of the step; a plan that does not is executed in the dtypes of the model, as all of version 5
+are, whatever they were priced for. Version 5 has stages, and in every conversion its path. Version 4 had one stage,
+whose entries stood beside the settings, and no paths: a file of a plan that was not chosen by price is read, since
+its conversions take the paths that send the fewest bytes; one that was chosen by price says to plan again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from shardwise.plans.entries import (
     TensorEntry,
 )
 from shardwise.plans.precision import precision_of
-from shardwise.plans.schedule import schedule_of
+from shardwise.plans.schedule import check_order, schedule_of
 from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
 
 FORMAT = "shardwise-plan"
-VERSION = 7
+VERSION = 8
+BEFORE_ONCE = 7
 BEFORE_OFFLOADING = 6
 BEFORE_LIFETIMES = 5
 BEFORE_STAGES = 4
-_READABLE = (BEFORE_STAGES, BEFORE_LIFETIMES, BEFORE_OFFLOADING, VERSION)
+_READABLE = (BEFORE_STAGES, BEFORE_LIFETIMES, BEFORE_OFFLOADING, BEFORE_ONCE, VERSION)
 _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
 _MOST_NAME = 2**10
 _MOST_DIMS = 64
@@ -62,6 +63,7 @@ _SETTINGS = (
     "prediction",
     "precision",
     "schedule",
+    "order",
     "pipeline",
 )
 
@@ -78,7 +80,7 @@ def stage_body(stage: Stage) -> dict[str, Any]:
         "mesh": dict(stage.mesh.axes),
         "ranks": format_ranks(stage.placement.ranks),
         "inputs": _table(stage.inputs),
-        "parameters": _table(stage.parameters),
+        "parameters": _without_false(_table(stage.parameters), "once"),
         "buffers": _table(stage.buffers),
         "operators": _table(stage.operators),
         "conversions": None if conversions is None else [asdict(entry) for entry in conversions],
@@ -91,6 +93,11 @@ def stage_body(stage: Stage) -> dict[str, Any]:
 def _table(entries: Sequence[Any]) -> dict[str, Any]:
     """Entries keyed by name."""
     return {entry.name: {key: value for key, value in asdict(entry).items() if key != "name"} for entry in entries}
+
+
+def _without_false(table: dict[str, Any], key: str) -> dict[str, Any]:
+    """The entries without a key where it is false: most plans have it nowhere."""
+    return {name: {k: v for k, v in own.items() if k != key or v} for name, own in table.items()}
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -157,14 +164,16 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         body = _with_stages(body, name, edited)
     if data["version"] < BEFORE_OFFLOADING:
         body = _with_entries(body, ("operators", "parameters", "conversions"), "again")
-    return _with_entries(body, ("operators",), "offloaded") if data["version"] < VERSION else body
+    if data["version"] < BEFORE_ONCE:
+        body = _with_entries(body, ("operators",), "offloaded")
+    return _with_entries(body, ("parameters",), "once")
 
 
 def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict[str, Any]:
-    """The content of an older file, whose entries in some tables of every stage lack a key: it is false there."""
+    """The content of a file whose entries in some tables of every stage may lack a key: it is false there."""
 
     def entry(data: Any) -> Any:
-        return {**data, key: False} if isinstance(data, dict) else data
+        return {**data, key: data.get(key, False)} if isinstance(data, dict) else data
 
     def table(data: Any) -> Any:
         if isinstance(data, dict):
@@ -325,23 +334,34 @@ def _prediction(data: Any) -> Any:
 def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     """The schedule of a plan of several stages, and what is predicted for it."""
     if "schedule" not in body:
-        if "pipeline" in body:
-            raise PlanError("schedule is missing, and pipeline says what is predicted for one")
+        for key, says in (("pipeline", "says what is predicted for one"), ("order", "is that of one")):
+            if key in body:
+                raise PlanError(f"schedule is missing, and {key} {says}")
         return {}
-    schedule = schedule_of(_field(body, "schedule", str, "schedule"))
+    order = _field({"order": [], **body}, "order", list, "order")
+    for i, line in enumerate(order):
+        _check_form(line, str, f"order[{i}]")
+    schedule = schedule_of(_field(body, "schedule", str, "schedule"), order)
     num_places = len({stage.placement.ranks for stage in stages})
     if len(stages) < 2 or len(stages) != num_places * schedule.stages_per_place:
         raise PlanError(
             f"schedule {schedule.name} has {schedule.stages_per_place} stages on every place; the plan has "
             f"{len(stages)} stages on {num_places} places"
         )
+    if schedule.is_solved:
+        check_order(schedule, num_places, _micro_batches(body))
+    elif order:
+        raise PlanError(f"order is for a solved schedule, and the plan has {schedule.name}")
+    found = {"schedule": schedule.name, "order": tuple(order)}
     data = body.get("pipeline")
     if data is None:
-        return {"schedule": schedule.name}
+        return found
     listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
     own = tuple(_entry(StagePrediction, one, f"pipeline.stages[{i}]") for i, one in enumerate(listed))
-    rest = {key: value for key, value in data.items() if key != "stages"} if isinstance(data, dict) else data
-    return {"schedule": schedule.name, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=own)}
+    rest = {"bound_seconds": 0.0, **data} if isinstance(data, dict) else data  # younger than the version
+    if isinstance(rest, dict):
+        rest.pop("stages")
+    return {**found, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=own)}
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:

@@ -27,6 +27,8 @@ from shardwise.programs.spmd import Choice, Spmd, conversions_of
 from shardwise.programs.steps import Conversion
 from shardwise.rules.rule import OpRule
 
+_LONGEST = 2000  # characters of a conversion in a message: what a file says may be of any length
+
 
 def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Spmd) -> Stage:
     """The stage that a program is: ``graph`` the model's (not lowered), ``choice`` what the program was built for."""
@@ -46,7 +48,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
         placement=Placement.whole(spmd.mesh),
         inputs=tensors("input"),
         parameters=tuple(
-            ParameterEntry(*described(source), source.value in gathered)
+            ParameterEntry(*described(source), source.value in gathered, source.value in spmd.lifetimes.once)
             for source in graph.sources
             if source.kind == "parameter"
         ),
@@ -152,7 +154,8 @@ def _described(entry: ConversionEntry) -> str:
     bucket = f" in bucket {entry.bucket}" if entry.bucket else ""
     overlaps = ", overlaps" if entry.overlaps else ""
     path = f", by {'; '.join(entry.path)}" if entry.path else ""
-    return f"{entry}{bucket}{overlaps}{path}, for {entry.op or 'the user'}"
+    text = f"{entry}{bucket}{overlaps}{path}, for {entry.op or 'the user'}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 
 def _without_dtypes(entry: ConversionEntry) -> ConversionEntry:

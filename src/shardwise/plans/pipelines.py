@@ -45,7 +45,7 @@ from shardwise.plans.listing import stage_of
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.refusal import nothing_fits
-from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, Lifetimes, Spmd, build_spmd
@@ -57,6 +57,7 @@ from shardwise.search.kept import keep
 from shardwise.search.levers import Gathered, Levers, Offload, blocks_of
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
+from shardwise.search.orders import Work, least_seconds, solve_order
 from shardwise.search.planner import Planner, Settings, built
 from shardwise.search.stages import balanced_parts
 from shardwise.search.zero import Zero
@@ -257,7 +258,7 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
     full = [size for size in batches.candidates if not how.schedule.fault(how.num_places, batches.step // size)]
     whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
     for size in full or batches.candidates[-1:]:
-        yield Passes.single(whole) if size == batches.step else Passes.of(whole, size, call.graph)
+        yield Passes.single(whole) if size == batches.step else Passes.over(call.module, whole, size, call.graph)
 
 
 @dataclass(frozen=True)
@@ -297,8 +298,15 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan)
     choices, spmds = _together(cut, chosen, how.settings.bucket_bytes)
     ends = zip(chosen, choices, spmds, strict=True)
     stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
-    pipeline = _predicted(how, cut, spmds, order, num_passes, kinds) if how.by_price else None
-    return replace(template, stages=stages, schedule=how.schedule.name, pipeline=pipeline)
+    schedule, pipeline = how.schedule, None
+    if how.by_price or schedule.is_solved:
+        timed = _timed(how, cut, spmds, num_passes, kinds)
+        if schedule.is_solved:
+            schedule = _solved(how, timed, num_passes)
+            order = schedule.actions
+        pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
+    lines = format_order(schedule.actions)
+    return replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline)
 
 
 def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
@@ -417,33 +425,72 @@ def _listed(how: Pipelining, cut: Cut, number: int, one: _Chosen, choice: Choice
     )
 
 
-def _predicted(
-    how: Pipelining, cut: Cut, spmds: Sequence[Spmd], order: Order, num_passes: int, kinds: Kinds
-) -> PipelinePrediction:
-    """A simulated step."""
-    seconds, peaks, sent = [], [], []
+@dataclass(frozen=True)
+class _Timed:
+    """What a stage takes of a micro-batch, and the bytes of a device: held with one of them (``peak``), of that kept
+    for its backward (``kept``), and sent to the next stage."""
+
+    seconds: StageSeconds
+    peak: float
+    kept: float
+    sent: float
+
+
+def _timed(how: Pipelining, cut: Cut, spmds: Sequence[Spmd], num_passes: int, kinds: Kinds) -> list[_Timed]:
+    """All stages by price."""
+    found = []
     for number, (part, spmd) in enumerate(zip(cut.parts, spmds, strict=True)):
         prices = Prices(Links(how.part, spmd.mesh), how.settings.optimizer, num_passes)
         prices = prices.with_buckets(part, how.settings.bucket_bytes)
         delivered = delivered_layouts(part, spmd)
         names = cut.sends(number)
-        sent.append(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in names))
+        sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in names))
         on_links = replace(prices, links=Links(how.cluster, Mesh(device=how.cluster.num_devices)))
-        send = send_seconds(on_links, how.part.num_devices, float(sent[-1])) if names else 0.0
-        seconds.append(stage_seconds(spmd, prices, send, kinds))
-        peaks.append(memory_of(spmd, prices, kinds=kinds))
-    step = simulate_pipeline(order, seconds)
+        send = send_seconds(on_links, how.part.num_devices, sent) if names else 0.0
+        seconds = stage_seconds(spmd, prices, send, kinds)
+        if not number and how.schedule.splits_backward:  # nobody waits for cotangents of the first stage
+            seconds = replace(seconds, input=0.0, weight=seconds.input + seconds.weight)
+        memory = memory_of(spmd, prices, kinds=kinds)
+        found.append(_Timed(seconds, float(memory.peak.num_bytes), float(memory.kept_bytes), sent))
+    return found
+
+
+def _work(how: Pipelining, stages: Sequence[_Timed], num_passes: int, known: Sequence[Order] = ()) -> Work:
+    """What is to be ordered. The room of a place is what its device has beside parameters and what a single micro-batch
+    takes, or as much as known orders keep: stages were planned for those."""
+    place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
+    fixed = [0.0] * how.num_places
+    for place, stage in zip(place_of, stages, strict=True):
+        fixed[place] += stage.peak - stage.kept
+    kept = tuple(stage.kept for stage in stages)
+    room = tuple(how.limit - own for own in fixed)
+    work = Work(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
+    peaks = [work.peaks(order) for order in known]
+    return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
+
+
+def _solved(how: Pipelining, stages: Sequence[_Timed], num_passes: int) -> Schedule:
+    """The schedule with an order made for these stages, which begins from those of torch for the same places."""
+    alike = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
+    known = [how.order(schedule, how.num_places, num_passes) for schedule in alike]
+    return replace(how.schedule, actions=solve_order(_work(how, stages, num_passes, known), known).order)
+
+
+def _predicted(how: Pipelining, timed: Sequence[_Timed], order: Order, num_passes: int) -> PipelinePrediction:
+    """A simulated step."""
+    step = simulate_pipeline(order, [own.seconds for own in timed])
     stages = tuple(
         StagePrediction(
-            own.forward,
-            own.input + own.weight,
-            float(memory.peak.num_bytes + (step.in_flight[number] - 1) * memory.kept_bytes),
-            float(sent[number]),
+            own.seconds.forward,
+            own.seconds.input + own.seconds.weight,
+            own.peak + (step.in_flight[number] - 1) * own.kept,
+            own.sent,
             step.bubble(how.schedule.place_of(number, how.num_places)),
         )
-        for number, (own, memory) in enumerate(zip(seconds, peaks, strict=True))
+        for number, own in enumerate(timed)
     )
-    return PipelinePrediction(step.seconds, step.bubbles, stages)
+    bound = min(least_seconds(_work(how, timed, num_passes)), step.seconds)  # sums in another order
+    return PipelinePrediction(step.seconds, step.bubbles, bound, stages)
 
 
 __all__ = ["Pipelining", "plan_pipeline"]

@@ -52,7 +52,8 @@ class Plan:
     those of a plan that was chosen by price. ``micro_batches``: the passes of a step, over a micro-batch each; the
     stages, their inputs and the prediction are those of a pass. What concerns a single stage (``mesh``, ``layouts``)
     can be asked of a plan with one. ``schedule``: of a pipeline, the order in which its stages work on micro-batches
-    (``plans.schedule``), and ``pipeline`` what is predicted for it.
+    (``plans.schedule``), ``order``: that order, where it was solved for the stages, a line per place
+    (``plans.schedule.format_order``), and ``pipeline`` what is predicted for it.
     """
 
     stages: tuple[Stage, ...]
@@ -66,6 +67,7 @@ class Plan:
     precision: Precision = MODELS_OWN
     micro_batches: int = 1
     schedule: str = ""
+    order: tuple[str, ...] = ()
     pipeline: PipelinePrediction | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -95,7 +97,7 @@ class Plan:
 
     def alone(self, number: int) -> Plan:
         """One of the stages as a plan of its own."""
-        return replace(self, stages=(self.stages[number],), schedule="", pipeline=None)
+        return replace(self, stages=(self.stages[number],), schedule="", order=(), pipeline=None)
 
     @property
     def mesh(self) -> Mesh:
@@ -298,6 +300,7 @@ class Plan:
             "bucket_bytes": self.bucket_bytes,
             **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
             **({"schedule": self.schedule} if self.schedule else {}),
+            **({"order": [*self.order]} if self.order else {}),
             **({"pipeline": asdict(self.pipeline)} if self.pipeline is not None else {}),
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else {**asdict(self.pricing), "separate": [*self.pricing.separate]},

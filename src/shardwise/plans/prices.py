@@ -10,10 +10,10 @@ from shardwise.plans.plan import Plan
 
 
 def prices_of(plan: Plan) -> Prices:
-    """Those that a plan was chosen by; of one that was not chosen by price, those of devices of this machine."""
+    """Those that a plan was chosen by; of one that was not chosen by price, those of CPU ranks: alike everywhere."""
     entry = plan.pricing
     if entry is None:
-        links = Links(Cluster.local(plan.mesh.num_devices), plan.mesh)
+        links = Links(Cluster.load("local").with_devices(plan.mesh.num_devices), plan.mesh)
         return Prices(links, plan.optimizer, plan.micro_batches)
     links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
     return Prices(links, plan.optimizer, plan.micro_batches)

@@ -74,6 +74,8 @@ def _pipeline(plan: Plan) -> list[str]:
     found, said = plan.pipeline, ""
     if found is not None:
         said = f": a step takes {format_seconds(found.step_seconds)}, in {found.bubble:.1%} of it devices wait (bubble)"
+        if found.bound_seconds:
+            said += f"; no order of these stages takes less than {format_seconds(found.bound_seconds)}"
     lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{said}"]
     rows = []
     for number, stage in enumerate(plan.stages):
@@ -105,7 +107,7 @@ def format_figures(plan: Plan, own: Prediction) -> str:
 
 
 def _not_kept(plan: Plan) -> list[str]:
-    """What backward makes again, and what waits on the host, instead of being kept."""
+    """What backward makes again, what a step of several passes does once, and what waits on the host."""
     operators = sum(entry.again for entry in plan.operators)
     parameters = {entry.name for entry in plan.parameters if entry.again}
     values = sum(entry.again and entry.value not in parameters for entry in plan.conversions)
@@ -119,6 +121,9 @@ def _not_kept(plan: Plan) -> list[str]:
         if count
     ]
     lines = [f"  again in backward: {', '.join(said)}"] if said else []
+    if once := sum(entry.once for entry in plan.parameters):
+        many = f"{once:,} of {len(plan.parameters):,} parameters"
+        lines.append(f"  once a step: casts and gathers of {many}, and the reductions of their gradients")
     if waiting := sum(entry.offloaded for entry in plan.operators):
         lines.append(f"  on the host until backward: results of {waiting:,} of {len(plan.operators):,} operators")
     return lines

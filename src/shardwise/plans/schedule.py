@@ -1,26 +1,40 @@
 """Schedules of a pipeline by name: how many stages a place has under each, which, and what micro-batches it needs.
 
-The orders themselves are those of ``torch.distributed.pipelining`` (``runtime.torch_schedules``).
+The orders themselves are those of ``torch.distributed.pipelining`` (``runtime.torch_schedules``), but for ``Solved``:
+its order is made for the stages at hand (``search.orders``), and the plan keeps it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from shardwise.costs.pipeline import Action, Kind, Order, StageSeconds, simulate_pipeline
 from shardwise.errors import PlanError, problem
+from shardwise.texts import shown
+
+_LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """``stages_per_place``: how many stages a place runs; ``folded``: place r has stages r and 2p - 1 - r (a V), where
     others have r, r + p (a loop); ``splits_backward``: gradients of inputs and of weights are apart; ``instead``: the
-    schedule of the same stages that takes any number of micro-batches."""
+    schedule of the same stages that takes any number of micro-batches; ``actions``: of a solved schedule, what every
+    place does."""
 
     name: str
     stages_per_place: int
     folded: bool
     splits_backward: bool
     instead: str
+    actions: Order = ()
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the order is made for the stages at hand."""
+        return self.name == SOLVED
 
     def place_of(self, stage: int, num_places: int) -> int:
         """The place that runs a stage."""
@@ -31,6 +45,8 @@ class Schedule:
     def fault(self, num_places: int, num_micro_batches: int) -> str:
         """Why a schedule can not run so many micro-batches, or nothing."""
         stages = self.stages_per_place * num_places
+        if self.actions and num_micro_batches != self.num_micro_batches:
+            return f"the solved order is of {self.num_micro_batches} micro-batches, and there are {num_micro_batches}"
         if self.name in ("1F1B", "DualPipeV") and num_micro_batches < stages:
             return f"{self.name} over {stages} stages needs {stages} micro-batches, and there are {num_micro_batches}"
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
@@ -42,7 +58,13 @@ class Schedule:
                 )
         return ""
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a solved order."""
+        return 1 + max(action.micro_batch for actions in self.actions for action in actions)
 
+
+SOLVED = "Solved"
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
@@ -53,16 +75,67 @@ SCHEDULES = {
         Schedule("InterleavedZeroBubble", 2, False, True, "LoopedBFS"),
         Schedule("ZBVZeroBubble", 2, True, True, "ZBVZeroBubble"),
         Schedule("DualPipeV", 2, True, True, "ZBVZeroBubble"),
+        Schedule(SOLVED, 2, True, True, "ZBVZeroBubble"),
     )
 }
 
 
-def schedule_of(name: object) -> Schedule:
-    """The schedule of a name, however it is capitalised. Raises PlanError listing those there are."""
+def schedule_of(name: object, order: Sequence[str] = ()) -> Schedule:
+    """The schedule of a name, however it is capitalised. ``order``: of a solved one, as ``format_order`` wrote it.
+    Raises PlanError listing those there are, and for an order that can not be read."""
     known = {own.lower(): own for own in SCHEDULES}
     if not isinstance(name, str) or name.lower() not in known:
         raise PlanError(problem(f"unknown schedule {name!r}", fix=f"one of {', '.join(SCHEDULES)}"))
-    return SCHEDULES[known[name.lower()]]
+    found = SCHEDULES[known[name.lower()]]
+    return replace(found, actions=tuple(map(_parsed, order))) if order else found
 
 
-__all__ = ["SCHEDULES", "Schedule", "schedule_of"]
+def format_order(order: Order) -> tuple[str, ...]:
+    """An order as text, a line per place, in torch's notation: ``1F0 1I0 1W0`` is forward, input and weight part of
+    micro-batch 0 in stage 1."""
+    letters = {kind: letter for letter, kind in _LETTERS.items()}
+    return tuple(" ".join(f"{a.stage}{letters[a.kind]}{a.micro_batch}" for a in actions) for actions in order)
+
+
+def _parsed(line: str) -> tuple[Action, ...]:
+    found = []
+    for text in line.split():
+        match = re.fullmatch(r"(\d{1,6})([FBIW])(\d{1,6})", text, re.ASCII)
+        if match is None:
+            raise PlanError(f"order has {shown(text)}, which is no action (as 0F3, 1I0, 1W0)")
+        found.append(Action(int(match[1]), _LETTERS[match[2]], int(match[3])))
+    return tuple(found)
+
+
+def check_order(schedule: Schedule, num_places: int, num_micro_batches: int) -> None:
+    """Raise PlanError unless a solved order does everything once, on its place, and ends. A whole backward is its two
+    parts."""
+    wanted = {
+        (place, Action(stage, kind, number))
+        for stage in range(num_places * schedule.stages_per_place)
+        for place in [schedule.place_of(stage, num_places)]
+        for kind in _SOLVED_KINDS
+        for number in range(num_micro_batches)
+    }
+    have = [
+        (place, replace(action, kind=kind))
+        for place, actions in enumerate(schedule.actions)
+        for action in actions
+        for kind in (_SOLVED_KINDS[1:] if action.kind == "backward" else (action.kind,))
+    ]
+    if len(have) != len(wanted) or set(have) != wanted:
+        wrong = next(iter(sorted(wanted.symmetric_difference(have), key=str)), None)
+        said = "" if wrong is None else f": {format_order(((wrong[1],),))[0]} on place {wrong[0]}"
+        raise PlanError(
+            f"order has {len(have):,} actions; {num_micro_batches} micro-batches in {num_places} places have "
+            f"{len(wanted):,}, each once{said}"
+        )
+    try:
+        simulate_pipeline(schedule.actions, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * num_places * 2)
+    except ValueError as error:
+        raise PlanError(f"order: {error}") from error
+
+
+_SOLVED_KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
+
+__all__ = ["SCHEDULES", "SOLVED", "Schedule", "check_order", "format_order", "schedule_of"]

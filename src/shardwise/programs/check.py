@@ -18,9 +18,9 @@ def check_program(program: Program) -> None:
     that leaves arrives once; every copy that runs apart lands once, and is not read before; what is saved, delivered,
     written back or a gradient is there; kernels overwrite only what their own operator made; nothing is read whose
     memory an exchange has used; and every gradient has memory that backward made for it alone."""
-    sources = set(program.spmd.graph.source_of)
     ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
-    _check(program.forward, sources, ends, sources, "forward")
+    there = set(program.taken)
+    _check(program.forward, there, ends, there, "forward")
     given = {*program.saved, *(name for name in program.cotangents if name is not None)}
     _check(program.backward, given, program.gradients.values(), given, "backward")
     root = memories(program.backward, given)

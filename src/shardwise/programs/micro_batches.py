@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from shardwise.errors import PlanError, problem
 from shardwise.graph.batch import batch_size
@@ -31,6 +32,7 @@ from shardwise.rules.rule import Call, LocalContext, Piece, base_name
 
 aten = torch.ops.aten
 FIRST = "_shardwise_first_sample"
+APART = "_shardwise_passes_apart"  # the attribute of a module whose loss is the sum of those of its passes
 _WHOLE = "_shardwise_whole."
 
 
@@ -83,6 +85,24 @@ class Passes:
         return Passes(sizes, split.prelude_graph, split.prelude, graphs, frozenset(buffer_names(split)))
 
     @staticmethod
+    def over(module: Module, graph: Graph, micro_batch: int, captured: Callable[[int], Graph]) -> Passes:
+        """The passes over the batch of a module's graph, which are those of ``of`` unless the module has the attribute
+        ``APART``: then each pass is the model on its samples alone, and the loss of a step is the sum of theirs."""
+        if not hasattr(module, APART):
+            return Passes.of(graph, micro_batch, captured)
+        batch = batch_size(graph) or 1
+        if rest := batch % micro_batch:
+            raise PlanError(
+                problem(
+                    f"passes over {micro_batch} of {batch} samples, each with a loss of its own, leave {rest}",
+                    fix="a micro_batch that divides the batch",
+                )
+            )
+        alone = _numbered_alone(captured(micro_batch), graph, batch)
+        written = frozenset(alone.source_of[buffer].names[0] for buffer, _ in alone.mutations)
+        return Passes((micro_batch,) * (batch // micro_batch), None, (), {micro_batch: alone}, written)
+
+    @staticmethod
     def single(graph: Graph) -> Passes:
         """A step in one pass over the batch of a graph."""
         size = batch_size(graph) or 1
@@ -92,6 +112,32 @@ class Passes:
     def starts(self) -> tuple[int, ...]:
         """The first sample of every pass."""
         return tuple(accumulate(self.sizes[:-1], initial=0))
+
+
+def _numbered_alone(alone: Graph, whole: Graph, batch: int) -> Graph:
+    """The training graph of a pass by itself, where elements of random operators keep their numbers in the batch."""
+    ops = list(alone.ops)
+    for number, op in enumerate(ops):
+        twin = whole.op_by_name.get(op.name)
+        if op.target not in STREAMS or twin is None:
+            continue
+        shape, full = (own.by_name[of.results[0]].shape for own, of in ((alone, op), (whole, twin)))
+        if differing := [dim for dim, (part, size) in enumerate(zip(shape, full, strict=True)) if part != size]:
+            dim = differing[0]
+            changes: dict[str, Any] = {"sizes": full, "offsets": (0,) * len(full), "lengths": shape}
+            stride = full[dim] // batch * prod(full[dim + 1 :])
+            call = replaced(op, **changes, first=Ref(FIRST), stride=stride)
+            ops[number] = replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
+    first = Value(FIRST, (), torch.int64)
+    assert alone.loss is not None, "a step has a loss"
+    written = replace(
+        alone,
+        values=(*alone.values[: len(alone.sources)], first, *alone.values[len(alone.sources) :]),
+        sources=(*alone.sources, Source(FIRST, "constant", (FIRST,))),
+        ops=tuple(ops),
+        outputs=(Ref(alone.loss),),
+    )
+    return eliminate_dead_code(written)
 
 
 @dataclass
@@ -360,4 +406,4 @@ def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, 
     return given
 
 
-__all__ = ["FIRST", "Passes", "pass_graph", "pass_sizes", "values_of_step", "whole_name", "whole_sources"]
+__all__ = ["APART", "FIRST", "Passes", "pass_graph", "pass_sizes", "values_of_step", "whole_name", "whole_sources"]

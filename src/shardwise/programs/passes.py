@@ -20,7 +20,7 @@ def memories(instructions: Iterable[Instruction], known: Iterable[str] = ()) -> 
 
 def mark_overwrites(program: Program) -> Program:
     """Exchanges may use their operand's memory where nothing reads that later and nobody else holds it."""
-    fixed = {*program.spmd.graph.source_of, *program.delivered, *(value for _, value in program.mutations)}
+    fixed = {*program.taken, *program.delivered, *(value for _, value in program.mutations)}
     forward = _marked(program.forward, {*fixed, *program.saved})
     return mark_overwrites_of_backward(replace(program, forward=forward))
 

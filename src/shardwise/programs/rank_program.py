@@ -18,7 +18,8 @@ class Program:
     ``forward`` makes ``delivered`` (the loss, outputs: each value once) and ``mutations`` (buffer, new value) of the
     sources, and ``saved``, which ``backward`` reads. ``cotangents``: per delivered value the name under which backward
     gets its cotangent, None where it gets none; ``gradients``: source -> the name of its gradient. ``aliases``: names
-    of values that are another value. ``forms``: of all names.
+    of values that are another value. ``forms``: of all names. ``given``: values that forward takes beside the sources:
+    what a step of several passes made ahead of them (``programs.once``).
     """
 
     rank: int
@@ -33,6 +34,12 @@ class Program:
     aliases: Mapping[str, str]
     forms: Mapping[str, Form]
     untraceable: Mapping[str, str]
+    given: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """What forward starts from: the sources, and what else is given."""
+        return (*self.spmd.graph.source_of, *self.given)
 
     def resolve(self, name: str) -> str:
         """The name that a value of the Spmd program has in the lists."""

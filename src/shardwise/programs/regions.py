@@ -201,7 +201,7 @@ def _longest(tokens: Sequence[int], start: int, stop: int) -> tuple[int, int, in
 
 def _alive(program: Program) -> list[int]:
     """Per position in forward the bytes that were made before and are read there or later."""
-    root = memories(program.forward, program.spmd.graph.source_of)
+    root = memories(program.forward, program.taken)
     last: dict[str, int] = {}
     for i, instruction in enumerate(program.forward):
         for name in instruction.operands:
@@ -240,7 +240,7 @@ def _forward_labels(instructions: Sequence[Instruction], cuts: Sequence[int]) ->
 def _with_common(program: Program, labels: Sequence[int], last: int) -> tuple[Program, list[int]]:
     """What several layers make of the same values from ahead of them (masks, tables of positions) is made once, ahead
     of them: so that it is kept once."""
-    ahead = set(program.spmd.graph.source_of)
+    ahead = set(program.taken)
     for instruction, label in zip(program.forward, labels, strict=True):
         if label == 0 and not _of_parameters(instruction):
             ahead.update(instruction.results)
@@ -435,7 +435,7 @@ def _regions(program: Program, halves: Sequence[tuple[Sequence[Section], Sequenc
 
 def _check_writes(program: Program, home: dict[str, tuple[int, int]]) -> None:
     """Raise BrokenProgram where a kernel overwrites what another region, or nobody here, has made."""
-    known = [*program.spmd.graph.source_of, *(name for name in program.cotangents if name)]
+    known = [*program.taken, *(name for name in program.cotangents if name)]
     root = memories([*program.forward, *program.backward], known)
     for instruction in (*program.forward, *program.backward):
         for name in _writes(instruction):

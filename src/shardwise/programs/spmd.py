@@ -30,11 +30,13 @@ Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 class Lifetimes:
     """What of forward is not kept for backward. ``operators``: those whose results are made again where backward reads
     them; ``conversions``: results of conversions that are; ``offloaded``: operators whose results, as far as they are
-    kept, wait on the host. Names are those of the lowered graph."""
+    kept, wait on the host; ``once``: parameters that a step of several passes casts and gathers once, and whose
+    gradients it reduces once (``programs.once``). Names are those of the lowered graph."""
 
     operators: frozenset[str] = frozenset()
     conversions: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
+    once: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.operators or self.conversions or self.offloaded)

@@ -17,11 +17,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
+from shardwise.graph.schema import is_random
 from shardwise.programs.forms import Form
 
 aten = torch.ops.aten
@@ -308,16 +310,18 @@ def _backward_kind(
 ) -> BackwardKind:
     kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
     by_result = {name: kernel for kernel in forward for name in kernel.results}
+    made_from_nothing = _made_from_nothing(forward)
     replayed: dict[str, Kernel] = {}
     whole = True
 
     def need(name: str) -> None:
-        """A name of forward that backward reads: kept, or looked at again through what it is a view of."""
+        """A name of forward that backward reads: kept, or looked at again through what it is a view of, or made again
+        from nothing (a mask of positions)."""
         nonlocal whole
         kernel = by_result.get(name)
         if kernel is None or name in results:
             needs[name] = None
-        elif kernel.is_view:
+        elif kernel.is_view or name in made_from_nothing:
             if name not in replayed:
                 for operand in kernel.operands:
                     need(operand)
@@ -336,6 +340,19 @@ def _backward_kind(
             need(cotangent)
     every = _without_twins([*dict.fromkeys(replayed.values()), *kernels], cotangents)
     return BackwardKind(every[0], every[1], forms, tuple(needs), whole)
+
+
+def _made_from_nothing(kernels: Sequence[Kernel]) -> frozenset[str]:
+    """What depends on no operand of the call, by kernels that give the same whenever they are called."""
+    overwritten = {name for kernel in kernels for name in kernel.writes}
+    found: set[str] = set()
+    for kernel in kernels:
+        pure = not overwritten.intersection(kernel.results) and not (
+            isinstance(kernel.target, OpOverload) and is_random(kernel.target)
+        )
+        if pure and found.issuperset(kernel.operands):
+            found.update(kernel.results)
+    return frozenset(found)
 
 
 def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, groupby
+from operator import itemgetter
 
 import torch
 
@@ -14,6 +16,7 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.micro_batches import Passes, values_of_step
+from shardwise.programs.once import repeated
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
@@ -53,7 +56,10 @@ class RanksOfPasses(Ranks):
         super().__init__(replace(start, spmd=spmds[passes.sizes[0]]))
         self.passes, self.split = passes, with_samples_in(plan)
         kinds = Kinds()
-        self.by_size = {size: self._programs(spmd, kinds) for size, spmd in spmds.items()}
+        self.by_size = {size: list(map(repeated, self._programs(spmd, kinds))) for size, spmd in spmds.items()}
+        for parts in chain.from_iterable(self.by_size.values()):
+            for program in (parts.ahead, parts.each, parts.behind):
+                check_program(program)
         self.prelude = None if prelude is None else self._programs(prelude, kinds)
         loss = start.captured.graph.loss
         outputs = [out.name if isinstance(out, Ref) else None for out in start.captured.graph.outputs]
@@ -72,25 +78,61 @@ class RanksOfPasses(Ranks):
                 optimizer.zero_grad(set_to_none=True)
         whole = self._whole(step)
         totals = [torch.zeros((), dtype=torch.float64) for _ in self.tensors]
-        records: list[tuple[Collective, ...]] = []
-        for start, size in zip(self.passes.starts, self.passes.sizes, strict=True):
-            programs = self.by_size[size]
-            bindings = self._bindings(programs[0].spmd, step, start, size, whole)
+        records: list[tuple[tuple[Collective, ...], tuple[Collective, ...]]] = []
+        samples = zip(self.passes.starts, self.passes.sizes, strict=True)
+        for size, group in groupby(samples, key=itemgetter(1)):
+            records.append(self._passes(step, size, [start for start, _ in group], whole, totals))
+        self.forward_record, self.backward_record = records[0]
+        return [self._finish(rank, total) for rank, total in enumerate(totals)]
+
+    def _passes(
+        self,
+        step: int,
+        size: int,
+        starts: Sequence[int],
+        whole: Sequence[Mapping[str, torch.Tensor]],
+        totals: list[torch.Tensor],
+    ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+        """The passes of one size: losses are added to ``totals``, and gradients to those of the parameters. What the
+        first pass and what is done once communicate, forward and backward."""
+        parts = self.by_size[size]
+        ahead, each, behind = ([getattr(one, which) for one in parts] for which in ("ahead", "each", "behind"))
+        sums: list[dict[str, torch.Tensor]] = [{} for _ in self.tensors]
+        forward: list[Collective] = []
+        backward: list[Collective] = []
+        given: list[VirtualValues] = []
+        for start in starts:
             self.cluster.record.clear()
-            values = run_forward(self.cluster, programs, bindings)
-            records.append(self._recorded())
+            bindings = self._bindings(each[0].spmd, step, start, size, whole)
+            if start == starts[0]:
+                made = run_forward(self.cluster, ahead, bindings)
+                given = [{name: own[name] for name in p.given} for p, own in zip(each, made, strict=True)]
+            bindings = [{**own, **more} for own, more in zip(bindings, given, strict=True)]
+            values = run_forward(self.cluster, each, bindings)
+            forward += self._recorded() if start == starts[0] else ()
             ones = [
                 {name: torch.ones_like(own[v]) for name, v in zip(p.cotangents, p.delivered, strict=True) if name}
-                for p, own in zip(programs, values, strict=True)
+                for p, own in zip(each, values, strict=True)
             ]
-            gradients = run_backward(self.cluster, programs, values, ones)
-            records.append(self._recorded())
+            self.cluster.record.clear()
+            gradients = run_backward(self.cluster, each, values, ones)
+            backward += self._recorded() if start == starts[0] else ()
             is_last = start + size == sum(self.passes.sizes)
-            for rank, (program, own, found) in enumerate(zip(programs, values, gradients, strict=True)):
+            for rank, (program, own, found) in enumerate(zip(each, values, gradients, strict=True)):
                 totals[rank] = totals[rank] + own[program.delivered[0]].detach()
-                self._keep(rank, program, own, found, is_last=is_last)
-        self.forward_record, self.backward_record = records[0], records[1]
-        return [self._finish(rank, total) for rank, total in enumerate(totals)]
+                for source, gradient in found.items():
+                    sums[rank][source] = sums[rank][source] + gradient if source in sums[rank] else gradient.clone()
+                self._write(rank, program, own, is_last=is_last)
+        self.cluster.record.clear()
+        summed = [
+            {name: own[source] for source, name in zip(p.gradients, p.saved, strict=True)}
+            for p, own in zip(behind, sums, strict=True)
+        ]
+        reduced = run_backward(self.cluster, behind, summed, [{} for _ in summed])
+        backward += self._recorded()
+        for rank, (before, after) in enumerate(zip(sums, reduced, strict=True)):
+            self._add(rank, {**before, **after})
+        return tuple(forward), tuple(backward)
 
     def _whole(self, step: int) -> list[dict[str, torch.Tensor]]:
         """Per rank what is computed ahead of the passes."""
@@ -125,25 +167,20 @@ class RanksOfPasses(Ranks):
             bindings.append({name: value for name, value in binding.items() if name in spmd.graph.source_of})
         return bindings
 
-    def _keep(
-        self,
-        rank: int,
-        program: Program,
-        values: VirtualValues,
-        gradients: Mapping[str, torch.Tensor],
-        *,
-        is_last: bool,
-    ) -> None:
-        """Add the gradients of a pass, and write the buffers that it writes."""
+    def _add(self, rank: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to those of the parameters."""
         own = self.tensors[rank]
         for source in stored(self.spmd):
             if source.value in gradients:
                 before, found = own[source.value].grad, gradients[source.value]
                 own[source.value].grad = found.clone() if before is None else before + found
+
+    def _write(self, rank: int, program: Program, values: VirtualValues, *, is_last: bool) -> None:
+        """Write the buffers that a pass writes."""
         for buffer, value in program.mutations:
             if is_last or self.spmd.graph.source_of[buffer].names[0] in self.passes.statistics:
                 with torch.no_grad():
-                    own[buffer].copy_(values[value])
+                    self.tensors[rank][buffer].copy_(values[value])
 
     def _finish(self, rank: int, loss: torch.Tensor) -> Values:
         """What a rank has at the end of a step."""

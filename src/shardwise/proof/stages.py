@@ -22,7 +22,7 @@ from shardwise.graph.trees import flatten_with_path, leaf_name
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import SCHEDULES
+from shardwise.plans.schedule import schedule_of
 from shardwise.plans.stages import Bound, only_read
 from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
@@ -52,7 +52,7 @@ class Pipelined:
 
     def __init__(self, start: Start, plan: Plan, passes: Passes, bounds: Mapping[int, Bound]) -> None:
         self.start, self.plan, self.passes, self.bounds = start, plan, passes, bounds
-        self.schedule = SCHEDULES[plan.schedule]
+        self.schedule = schedule_of(plan.schedule, plan.order)
         self.places = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
         self.order = order_of(self.schedule, len(self.places), len(passes.sizes))
         kinds = Kinds()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.costs.timeline import SimulatedStep, simulate
+from shardwise.costs.trace import write_trace
 from shardwise.errors import PlanError
 from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
@@ -16,7 +17,6 @@ from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.page import write_page
-from shardwise.report.trace import write_trace
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
 
@@ -48,10 +48,10 @@ class Planned(Plan):
 
     @staticmethod
     def of(plan: Plan, finished_search: Search) -> Planned:
-        return Planned(**_entries(plan), finished_search=finished_search)
+        return Planned(**entries(plan), finished_search=finished_search)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, tuple(_entries(self).values())
+        return Plan, tuple(entries(self).values())
 
     def explain(self, name: str) -> Explanation | MicroBatches:
         """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
@@ -80,7 +80,7 @@ class Planned(Plan):
     def trace(self, path: str | Path) -> None:
         """Write a simulated pass as a trace, which https://ui.perfetto.dev and chrome://tracing open: operators, and
         the messages of every group of devices."""
-        write_trace(path, self._simulated(), self.mesh)
+        write_trace(path, {f"a rank of {self.mesh}, simulated": self._simulated().events}, self.mesh)
 
     def report(self, path: str | Path) -> None:
         """Write the plan as a page that one looks at, with the timeline of a simulated pass and what memory is made of
@@ -91,5 +91,6 @@ class Planned(Plan):
         return simulate(program_of(self, self.finished_search.cost.domains.graph), prices_of(self))
 
 
-def _entries(plan: Plan) -> dict[str, Any]:
+def entries(plan: Plan) -> dict[str, Any]:
+    """What a plan is made of, by name."""
     return {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}

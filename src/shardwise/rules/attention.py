@@ -8,11 +8,12 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.rules.attention_kernels import ATTENTION_ROWS
 from shardwise.rules.binding import RuleTable, build, leading_names
-from shardwise.rules.calls import operand_positions
+from shardwise.rules.calls import flat_pieces, operand_positions, unchanged
 from shardwise.rules.lowerings import attention as lowerings
 from shardwise.rules.ring import ring_attention
-from shardwise.rules.rule import Dims, FactorKind, OpRule
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
 
 aten = torch.ops.aten
 
@@ -33,8 +34,8 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
     Where queries and keys are equally many, there is the variant ``ring``: both are split alike, and the keys and
     values are passed around (``rules/ring.py``).
 
-    Batch, heads and value width are parallel, and queries too unless the mask is causal (a part must know where it
-    starts: lowered). Keys and the width that is contracted are lowered. With dropout there is no rule:
+    Batch, heads, value width and queries are parallel: a part of the queries of causal attention knows where it starts
+    (``shardwise::attention_rows``). Keys and the width that is contracted are lowered. With dropout there is no rule:
     normalisation separates it.
     """
     args = arguments(op)
@@ -81,8 +82,6 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
     kinds: dict[str, FactorKind] = (
         {"ring": "lowered", "s": "whole", "d": "whole"} if ring else {"s": "lowered", "d": "lowered"}
     )
-    if args["is_causal"]:
-        kinds["t"] = "lowered"
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
     return build(
         op,
@@ -92,8 +91,20 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
         kinds=kinds,
         sizes=sizes,
         linear=((2,),),
+        localize=_localize,
         lowering=ring_attention if ring else lowerings.scaled_dot_product_attention,
     )
+
+
+def _localize(op: Op, context: LocalContext) -> Call:
+    """Kernels of attention count rows from the first, and not all of them know groups of heads."""
+    args = arguments(op)
+    causal_part = bool(args["is_causal"]) and context.is_split("t")
+    if not causal_part and not args["enable_gqa"]:
+        return unchanged(op)
+    rows = flat_pieces(context.pieces["t"])
+    names = ("query", "key", "value", "attn_mask", "is_causal", "enable_gqa", "scale")
+    return Call(ATTENTION_ROWS, (*(args[name] for name in names), *rows))
 
 
 ATTENTION: RuleTable = {aten.scaled_dot_product_attention.default: attention_rule}

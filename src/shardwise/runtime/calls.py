@@ -24,6 +24,7 @@ from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.micro_batches import Passes
+from shardwise.programs.once import repeated
 from shardwise.programs.program import LocalOp, LocalProgram, localize
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
@@ -34,6 +35,7 @@ from shardwise.runtime.compiled import compiled_program, with_every_cotangent
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
+from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.step import Step
 
 Inputs = Literal["global", "local"]
@@ -89,18 +91,30 @@ class Compiled:
     ``delivered``: the values that the step returns; ``tensors``: per source the parameter, buffer or constant, None for
     inputs; ``inputs``: their layouts; ``written``: per mutation the position of its buffer among the sources; ``seed``:
     the position of the seed of random numbers among them; ``frozen``: name and position of parameters that had no
-    gradient when the module was split.
+    gradient when the module was split; ``runs``: a step by itself, or the passes of one.
     """
 
     captured: Capture
     spmd: Spmd
-    step: Step
+    runs: Step | RepeatedStep
     delivered: tuple[str, ...]
     tensors: tuple[torch.Tensor | None, ...]
     inputs: tuple[Layout, ...]
     written: tuple[int, ...]
     seed: int | None
     frozen: tuple[tuple[str, int], ...]
+
+    @property
+    def step(self) -> Step:
+        """A step by itself."""
+        assert isinstance(self.runs, Step), "the program of a pass is run by its step"
+        return self.runs
+
+    @property
+    def in_passes(self) -> RepeatedStep:
+        """The passes of a step."""
+        assert isinstance(self.runs, RepeatedStep), "the program of a step by itself"
+        return self.runs
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -115,7 +129,7 @@ class Compiled:
     @property
     def program(self) -> torch.fx.GraphModule:
         """The forward half."""
-        return self.step.emitted.forward
+        return self.runs.emitted.forward
 
     def results(self, delivered: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
         """(loss, flattened outputs) from what the step delivers."""
@@ -168,7 +182,7 @@ class Calls:
             assert self.plan.micro_batch is not None, "a plan of several passes has samples"
             passes = Passes.of(captured.graph, self.plan.micro_batch, alone)
             programs = {
-                size: self._compiled_for(captured, graph, call, state, call.training)
+                size: self._compiled_for(captured, graph, call, state, call.training, repeats=True)
                 for size, graph in passes.graphs.items()
             }
             prelude = None
@@ -211,21 +225,30 @@ class Calls:
         call: Call,
         state: Mapping[str, torch.Tensor],
         training: bool | None,
+        *,
+        repeats: bool = False,
     ) -> Compiled:
-        """The program of a graph: that of a captured call, or of a pass over a part of it."""
+        """The program of a graph: that of a captured call, or of a pass over a part of it, which ``repeats``."""
         spmd = program_of(self.plan, graph, training=training)
         self.create_groups(spmd)
-        return self.compiled_of(spmd, captured, graph, call, state)
+        return self.compiled_of(spmd, captured, graph, call, state, repeats=repeats)
 
     def create_groups(self, spmd: Spmd) -> None:
         """Create the process groups of a program; every rank of the job asks for it."""
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
 
     def compiled_of(
-        self, spmd: Spmd, captured: Capture, graph: Graph, call: Call, state: Mapping[str, torch.Tensor]
+        self,
+        spmd: Spmd,
+        captured: Capture,
+        graph: Graph,
+        call: Call,
+        state: Mapping[str, torch.Tensor],
+        *,
+        repeats: bool = False,
     ) -> Compiled:
-        """This rank's program of a graph, whose process groups there are."""
-        step = self._step_of(spmd, call.loss_only)
+        """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
+        runs = self._step_of(spmd, call.loss_only, repeats=repeats)
         captured = replace(captured, graph=graph)
         sources = graph.sources
         constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
@@ -235,7 +258,7 @@ class Calls:
         return Compiled(
             captured,
             spmd,
-            step,
+            runs,
             delivered=delivered_values(spmd, loss_only=call.loss_only),
             tensors=tuple(constants.get(source.value, state.get(source.names[0])) for source in sources),
             inputs=tuple(spmd.layouts[source.value] for source in sources if source.kind == "input"),
@@ -248,8 +271,8 @@ class Calls:
             ),
         )
 
-    def _step_of(self, spmd: Spmd, loss_only: bool) -> Step:
-        """This rank's step of a program, emitted."""
+    def _step_of(self, spmd: Spmd, loss_only: bool, *, repeats: bool) -> Step | RepeatedStep:
+        """This rank's step of a program, emitted; ``repeats``: the passes of one."""
         device, compiles = self.settings.device, self.settings.compile
         local = localize(spmd, self.ranks.place.device_of(self.ranks.rank))
         if self.settings.streams:
@@ -257,8 +280,8 @@ class Calls:
             self._announce_kept(local)
         placed = hosted(local, self.settings.host)
         if self.host_ranks is not self.ranks:
-            on_host = (c for c in spmd.conversions if c.value in placed.values)
-            self.host_ranks.create_groups(move.axes for c in on_host for move in c.moves)
+            late = (c for c in spmd.conversions if c.value in placed.values)
+            self.host_ranks.create_groups(move.axes for c in late for move in c.moves)
         kinds = Kinds(device.type if device.type != "meta" else "cpu")
 
         def written(**settings: Any) -> tuple[Program, frozenset[str]]:
@@ -283,10 +306,14 @@ class Calls:
 
             return Step(emitted(program, on_host), for_some, lambda: emitted(*compiled(with_gradients=False)))
 
-        whole = emitted(*written())
-        self._announce(whole.program.untraceable)
+        program, on_host = written()
+        self._announce(program.untraceable)
+        if repeats:
+            parts = repeated(program)
+            each = compiled_program(parts.each, self.ranks, device, on_host) if compiles else parts.each
+            return RepeatedStep(*(emitted(part, on_host) for part in (parts.ahead, each, parts.behind)))
         return Step(
-            whole,
+            emitted(program, on_host),
             lambda given: emitted(*written(reached=given)),
             lambda: emitted(*compiled(with_gradients=False)),
             compiled_step if compiles else None,

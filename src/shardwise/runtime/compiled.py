@@ -142,7 +142,7 @@ class _Compiler:
         forward = [self._instruction(item, [first for first, _ in placed]) for item in divided.forward]
         backward = [self._instruction(item, [second for _, second in placed]) for item in divided.backward]
         gradients = {source: self._name(name) for source, name in program.gradients.items()}
-        made = {name for instruction in forward for name in instruction.results} | set(program.spmd.graph.source_of)
+        made = {name for instruction in forward for name in instruction.results} | set(program.taken)
         read = (name for instruction in backward for name in instruction.operands)
         saved = tuple(name for name in dict.fromkeys((*read, *gradients.values())) if name in made)
         return replace(
@@ -246,6 +246,7 @@ def _compile_region(compiler: _Compiler, region: Region) -> tuple[_Half, _Half]:
         with _inductor_context(fake_mode):
             joint = _with_joint_passes(joint)
         static = {source.value for source in program.spmd.graph.sources if source.kind == "parameter"}
+        static |= {*program.given}
         if region.backward and region.forward:
             forward, backward = min_cut_rematerialization_partition(
                 joint,

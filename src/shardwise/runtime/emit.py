@@ -23,7 +23,8 @@ from shardwise.runtime.transit import Arriving, Converting, Departing
 
 @dataclass(frozen=True)
 class Emitted:
-    """``forward``: the local tensors of the sources, in order -> (delivered, mutations, saved), tuples all;
+    """``forward``: the local tensors of the sources, in order, and of what else is given -> (delivered, mutations,
+    saved), tuples all;
     ``backward``: (saved, as a list that it empties; cotangents in the order of those there are) -> gradients, in the
     order of ``program.gradients``."""
 
@@ -103,6 +104,8 @@ class _Writer:
         self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
         for index, source in enumerate(self.program.spmd.graph.sources):
             self.nodes[source.value] = self.graph.placeholder(f"source_{index}")
+        for index, name in enumerate(self.program.given):
+            self.nodes[name] = self.graph.placeholder(f"given_{index}")
         self._write(self.program.forward)
         delivered = tuple(self.nodes[name] for name in self.program.delivered)
         written = tuple(self.nodes[name] for _, name in self.program.mutations)
@@ -203,6 +206,7 @@ class _Writer:
                     kwargs["device"] = device
             call = self.graph.call_function(target, tuple(args), kwargs)
         call.meta["op"], call.meta["source"] = instruction.origin.op, instruction.origin.source
+        call.meta["index"] = index  # in its list
         taken: dict[tuple[int, ...], fx.Node] = {(): call}
         for result, place in zip(instruction.results, instruction.places, strict=True):
             for depth in range(1, len(place) + 1):

@@ -40,6 +40,8 @@ from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
 from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
+from shardwise.runtime.step import Step
+from shardwise.runtime.step_profile import StepProfile, profile_step
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 
@@ -114,6 +116,19 @@ class Parallel(Split):
         whole. With ``inputs="local"`` every pass takes its share of every rank's part."""
         if self._is_in_passes(args, kwargs):
             return self._step_in_passes(args, kwargs)
+        loss = self._loss(args, kwargs)
+        loss.backward()
+        return loss.detach()
+
+    @as_planned
+    def loss_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss alone, for a backward of your own: other outputs of the module are not brought together. Like a
+        call it is one pass over the whole batch, whatever the plan's micro-batch."""
+        if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
+            self._say_whole()
+        return self._loss(args, kwargs)
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         _, loss, _ = self._call(args, kwargs, loss_only=True)
         if loss is None:
             raise ShardwiseError(
@@ -122,8 +137,7 @@ class Parallel(Split):
                     fix="return the loss first, or give loss= to plan and parallelize",
                 )
             )
-        loss.backward()
-        return loss.detach()
+        return loss
 
     @as_planned
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +145,34 @@ class Parallel(Split):
         Every tensor is whole on every rank; differentiable."""
         compiled, _, outputs = self._call(args, kwargs, loss_only=False, predicts=self._settings.loss is not None)
         return unflatten(outputs, compiled.captured.out_spec)
+
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> StepProfile:
+        """A training step on this batch, measured and laid over the prediction, operator by operator and message by
+        message; ``print`` shows the largest disagreements first. Called on every rank; ``steps``: how many are
+        measured, twice. Gradients, buffers and random numbers are afterwards as before; optimizers are not asked."""
+        if steps < 1:
+            raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
+        held, buffers = [*self.parameters(), *self.buffers()], [b.clone() for b in self.buffers()]
+        gradients, seed, draws = [p.grad for p in self.parameters()], self._seed.clone(), self._draws
+
+        def step() -> None:
+            self.zero_grad()
+            self.step(*args, **kwargs)
+
+        def taken() -> Step:
+            assert self._latest is not None, "a step has run"
+            return self._latest.step
+
+        replicas, self._replicas = self._replicas, None  # a checked step is another one
+        try:
+            return profile_step(step, taken, self.plan, held, self.device, steps)
+        finally:
+            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in zip(self.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            self._seed, self._draws, self._replicas = seed, draws, replicas
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
@@ -225,13 +267,8 @@ class Parallel(Split):
                 found.append(self._own_part(rows, layout) if batch is None else rows)
             return found
 
-        check = self._replicas if self.training else None
-        is_checked = check is not None and check.is_due()
-
-        def run(compiled: Compiled, sources: Sequence[torch.Tensor]) -> Any:
-            return check.run(compiled.step, sources, ()) if check is not None and is_checked else compiled.step(sources)
-
-        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, run)
+        check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
+        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check)
 
     def _cuts_parts(self, step: StepInPasses, batch: Batch, split: frozenset[str]) -> bool:
         """Whether a pass takes the same share of every rank's part of a batch, as its program wants it; else the parts

@@ -23,6 +23,7 @@ from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.replicas import checked_interval
+from shardwise.runtime.room import require_room
 
 Randomness = Literal["same_as_one_device", "per_shard"]
 
@@ -66,7 +67,7 @@ def parallelize(
     Prices and ``memory_bytes`` of the plan still count them on the device.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
-    the ranks.
+    the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.
     """
     if not dist.is_initialized():
         raise LaunchError(
@@ -91,6 +92,7 @@ def parallelize(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     device = torch.device(device)
+    require_room(agreed, device)
     compile = device.type == "cuda" if compile is None else compile
     every, streams, on_host = from_rank_zero(
         lambda: (checked_interval(check_replicas), randomness == "per_shard", matching(module, host))

@@ -1,13 +1,15 @@
 """A step over a batch as passes over its micro-batches, on this rank.
 
-Gradients of the passes add up in leaves of their own and reach the parameters together at the end, so that hooks of
-parameters see what they see after one pass over the whole batch, once.
+Gradients of the passes add up apart and reach the parameters together at the end, so that hooks of parameters see what
+they see after one pass over the whole batch, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -17,17 +19,16 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, values_of_step
 from shardwise.runtime.calls import Compiled
 from shardwise.runtime.memory_of_outputs import written_back
+from shardwise.runtime.replicas import ReplicaCheck
 
 # (program, first sample or None for the whole batch, samples) -> this rank's part of the inputs
 Parts = Callable[[Compiled, int | None, int], Sequence[Tensor]]
-# runs a step, and may look at what it computes
-Run = Callable[[Compiled, Sequence[Tensor]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
 class StepInPasses:
     """The programs of a step, and how they run. ``programs``: by the samples of a pass; ``prelude``: what runs ahead of
-    them, over the whole batch."""
+    them, over the whole batch. Passes of one size follow each other, and share what is done once."""
 
     passes: Passes
     programs: Mapping[int, Compiled]
@@ -44,24 +45,35 @@ class StepInPasses:
         programs = (*self.programs.values(), *(() if self.prelude is None else (self.prelude,)))
         return any(compiled.seed is not None for compiled in programs)
 
-    def run(self, parts: Parts, seed: Tensor, device: torch.device, run: Run) -> Tensor:
-        """Forward and backward of all passes: adds to ``.grad`` and returns the loss of the whole batch."""
+    def run(self, parts: Parts, seed: Tensor, device: torch.device, check: ReplicaCheck | None) -> Tensor:
+        """Forward and backward of all passes: adds to ``.grad`` and returns the loss of the whole batch. ``check``:
+        compares what the ranks compute."""
+        if not torch.is_grad_enabled():
+            what = "par.step computes gradients, and they are disabled here"
+            raise ShardwiseError(problem(what, fix="call par.step outside torch.no_grad() and torch.inference_mode()"))
         whole = self._whole(parts, seed)
-        leaves: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
+        gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
         total: Tensor | None = None
-        for start, size in zip(self.passes.starts, self.passes.sizes, strict=True):
+        samples = list(zip(self.passes.starts, self.passes.sizes, strict=True))
+        for size, group in groupby(samples, key=itemgetter(1)):
             compiled = self.programs[size]
-            given = values_of_step(compiled.captured.graph, whole, start, device)
-            tensors = _filled(compiled, parts(compiled, start, size), given, seed)
-            delivered, written = run(compiled, [_leaf(tensor, leaves) for tensor in tensors])
-            loss, _ = compiled.results(delivered)
-            assert loss is not None, "a step in passes has a loss"
-            loss.backward()
-            self._write(compiled, tensors, written, is_last=start + size == sum(self.passes.sizes))
-            total = loss.detach() if total is None else total + loss.detach()
-        reached = [(parameter, leaf.grad) for parameter, leaf in leaves.values() if leaf.grad is not None]
-        leaves.clear()
-        torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])
+            running = None
+            for start, _ in group:
+                given = values_of_step(compiled.captured.graph, whole, start, device)
+                tensors = _filled(compiled, parts(compiled, start, size), given, seed)
+                running = running or compiled.in_passes.begin(tensors)
+                observed = None if check is None else check.observed(compiled.in_passes.each, ())
+                delivered, written = running.run(tensors, observed)
+                loss, _ = compiled.results(delivered)
+                assert loss is not None, "a step in passes has a loss"
+                self._write(compiled, tensors, written, is_last=start + size == sum(self.passes.sizes))
+                total = loss if total is None else total + loss
+            assert running is not None, "there is a pass of every size"
+            _add_up(compiled, running.end(), gradients)
+        if check is not None:
+            check.watch(compiled.spmd, tensors)
+        found = list(gradients.values())
+        torch.autograd.backward([parameter for parameter, _ in found], [gradient for _, gradient in found])
         assert total is not None, "a batch has a sample"
         return total
 
@@ -100,13 +112,15 @@ def _filled(compiled: Compiled, inputs: Sequence[Tensor], given: Mapping[str, Te
     return tensors
 
 
-def _leaf(tensor: Tensor, leaves: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """What collects the gradients of a parameter during the step."""
-    if not (tensor.is_leaf and tensor.requires_grad):
-        return tensor
-    if id(tensor) not in leaves:
-        leaves[id(tensor)] = tensor, tensor.detach().requires_grad_()
-    return leaves[id(tensor)][1]
+def _add_up(compiled: Compiled, found: dict[str, Tensor], gradients: dict[int, tuple[Tensor, Tensor]]) -> None:
+    """Add what some passes found to the gradients, by the identity of the parameter. ``found`` is emptied."""
+    for name, parameter in zip(compiled.names, compiled.tensors, strict=True):
+        gradient = found.pop(name, None)
+        if gradient is None or parameter is None or not parameter.requires_grad:
+            continue
+        if id(parameter) in gradients:
+            gradient = gradients[id(parameter)][1].add_(gradient)
+        gradients[id(parameter)] = parameter, gradient
 
 
 def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:

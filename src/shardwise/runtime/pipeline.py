@@ -8,17 +8,18 @@ several stages have are added up at the end of a step, and all of them update th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import CollectiveError, PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
@@ -37,11 +38,12 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import SCHEDULES
+from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.plans.stages import Bound, bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
 from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.faults import Waiting, exchange_failed
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
@@ -97,7 +99,7 @@ class Pipeline(Split):
         weights: str | Path | None = None,
     ) -> None:
         super().__init__()
-        self.plan, self.device, self.schedule = plan, settings.device, SCHEDULES[plan.schedule]
+        self.plan, self.device, self.schedule = plan, settings.device, schedule_of(plan.schedule, plan.order)
         name, rank = type(module).__name__, dist.get_rank()
         self._everyone = Communicator(Placement.whole(Mesh(rank=dist.get_world_size())), name)
         self._places = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
@@ -162,6 +164,11 @@ class Pipeline(Split):
                     found[name] = groups[key]
         return found
 
+    def _holders(self, name: str) -> list[int]:
+        """The other ranks that have this rank's shard of a parameter of several stages."""
+        have = [stage.placement.ranks for stage in self.plan.stages if name in stage.layouts]
+        return sorted({ranks[self._position] for ranks in have} - {dist.get_rank()})
+
     def _protect(self) -> None:
         first = {
             entry.name: stage.placement.ranks for stage in reversed(self.plan.stages) for entry in stage.parameters
@@ -212,7 +219,8 @@ class Pipeline(Split):
         value = (
             torch.zeros((), dtype=graph.by_name[str(graph.loss)].dtype, device=self.device) if total is None else total
         )
-        dist.broadcast(value, last[0])
+        with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]):
+            dist.broadcast(value, last[0])
         return value
 
     @as_planned
@@ -233,6 +241,12 @@ class Pipeline(Split):
         """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
         Every tensor is whole on every rank, without gradients."""
         return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
+
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> NoReturn:
+        """Raises PlanError: stages are not profiled yet."""
+        raise PlanError(
+            problem("a plan of stages is not profiled", fix="profile a plan without stages= of a part of the model")
+        )
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         self._everyone.calls += 1
@@ -270,7 +284,8 @@ class Pipeline(Split):
             tensor = own[out.name].detach().clone() if dist.get_rank() in made else empty
             wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor.contiguous()
             wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
-            dist.broadcast(wire, made[0])
+            with self._exchange(f"an output of stage {home[out.name]}", made[:1]):
+                dist.broadcast(wire, made[0])
             received = torch.view_as_complex(wire) if tensor.is_complex() else wire.view(value.dtype)
             whole[out.name] = received.view(value.shape)
         return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
@@ -306,7 +321,7 @@ class Pipeline(Split):
                 def alone(count: int) -> Graph:
                     return self._calls.captured(replace(call, arguments=with_samples(call.arguments, count))).graph
 
-                passes = Passes.of(graph, micro_batch, alone)
+                passes = Passes.over(self._calls.model, graph, micro_batch, alone)
                 if dist.get_rank() == 0:
                     announce_statistics(sorted(passes.statistics), stacklevel=5)
             self._ready[key] = self._made(captured, passes, call)
@@ -373,26 +388,52 @@ class Pipeline(Split):
         try:
             return ready.scheduled.step() if keeps else ready.scheduled.forward()
         except RuntimeError as error:
-            raise self._explained(error, ready) from error
+            found = self._explained(error, ready.scheduled)
+            if found is None:
+                raise
+            raise found from error
 
-    def _explained(self, error: RuntimeError, ready: _Ready) -> Exception:
-        """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another."""
+    def _explained(self, error: RuntimeError, scheduled: Scheduled) -> Exception | None:
+        """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another. None:
+        what the error says itself, and a note of where."""
+        action = scheduled.next_action()
+        where = "the end of the step" if action is None else f"stage {action.stage}, {action}"
         cause: BaseException | None = error
         while cause is not None:
+            if isinstance(cause, CollectiveError):
+                return CollectiveError(f"{cause}\n  stage:  rank {dist.get_rank()} is at {where}")
             if isinstance(cause, ShardwiseError):
                 return cause
             cause = cause.__cause__
-        doing = "; ".join(
-            f"stage {worker.number} was done with {worker.busy_with[0]} of micro-batch {worker.busy_with[1]}"
-            for worker in ready.workers
-        )
-        return CollectiveError(
-            problem(
-                f"a step of the pipeline failed on rank {dist.get_rank()}: {doing}; a neighbouring stage sends nothing "
-                f"any more: {str(error).strip().splitlines()[-1][:200]}",
-                fix="see the first error among the ranks of the stages before and behind",
-            )
-        )
+        sending = "send" in str(error).lower()
+        if action is None or sending or action.kind == "weight":
+            peers = {peer for number in self._stages for peer in (number - 1, number + 1)}
+        else:
+            peers = {action.stage + (-1 if action.kind == "forward" else 1)}
+        peers = {peer for peer in peers if 0 <= peer < len(self.plan.stages)} - set(self._stages)
+        ranks = {peer: self.plan.stages[peer].placement.ranks[self._position] for peer in sorted(peers)}
+        others = " or ".join(f"stage {peer} (rank {rank})" for peer, rank in ranks.items())
+        what = f"rank {dist.get_rank()} at {where}: the exchange with {others}"
+        found = self._lost(error, what, ranks.values())
+        if found is None:
+            error.add_note(f"on rank {dist.get_rank()}, at {where}")
+        return found
+
+    def _lost(self, error: RuntimeError, what: str, ranks: Iterable[int]) -> CollectiveError | None:
+        """What to raise for an exchange with some ranks that failed; None: it was not the network."""
+        own = dist.get_rank()
+        waiting = Waiting(f"{self._everyone.name}'s pipeline", self._everyone.calls, what, (own, *ranks))
+        return exchange_failed(error, own, waiting, what, "", "", [("pass", f"call {self._everyone.calls}")])
+
+    @contextmanager
+    def _exchange(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """An exchange behind the schedule's. Raises CollectiveError naming those who do not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (found := self._lost(error, f"rank {dist.get_rank()}: {what}", ranks)) is None:
+                raise
+            raise found from error
 
     def _whole(self, ready: _Ready, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of the prelude, which depends on the inputs of all micro-batches; every rank that needs them
@@ -434,7 +475,8 @@ class Pipeline(Split):
             if name in updated and state[name].requires_grad:
                 parameter = state[name]
                 total = totals[name].contiguous() if name in totals else torch.zeros_like(parameter)
-                dist.all_reduce(total, group=group)
+                with self._exchange(f"gradient of {name}, which several stages have", self._holders(name)):
+                    dist.all_reduce(total, group=group)
                 totals[name] = total
         reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]
         torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])

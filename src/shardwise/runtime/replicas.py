@@ -30,7 +30,8 @@ from shardwise.layouts.text import format_layout
 from shardwise.programs.spmd import Spmd, conversions_of
 from shardwise.programs.steps import Step as OperatorStep
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.step import Step
+from shardwise.runtime.emit import Emitted
+from shardwise.runtime.step import Forward, Step
 
 Kind = Literal[
     "batch", "input", "parameter", "buffer", "constant", "activation", "seed", "operator", "conversion", "gradient"
@@ -154,24 +155,29 @@ class ReplicaCheck:
 
         ``tensors``: this rank's, in the order of the sources; ``batch``: the inputs, where all ranks get the same ones.
         """
-        program, spmd = step.emitted.forward, step.emitted.program.spmd
+        results = step(tensors, self.observed(step.emitted, batch))
+        self.watch(step.emitted.program.spmd, tensors)
+        return results
+
+    def observed(self, emitted: Emitted, batch: Sequence[Tensor]) -> Forward:
+        """The forward half of a program, which raises ReplicaError, on all ranks alike, where copies differ. ``batch``:
+        as in ``run``."""
+        program, spmd = emitted.forward, emitted.program.spmd
         if program not in self._instrumented:
-            self._instrumented[program] = self._instrument(program, spmd, step.emitted.program.resolve)
+            self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
         own = self._instrumented[program]
         names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
         given = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
         leaders = torch.cat([_leaders([s.layout for s in given], spmd.mesh), own.leaders], dim=1)
 
-        def observed(*tensors: Tensor) -> Any:
+        def forward(*tensors: Tensor) -> Any:
             prints = [self.fingerprint(tensor) for tensor in batch]
             *results, computed = own.program(*tensors)
             self._compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
             self.passed += 1
             return results
 
-        results = step(tensors, observed)
-        self._watch(spmd, tensors)
-        return results
+        return forward
 
     # ------------------------------------------------------------------------------------------------------ the program
 
@@ -205,7 +211,7 @@ class ReplicaCheck:
 
     # ---------------------------------------------------------------------------------------------------- the gradients
 
-    def _watch(self, spmd: Spmd, tensors: Sequence[Tensor]) -> None:
+    def watch(self, spmd: Spmd, tensors: Sequence[Tensor]) -> None:
         """Compare gradients at the end of the backward pass that first reaches one of the parameters."""
         watched: list[Tensor] = []
         subjects: list[Subject] = []

@@ -158,7 +158,6 @@ class StageWorker:
     keeps: bool = True
     gradients: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    busy_with: tuple[str, int] = ("nothing yet", 0)  # for errors
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
     _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -174,7 +173,6 @@ class StageWorker:
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
         """Forward of a micro-batch: what is sent, or the loss."""
-        self.busy_with = ("forward", micro_batch)
         own = self.programs[self.sizes[micro_batch]]
         compiled = own.compiled
         tensors = self._tensors(own, micro_batch, received)
@@ -235,7 +233,6 @@ class StageWorker:
 
     def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Backward of a micro-batch, or a part of it: the cotangents of what was received."""
-        self.busy_with = (f"backward ({kind})" if kind != "backward" else kind, micro_batch)
         own = self.programs[self.sizes[micro_batch]]
         if kind != "weight":
             self._saved[micro_batch].update(self._cotangents(own, cotangents))

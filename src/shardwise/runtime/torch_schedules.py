@@ -5,7 +5,8 @@ is asked for a forward, a backward, or a part of one, of a micro-batch, and does
 autograd.
 
 What is used of torch without being public: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
-``PipelineStage``, which run a stage, and ``pipeline_order`` of schedules. Nothing outside this file knows of them.
+``PipelineStage``, which run a stage, ``pipeline_order`` of schedules, and ``_PipelineScheduleRuntime``, which runs an
+order that is given to it. Nothing outside this file knows of them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from shardwise.costs.pipeline import Action, Kind, Order
-from shardwise.plans.schedule import Schedule
+from shardwise.plans.schedule import SCHEDULES, Schedule, format_order
+from shardwise.runtime.communicator import group_timeout
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
@@ -47,7 +49,9 @@ class _Stage(PipelineStage):
     """One stage on this rank. What it is asked for comes without the number of the micro-batch, which torch's calls
     around it have."""
 
-    def __init__(self, worker: Worker, number: int, num_stages: int, device: torch.device, group: Any) -> None:
+    def __init__(
+        self, worker: Worker, number: int, num_stages: int, device: torch.device, group: Any, done: set[Action]
+    ) -> None:
         numbers = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
@@ -59,19 +63,27 @@ class _Stage(PipelineStage):
             output_args=worker.sends if number < num_stages - 1 else (loss,),
             group=group,
         )
-        self._worker, self._micro_batch = worker, -1
+        self._worker, self._micro_batch, self._done = worker, -1, done
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._micro_batch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._done.add(Action(self.stage_index, "forward", fwd_chunk_id))
+        return found
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
         self._micro_batch = bwd_chunk_id
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._done.add(Action(self.stage_index, "backward" if full_backward else "input", bwd_chunk_id))
+        return found
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._micro_batch = bwd_chunk_id
-        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        found = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._done.add(Action(self.stage_index, "weight", bwd_chunk_id))
+        return found
 
     # torch runs a schedule forward alone by leaving out what its backward does, but for what folded schedules hand over
     # on one place.
@@ -107,17 +119,26 @@ class Scheduled:
         device: torch.device,
         group: Any,
     ) -> None:
-        stages = [_Stage(worker, number, num_stages, device, group) for number, worker in sorted(workers.items())]
+        self._done: set[Action] = set()
+        stages = [
+            _Stage(worker, number, num_stages, device, group, self._done) for number, worker in sorted(workers.items())
+        ]
+        self._of, self._num_places, self._backward = schedule, num_stages // schedule.stages_per_place, True
+        self._place = schedule.place_of(min(workers), self._num_places)
         self._has_first, self._has_last = 0 in workers, num_stages - 1 in workers
         self._numbers = torch.arange(num_micro_batches)
         settings: dict[str, Any] = {"loss_fn": _is_loss, "scale_grads": False}
         if schedule.stages_per_place > 1:
             settings["backward_requires_autograd"] = False
         given: Any = stages if schedule.stages_per_place > 1 else stages[0]
-        self._schedule: Any = get_schedule_class(schedule.name)(given, num_micro_batches, **settings)
+        if schedule.is_solved:
+            self._schedule: Any = _in_order(schedule, stages, num_micro_batches, settings)
+        else:
+            self._schedule = get_schedule_class(schedule.name)(given, num_micro_batches, **settings)
 
     def step(self) -> list[Tensor]:
         """Forward and backward of all micro-batches: their losses, in order, where the last stage is."""
+        self._begin(backward=True)
         losses: list[Tensor] = []
         numbers = (self._numbers,) if self._has_first else ()
         target = self._numbers if self._has_last else None
@@ -127,11 +148,31 @@ class Scheduled:
 
     def forward(self) -> list[Tensor]:
         """Forward of all micro-batches alone."""
+        self._begin(backward=False)
         numbers = (self._numbers,) if self._has_first else ()
         target = self._numbers if self._has_last else None
         with torch.no_grad():
             self._schedule.eval(*numbers, target=target, return_outputs=False)
         return []
+
+    def _begin(self, *, backward: bool) -> None:
+        self._done.clear()
+        self._backward = backward
+
+    def next_action(self) -> Action | None:
+        """The first action of this place that is not done; None: all are."""
+        order = order_of(self._of, self._num_places, len(self._numbers))[self._place]
+        left = (action for action in order if self._backward or action.kind == "forward")
+        return next((action for action in left if action not in self._done), None)
+
+
+def _in_order(schedule: Schedule, stages: list[_Stage], num_micro_batches: int, settings: dict[str, Any]) -> Any:
+    """torch's runtime of an order that is not its own."""
+    made: Any = _PipelineScheduleRuntime(stages, num_micro_batches, **settings)
+    lines = (line.split() for line in format_order(schedule.actions))
+    made.pipeline_order = {place: [_Action.from_str(text) for text in line] for place, line in enumerate(lines)}
+    made._prepare_schedule_with_comms(made.pipeline_order)  # sets where every stage is, too
+    return made
 
 
 def _is_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -139,7 +180,12 @@ def _is_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Order:
-    """What every place does, in torch's order. No process group is needed."""
+    """What every place does: in the solved order, or in torch's. Until an order is solved, that of the schedule that
+    takes its place. No process group is needed."""
+    if schedule.actions:
+        return schedule.actions
+    if schedule.is_solved:
+        schedule = SCHEDULES[schedule.instead]
     found: list[tuple[Action, ...]] = []
     num_stages = num_places * schedule.stages_per_place
     stages = [
@@ -186,7 +232,7 @@ def _numbered(actions: Sequence[Action]) -> list[Action]:
 
 def position_groups(places: Sequence[Sequence[int]]) -> list[Any]:
     """Per position the group of the ranks that have it in every place; all ranks make all of them."""
-    return [dist.new_group(sorted(ranks)) for ranks in zip(*places, strict=True)]
+    return [dist.new_group(sorted(ranks), timeout=group_timeout()) for ranks in zip(*places, strict=True)]
 
 
 __all__ = ["Scheduled", "Worker", "order_of", "position_groups"]

@@ -9,13 +9,13 @@ What is held for a moment only, operands and messages of one choice, does not ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.costs.kernels import is_view
 from shardwise.graph.ir import Graph, Op
@@ -23,6 +23,7 @@ from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
+from shardwise.search.conversion_tables import bytes_sent, is_copied, seconds_between
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 
@@ -224,6 +225,7 @@ class _Builder:
         self.dropped = {name for op in self.graph.ops if op.name in away for name in op.results}
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
+        self._longest: dict[object, float] = {}
         self.consumers = _consumers(self.graph, domains.operators, domains.active)
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
 
@@ -260,10 +262,10 @@ class _Builder:
 
         def table() -> Components:
             numel = routes.numel[nodes].astype(np.float64)
-            update = domains.prices.casts(value, 1.0, updated)
-            update += domains.prices.update(value, 1.0) if updated else 0.0
-            per_element = domains.prices.state_bytes(value, updated)
-            return numel * update, None, None, numel * per_element
+            seconds = numel * domains.prices.casts(value, 1.0, updated)
+            if updated:
+                seconds += [domains.prices.update(value, count) for count in numel.tolist()]
+            return seconds, None, None, numel * domains.prices.state_bytes(value, updated)
 
         dtypes = value.dtype, value.stored, value.reduced
         self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), table)
@@ -327,19 +329,20 @@ class _Builder:
         variable = self._add(SharedVariable(name, routes, nodes))
         kept = self._is_kept(name) and not self._is_dropped(name)
         stored_as_it_is = traffic and self.graph.by_name[name].stored is None
-        times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
+        key: object = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, stored_as_it_is)
+        window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
 
         def table() -> Components:
             seconds = routes.prices(nodes)[made]
             held = np.zeros_like(seconds)
             if kept:
                 # A parameter is counted where it is stored, any other value, and a parameter's cast, here.
-                copied = _copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
+                copied = is_copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
-            return self._placed(seconds * times, held, traffic)
+            share = self._share_of_pass(routes, made, nodes, traffic)
+            return self._placed(seconds, held, traffic, window, share)
 
-        key = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, stored_as_it_is)
-        self._factor((maker, variable), key, table, partial(_sent, routes, made, nodes))
+        self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str) -> bool:
@@ -367,11 +370,10 @@ class _Builder:
             isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None
         )
         dropped = self._is_dropped(name)
-        times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
+        is_once = isinstance(maker, StorageVariable) and len(positions) == 1
+        key: object = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, is_once)
 
-        def table() -> Components:
-            seconds = np.zeros((len(made), len(domain)))
-            held = np.zeros_like(seconds)
+        def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
             done: list[Ints] = []
             for position in positions:
                 nodes = domain.operands[position]
@@ -379,22 +381,37 @@ class _Builder:
                 fresh = np.ones(len(domain))
                 for other in done:  # two operands in the same layout share the conversion
                     fresh *= nodes != other
-                seconds += self._between(routes, made, nodes) * fresh[None, :]
+                yield position, nodes, fresh
+                done.append(nodes)
+
+        def taken() -> Floats:
+            seconds = np.zeros((len(made), len(domain)))
+            for _, nodes, fresh in fresh_nodes():
+                seconds += seconds_between(routes, made, nodes) * fresh[None, :]
+            return seconds
+
+        window = self._window(name, key, taken) if traffic else inf
+
+        def table() -> Components:
+            held = np.zeros((len(made), len(domain)))
+            for position, nodes, fresh in fresh_nodes():
                 if position in domain.keeps and not dropped:
-                    copied = _copied(routes, made, nodes)
+                    copied = is_copied(routes, made, nodes)
                     if computed:
                         copied = np.ones_like(copied)  # the value itself, or the parameter's cast, is kept, once
                     held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
-                done.append(nodes)
-            return self._placed(seconds * times, held, traffic)
+            share: Floats | float = 1.0
+            if is_once:
+                ((_, nodes, _),) = fresh_nodes()
+                share = self._share_of_pass(routes, made, nodes, is_once)
+            return self._placed(taken(), held, traffic, window, share)
 
-        def sent() -> Floats:
-            tables = [_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
+        def transient() -> Floats:
+            tables = [bytes_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
             most: Floats = np.max(tables, axis=0)
             return most
 
-        key = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped)
-        self._factor((home, variable), key, table, sent)
+        self._factor((home, variable), (key, window), table, transient)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
         """[strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
@@ -408,13 +425,14 @@ class _Builder:
                 total += routes.numel[nodes] * routes.tensor.grad_itemsize
         return total
 
-    @staticmethod
-    def _between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
-        """[made, nodes] seconds; each pair of layouts once, however many strategies have it."""
-        rows, back = np.unique(made, return_inverse=True)
-        columns, forth = np.unique(nodes, return_inverse=True)
-        small = routes.prices(columns)[rows]
-        return small[back][:, forth]
+    def _share_of_pass(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
+        """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
+        that is no smaller than what operators use, unless it is gathered again (``programs.once``)."""
+        passes = self.domains.prices.passes
+        if not is_once or passes == 1 or self.again.gathers:
+            return 1.0
+        keeps_size = routes.numel[made][:, None] == routes.numel[nodes][None, :]
+        return np.where(keeps_size, 1 / passes, 1.0)
 
     def _deliver(self) -> None:
         """The loss is needed whole, and buffers that are written back."""
@@ -430,17 +448,29 @@ class _Builder:
 
             self._factor((home,), ("deliver", id(routes), made.tobytes()), table)
 
-    def _placed(self, seconds: Floats, held: Floats, traffic: bool) -> Components:
+    def _window(self, name: str, key: object, seconds: Callable[[], Floats]) -> float:
+        """What messages of a parameter can hide behind; inf where no conversion of ``key`` is longer."""
+        if key not in self._longest:
+            self._longest[key] = float(seconds().max(initial=0.0))
+        own = self.domains.windows[name]
+        return own if own < self._longest[key] else inf
+
+    def _placed(
+        self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float = 1.0
+    ) -> Components:
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
-        once, that of values does not."""
+        once and as there is any in its window, that of values does not. Gathered again, it is in backward. ``share``:
+        a pass's share of what a step does once, which nothing hides."""
         some = held if held.any() else None
-        hidden = self.domains.prices.device.overlap if traffic else 0.0
-        return (
-            None if hidden == 1 else seconds * (1 - hidden),
-            None,
-            seconds * hidden if hidden else None,
-            some,
+        overlap = self.domains.prices.device.overlap if traffic else 0.0
+        times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
+        hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
+        exposed = times * seconds - hidden
+        hidden, exposed = (
+            np.where(np.less(share, 1), 0.0, hidden),
+            np.where(np.less(share, 1), seconds * share, exposed),
         )
+        return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
     def _factor(
         self,
@@ -458,20 +488,6 @@ class _Builder:
             if transient is not None:
                 self.cost.transients[number] = transient
         self.cost.factors.append((scope, number))
-
-
-def _copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
-    """[made, nodes]: whether a conversion makes another tensor. Between invariant and replicated it is the same one."""
-    codes = np.where(routes.codes == STATES.index("R"), STATES.index("I"), routes.codes)
-    return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
-
-
-def _sent(routes: Routes, made: Ints, nodes: Ints) -> Floats:
-    """[made, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
-    what lies between on a longer route is not looked at."""
-    before, after = routes.numel[made][:, None], routes.numel[nodes][None, :]
-    held = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
-    return np.where(_copied(routes, made, nodes), held, 0.0)
 
 
 def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:

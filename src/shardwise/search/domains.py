@@ -20,6 +20,7 @@ from shardwise.costs.flops import FLOPS
 from shardwise.costs.fragments import Fragments
 from shardwise.costs.routing import Router
 from shardwise.costs.saved import saved_by
+from shardwise.costs.windows import windows_of
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
 from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, Places, Split, Where
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
@@ -96,6 +97,11 @@ class Domains:
             if any(name in found for name in op.operands):
                 found.update(op.results)
         return frozenset(found)
+
+    @cached_property
+    def windows(self) -> dict[str, float]:
+        """Parameter -> seconds that its messages can hide behind."""
+        return windows_of(self.graph, self.prices)
 
     @cached_property
     def operators(self) -> tuple[Op, ...]:

@@ -38,6 +38,7 @@ def plan_within(
     host that is the device."""
     fitting: list[tuple[Planner, Planned, How | None]] = []
     refused: list[Planned] = []
+    hopeless: list[tuple[Planner, How | None]] = []  # what adds up is too much already
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
     for how, held, moved in LADDER:
@@ -47,20 +48,30 @@ def plan_within(
             continue
         levers = Levers.of(planner.graph, segments, how, held, moved if offload == "auto" else offload)
         own = _with(planner, levers)
-        planned = own.plan()
-        if planned.ranking.excess:
+        planned = own.plan_that_may_fit()
+        if planned is None:
+            hopeless.append((own, how))
+        elif planned.ranking.excess:
             refused.append(planned)
-            continue
-        fitting.append((own, planned, how))
-        if how is None and held == (gathered or "held"):
-            break  # nothing is made again but what the model asks for
-        if len(fitting) == ENOUGH:
-            break
+        else:
+            fitting.append((own, planned, how))
+            if how is None and held == (gathered or "held"):
+                break  # nothing is made again but what the model asks for
+            if len(fitting) == ENOUGH:
+                break
+    if not fitting:  # bytes that add up may be a few more than the peak
+        for own, how in hopeless:
+            planned = own.plan()
+            if planned.ranking.excess:
+                refused.append(planned)
+            else:
+                fitting.append((own, planned, how))
+                break
     if not fitting:
         return min(refused, key=lambda planned: planned.ranking.best.num_bytes)
     eased = [_eased(own, planned, how, segments) for own, planned, how in fitting]
     best = min(eased, key=lambda one: one.prediction.simulated_seconds or one.prediction.step_seconds)
-    if not refused:
+    if not refused and not hopeless:
         return best
     bound = min(best.prediction.bound, planner.bound_without_limit())
     return replace(best, prediction=replace(best.prediction, bound=bound))

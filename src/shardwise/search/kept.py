@@ -63,7 +63,7 @@ def sum_whole(choice: Choice, graph: Graph, factored: Factored, mesh: Mesh) -> C
     partial sums summed by an all-reduce, although a consumer would have taken a part by a reduce-scatter."""
     strategies = dict(choice.strategies)
     for value, text in graph.constraints:
-        if text != SUMMED:
+        if text != SUMMED or value not in graph.producer:  # what another stage has sent was summed there
             continue
         mark = graph.producer[value]
         (operand,) = mark.operands

@@ -27,6 +27,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.once import with_once
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.rules.atoms import Factored
@@ -111,6 +112,21 @@ class Planner:
     def plan(self) -> Planned:
         """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
         the one that needs least."""
+        searches, refused = self._searches()
+        if searches:
+            return self._planned(self.fastest(searches), searches)
+        num_bytes, cost = min(refused, key=lambda pair: pair[0])
+        least = searched(cost, self.settings.search, num_bytes)
+        return self._planned(self.within_moments(least, self.rank([least])), [])
+
+    def plan_that_may_fit(self) -> Planned | None:
+        """As ``plan``; None where what plans hold for long is too much by itself on every mesh, so that no program is
+        built."""
+        searches, _ = self._searches()
+        return self._planned(self.fastest(searches), searches) if searches else None
+
+    def _searches(self) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
+        """The searches of the meshes on which something fits, and of the others the least bytes."""
         searches: list[Search] = []
         refused: list[tuple[float, CostGraph]] = []
         for mesh in self.meshes:
@@ -120,11 +136,7 @@ class Planner:
                 searches.append(searched(cost, self.settings.search, self.limit, cutoff))
             except DoesNotFit as error:
                 refused.append((error.num_bytes, cost))
-        if searches:
-            return self._planned(self.fastest(searches), searches)
-        num_bytes, cost = min(refused, key=lambda pair: pair[0])
-        least = searched(cost, self.settings.search, num_bytes)
-        return self._planned(self.within_moments(least, self.rank([least])), [])
+        return searches, refused
 
     # -- prices --------------------------------------------------------------------------------------------------------
 
@@ -269,7 +281,10 @@ def built(
         choice = stored_apart(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **said})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    return choice, with_levers(spmd, graph, settings.levers, kinds)
+    spmd = with_levers(spmd, graph, settings.levers, kinds)
+    if settings.passes > 1:
+        spmd = with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
+    return choice, spmd
 
 
 def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
@@ -289,7 +304,7 @@ def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Predictio
     """The prediction with the seconds of the program that the plan is."""
     domains = search.cost.domains
     free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
-    price = price_program(spmd, domains.prices, free)
+    price = price_program(spmd, domains.prices, free, domains.windows)
     return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
 
 

@@ -21,7 +21,8 @@ from shardwise.programs.spmd import Choice, Spmd
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """``stage``: 1, 2 or 3 (in one pass 1 and 2 are the same: gradients are reduced once, and scattered).
+    """``stage``: 1, 2 or 3 (in one pass 1 and 2 are the same; of several, 1 gathers once and scatters whole gradients
+    once, 2 in every pass).
     ``whole_below``: parameters with fewer elements stay whole. ``over``: mesh axes; by default all on which a parameter
     would be copied (some of them: hybrid sharding, HSDP). Raises ShardwiseError for anything else."""
 

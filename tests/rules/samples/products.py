@@ -43,6 +43,8 @@ CONTRACTIONS = [
 ATTENTION = [
     call(aten.scaled_dot_product_attention.default, x(2, 2, 3, 4), x(2, 2, 5, 4), x(2, 2, 5, 3)),
     call(aten.scaled_dot_product_attention.default, x(2, 2, 4, 2), x(2, 2, 4, 2), x(2, 2, 4, 2), None, 0.0, True),
+    call(aten.scaled_dot_product_attention.default, x(1, 2, 4, 2), x(1, 2, 7, 2), x(1, 2, 7, 2), None, 0.0, True),
+    call(aten.scaled_dot_product_attention.default, x(1, 2, 7, 2), x(1, 2, 4, 2), x(1, 2, 4, 2), None, 0.0, True),
     call(
         aten.scaled_dot_product_attention.default,
         x(2, 6, 3, 4),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import engine
+from shardwise.mindspore.holding import copies, held, is_elsewhere
 from shardwise.mindspore.nn.optimizer import Optimizer, Rate
 
 Tensor = torch.Tensor
@@ -171,9 +171,11 @@ class Lamb(_Moments):
 def _whole_norms(parameter: Tensor, direction: Tensor) -> Tensor:
     """The 2-norms of a whole parameter and of its direction, of which this rank may hold a part."""
     squares = torch.stack([tensor.detach().square().sum() for tensor in (parameter, direction)])
-    if engine.held(parameter) is not None:
-        squares = squares / engine.copies(parameter)
-        dist.all_reduce(squares)
+    if held(parameter) is not None:
+        here = squares.new_tensor([0.0 if is_elsewhere(parameter) else 1.0])  # stages may share a parameter
+        both = torch.cat([squares, here]) / copies(parameter)
+        dist.all_reduce(both)
+        squares = both[:2] / both[2]
     return squares.sqrt()
 
 

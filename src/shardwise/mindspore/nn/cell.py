@@ -20,7 +20,6 @@ from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Parameter
 from shardwise.mindspore.tensor_methods import in_words
 
-LATER = "follows in a later version"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
 
 
@@ -240,20 +239,29 @@ class Cell(nn.Module):
 
     @property
     def pipeline_stage(self) -> int | None:
-        """The stage that was set. Today there is one, which has the whole job: 0."""
+        """The stage of a pipeline in which the cell runs, from 0, with the option ``pipeline_stages``; None: that of
+        the cell around it."""
         return self._stage
 
     @pipeline_stage.setter
     def pipeline_stage(self, stage: int) -> None:
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise ValueError(problem(f"pipeline_stage is {stage!r}", fix="a whole number from 0"))
-        if stage == 0:  # the only stage that there is
-            self._stage = stage
-            return
-        raise NotImplementedError(
-            f"{type(self).__name__}.pipeline_stage = {stage}: pipeline stages {LATER}; operator-level, data-parallel "
-            "and automatic plans need none"
-        )
+        self._stage = _number("pipeline_stage", stage)
+
+    @property
+    def pipeline_segment(self) -> int | None:
+        """With ``pipeline_interleave`` every stage has two parts of the network: 0, and further behind 1."""
+        segment: int | None = vars(self).get("_segment")
+        return segment
+
+    @pipeline_segment.setter
+    def pipeline_segment(self, segment: int) -> None:
+        self._segment = _number("pipeline_segment", segment)
+
+
+def _number(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
+    return value
 
 
 def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:

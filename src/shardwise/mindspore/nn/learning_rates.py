@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.tensor import Tensor
 
 
 def _steps(total_step: int, step_per_epoch: int, epochs: int) -> list[int]:
@@ -105,13 +109,15 @@ def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup
 
 
 class LearningRateSchedule:
-    """Base of learning rates as functions of the step, from 0: override ``construct``."""
+    """Base of learning rates as functions of the step, from 0: override ``construct``, which is given a tensor (those
+    of this module a number)."""
 
-    def construct(self, global_step: int) -> float:
+    def construct(self, global_step: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not define construct")
 
-    def __call__(self, global_step: int) -> float:
-        return self.construct(global_step)
+    def __call__(self, global_step: Any) -> Any:
+        is_own = type(self).__module__ == __name__
+        return self.construct(int(global_step) if is_own else Tensor(int(global_step), torch.int32))
 
 
 class ExponentialDecayLR(LearningRateSchedule):

@@ -14,6 +14,7 @@ from shardwise.launch import rank_groups
 from shardwise.launch.ranks import rank
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.holding import Held, held, own_shard
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Tensor
 
@@ -71,7 +72,7 @@ class Optimizer:
             for group in groups
         ]
         self._torch: torch.optim.Optimizer | None = None
-        self._loaded: list[tuple[str, nn.Parameter, str, engine.Held | None]] = []  # states, before their first step
+        self._loaded: list[tuple[str, nn.Parameter, str, Held | None]] = []  # states, before their first step
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         raise NotImplementedError
@@ -185,8 +186,8 @@ class Optimizer:
     def _place_loaded(self) -> None:
         """Give parameters, which are split by now, their parts of the states that were loaded."""
         for name, parameter, key, of in self._loaded:
-            now = engine.held(parameter)
-            if of is not None and of.layout.positions and of != now:
+            now = held(parameter)
+            if of is not None and of.is_split and of != now:
                 here = "whole" if now is None else f"split as {now.layout}"
                 raise RuntimeError(
                     problem(
@@ -195,7 +196,7 @@ class Optimizer:
                     )
                 )
             state = self._built().state[parameter]
-            state[key] = engine.own_shard(state[key], parameter)
+            state[key] = own_shard(state[key], parameter)
         self._loaded = []
 
 

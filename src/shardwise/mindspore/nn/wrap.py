@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
-from shardwise.mindspore import context
+from shardwise.mindspore import context, staged
 from shardwise.mindspore.amp import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleManager,
     FixedLossScaleUpdateCell,
     all_finite,
 )
+from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm
+from shardwise.mindspore.holding import averaged_over
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.optimizer import Optimizer
@@ -216,17 +218,44 @@ class ParameterUpdate(Cell):
 
 
 class PipelineCell(Cell):
-    """A network whose batch is cut into micro-batches for pipeline stages: not built yet."""
+    """A network that returns its loss, on ``micro_size`` parts of its batch, one after the other: the sum of their
+    losses. With ``pipeline_stages`` its cells run in their stages (``pipeline_stage``), several parts at a time; the
+    sum is a number there, of a loss vector that of its elements."""
 
-    def __init__(self, network: nn.Module, micro_size: int) -> None:
-        raise NotImplementedError(
-            f"PipelineCell(..., micro_size={micro_size}): pipeline stages follow in a later version; train the network "
-            "itself, with operator-level, data-parallel or automatic plans"
-        )
+    is_wrapper = True
+
+    def __init__(self, network: nn.Module, micro_size: int, stage_config: dict[str, int] | None = None) -> None:
+        super().__init__()
+        if isinstance(micro_size, bool) or not isinstance(micro_size, int) or micro_size < 1:
+            raise ValueError(problem(f"micro_size is {micro_size!r}", fix="a whole number from 1"))
+        self.network, self.micro_size = network, micro_size
+        cells = dict(network.named_modules())
+        for name, stage in (stage_config or {}).items():
+            if not isinstance(cell := cells.get(name), Cell):
+                raise ValueError(problem(f"stage_config names {name!r}", fix=closest(name, cells)))
+            cell.pipeline_stage = stage
+
+    def construct(self, *inputs: Any) -> Any:
+        losses = [self.network(*part) for part in staged.parts_of(inputs, self.micro_size)]
+        return sum(losses[1:], losses[0])
+
+
+class PipelineGradReducer(Cell):
+    """``PipelineGradReducer(parameters)(grads)``: the gradients of a ``PipelineCell``, sums over micro-batches and
+    ranks already, divided by ``scale_sense``, and with ``gradients_mean`` by the ranks that hold the same."""
+
+    def __init__(self, parameters: Any, scale_sense: float = 1.0, opt_shard: Any = None) -> None:
+        super().__init__()
+        self._of, self.scale_sense = tuple(parameters), float(scale_sense)
+
+    def __call__(self, grads: Any) -> tuple[Any, ...]:
+        mean = context.options().gradients_mean and staged.is_on()
+        ranks = [averaged_over(parameter) if mean else 1 for parameter in self._of]
+        return tuple(grad / (self.scale_sense * n) for grad, n in zip(grads, ranks, strict=True))
 
 
 __all__ = [
     "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "MicroBatchInterleaved",
-    "ParameterUpdate", "PipelineCell", "TimeDistributed", "TrainOneStepCell", "TrainOneStepWithLossScaleCell",
-    "WithEvalCell", "WithGradCell", "WithLossCell",
+    "ParameterUpdate", "PipelineCell", "PipelineGradReducer", "TimeDistributed", "TrainOneStepCell",
+    "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithGradCell", "WithLossCell",
 ]  # fmt: skip

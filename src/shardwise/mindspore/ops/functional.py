@@ -12,6 +12,7 @@ from torch import nn, vmap
 from shardwise.errors import problem
 from shardwise.mindspore import context, engine, strict
 from shardwise.mindspore.engine import STRATEGIES
+from shardwise.mindspore.holding import averaged_over
 from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.storage import PARAMETERS
@@ -38,7 +39,7 @@ def differentiate(
         weight.grad = None
     split = None
     if isinstance(network, nn.Module) and engine.is_split() and engine.is_outermost():
-        split, result = engine.run(network, tuple(map(plain, inputs)), kwargs)
+        split, result = engine.run(network, tuple(map(plain, inputs)), kwargs, sens)
     else:
         result = network(*inputs, **kwargs)
     loss = result[0] if isinstance(result, (tuple, list)) else result
@@ -48,7 +49,7 @@ def differentiate(
         weight.grad = grad
     if split is not None:
         if options.gradients_mean:
-            grads = tuple(grad / engine.averaged_over(weight) for grad, weight in zip(grads, weights, strict=True))
+            grads = tuple(grad / averaged_over(weight) for grad, weight in zip(grads, weights, strict=True))
         if loss.dim():
             own_loss = engine.own_part(split, 0, loss.detach())
             result = (own_loss, *result[1:]) if isinstance(result, (tuple, list)) else own_loss
@@ -84,9 +85,11 @@ def value_and_grad(
         raise ValueError(problem("value_and_grad differentiates by nothing", fix="give grad_position or weights"))
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        inputs = list(args)
-        for position in positions:
-            inputs[position] = plain(inputs[position]).detach().requires_grad_()
+        inputs = [plain(own) if place in positions else own for place, own in enumerate(args)]
+        is_inner = any(inputs[position].requires_grad for position in positions)  # of a function that is differentiated
+        if not is_inner:
+            for position in positions:
+                inputs[position] = inputs[position].detach().requires_grad_()
         wanted = [*(inputs[position] for position in positions), *(listed or ())]
         before = [tensor.grad for tensor in listed or ()]
         for tensor in wanted:
@@ -98,15 +101,20 @@ def value_and_grad(
             if not isinstance(loss, torch.Tensor):
                 told = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
                 raise TypeError(problem(told, fix="return tensors, or the loss first, with has_aux=True"))
-        torch.stack([loss.sum() for loss in losses]).sum().backward()
-        grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted)
+        total = torch.stack([loss.sum() for loss in losses]).sum()
+        if is_inner:
+            found = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
+        else:
+            total.backward()
+            found = tuple(tensor.grad for tensor in wanted)
+        grads = tuple(torch.zeros_like(x) if own is None else own for x, own in zip(wanted, found, strict=True))
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
         of_inputs, of_weights = as_tensors[: len(positions)], as_tensors[len(positions) :]
         first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
-        return engine.detached(result), both
+        return (result if is_inner else engine.detached(result)), both
 
     return differentiated
 
@@ -179,7 +187,7 @@ def _split_as(name: str, role: str, given: tuple[Any, Any], values: tuple[Any, .
     if strategy is None or not (options.distributed and torch.compiler.is_exporting()):
         return values
     shapes = [tuple(getattr(tensor, "shape", ())) for tensor in values]
-    strict.check_tensors(name, role, strategy, shapes, options.devices, even=options.strict)
+    strict.check_tensors(name, role, strategy, shapes, options.stage_devices, even=options.strict)
     return tuple(
         laid(tensor, layout) if layout else counted(tensor, counts) if counts else tensor
         for tensor, counts, layout in zip(values, strategy, layouts or (None,) * len(values), strict=True)

@@ -99,7 +99,7 @@ class Gather(Primitive):
         axis = self._axis(args, self.strategy_shapes(args))
         names = {2: ("v", "e")} if axis == 0 else {2: ("d0", "v0")}
         wanted = dict(zip(names[2], (rows, *columns), strict=True))
-        axes = axes_of_counts(wanted, sw.Mesh({AXIS: options.devices}))
+        axes = axes_of_counts(wanted, sw.Mesh({AXIS: options.stage_devices}))
         words = []
         for name in wanted:
             sub_axes = [sub for sub, choice in axes.items() if choice == name]
@@ -140,7 +140,7 @@ class Gather(Primitive):
             self._check_split_axis(params, indices, shapes, axis)
 
     def _check_split_axis(self, params: tuple[int, ...], indices: tuple[int, ...], shapes: Shapes, axis: int) -> None:
-        devices = context.options().devices
+        devices = context.options().stage_devices
         both = axis == 0 and prod(indices) == indices[0] and prod(params) == params[0]
         if prod(indices) > 1 and not (both and indices[0] * params[0] == devices):
             raise strict.failure(
@@ -174,7 +174,7 @@ class Gather(Primitive):
         def fail(what: str, fix: str) -> strict.StrategyError:
             return strict.failure(self.title, f"manual_split {lengths}: {what}", fix)
 
-        rows, devices = shapes[0][0], context.options().devices
+        rows, devices = shapes[0][0], context.options().stage_devices
         if axis != 0:
             raise fail(f"axis must be 0, but get {axis}", "look up rows; transpose first")
         if not isinstance(lengths, (tuple, list)) or not all(type(length) is int and length > 0 for length in lengths):

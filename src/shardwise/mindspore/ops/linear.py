@@ -24,7 +24,13 @@ class MatMul(Primitive):
         super().__init__(transpose_a=transpose_a, transpose_b=transpose_b)
         self.transpose_a, self.transpose_b = transpose_a, transpose_b
 
+    def _is_linear(self, *shapes: Any) -> bool:
+        """Whether torch has the product as one operator, which reads a weight of (out, in) as it is stored."""
+        return self.transpose_b and not self.transpose_a and all(len(shape) == 2 for shape in shapes)
+
     def compute(self, x: Any, y: Any) -> Any:
+        if self._is_linear(x.shape, y.shape) and x.shape[1] == y.shape[1]:
+            return torch.nn.functional.linear(x, y)
         x = x.transpose(-1, -2) if self.transpose_a else x
         y = y.transpose(-1, -2) if self.transpose_b else y
         if min(x.dim(), y.dim()) > 1 and x.shape[-1] != y.shape[-2]:
@@ -38,7 +44,7 @@ class MatMul(Primitive):
         return torch.matmul(x, y)
 
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
-        swapped = (self.transpose_a, self.transpose_b)
+        swapped = (self.transpose_a, self.transpose_b and not self._is_linear(*shapes))
         first, second = (
             (*counts[:-2], counts[-1], counts[-2]) if swap and len(counts) > 1 else counts
             for counts, swap in zip(strategy, swapped, strict=True)
@@ -62,7 +68,7 @@ class MatMul(Primitive):
         wanted = dict(
             zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
         )
-        mesh = sw.Mesh({AXIS: context.options().devices})
+        mesh = sw.Mesh({AXIS: context.options().stage_devices})
         choices = axes_of_counts(wanted, mesh)
         return " ".join(
             f"{name}@({','.join(axis for axis in choices if choices[axis] == name)})"

@@ -73,7 +73,7 @@ def counted(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
 
 def laid(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A value in a layout by names."""
-    return sw.constrain(x, layout.text(tuple(x.shape), context.options().devices))
+    return sw.constrain(x, layout.text(tuple(x.shape), context.options().stage_devices))
 
 
 class Primitive:
@@ -183,10 +183,10 @@ class Primitive:
         shapes = self.strategy_shapes(args)
         strategy = self.in_strategy
         if strategy is None and self.data_parallel and shapes and shapes[0]:
-            strategy = ((options.devices, *(1,) * (len(shapes[0]) - 1)), *((),) * (len(shapes) - 1))
+            strategy = ((options.stage_devices, *(1,) * (len(shapes[0]) - 1)), *((),) * (len(shapes) - 1))
         elif strategy is not None:
             strategy = self.completed(strategy, shapes, args)
-            strict.check(self, strategy, shapes, args, options.devices, even=options.strict)
+            strict.check(self, strategy, shapes, args, options.stage_devices, even=options.strict)
         out = self.out_counts(strategy, shapes, args, strict=options.strict) if strategy is not None else None
         text = self.strategy_text(strategy, args)
         call: Callable[..., Any] = self.compute

@@ -42,6 +42,14 @@ from shardwise.mindspore.train.serialization import (
     load_param_into_net,
     save_checkpoint,
 )
+from shardwise.mindspore.train.transforms import (
+    build_searched_strategy,
+    merge_pipeline_strategys,
+    merge_sliced_parameter,
+    rank_list_for_transform,
+    transform_checkpoint_by_rank,
+    transform_checkpoints,
+)
 from shardwise.mindspore.train.watching import EarlyStopping, History, LearningRateScheduler, ReduceLROnPlateau
 
 __all__ = [
@@ -49,7 +57,8 @@ __all__ = [
     "Dice", "DynamicLossScaleManager", "EarlyStopping", "Fbeta", "FixedLossScaleManager", "History", "LambdaCallback",
     "LearningRateScheduler", "Loss", "LossMonitor", "Metric", "Model", "ModelCheckpoint", "Perplexity", "Precision",
     "Recall", "ReduceLROnPlateau", "RunContext", "TimeMonitor", "Top1CategoricalAccuracy", "Top5CategoricalAccuracy",
-    "TopKCategoricalAccuracy", "auc", "export", "get_metric_fn", "load", "load_checkpoint",
-    "load_distributed_checkpoint", "load_param_into_net", "names", "save_checkpoint",
+    "TopKCategoricalAccuracy", "auc", "build_searched_strategy", "export", "get_metric_fn", "load", "load_checkpoint",
+    "load_distributed_checkpoint", "load_param_into_net", "merge_pipeline_strategys", "merge_sliced_parameter", "names",
+    "rank_list_for_transform", "save_checkpoint", "transform_checkpoint_by_rank", "transform_checkpoints",
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__, {"SummaryCollector": "TimeMonitor and LossMonitor print"})

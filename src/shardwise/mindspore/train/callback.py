@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore import staged
 from shardwise.mindspore.train.serialization import save_checkpoint
 
 
@@ -132,7 +133,8 @@ def callbacks_of(argument: Any) -> list[Callback]:
 
 class LossMonitor(Callback):
     """Prints ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps: the
-    network's loss, of a loss vector the mean of this rank's part. Raises ValueError when it is not a number any more.
+    network's loss, of a loss vector the mean of this rank's part. Of the ranks of a pipeline those of the last stage
+    print (with ``pipeline_result_broadcast`` all). Raises ValueError when it is not a number any more.
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
@@ -148,7 +150,7 @@ class LossMonitor(Callback):
         where = f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}"
         if not np.isfinite(value):
             raise ValueError(f"{where}. Invalid loss, terminating training.")
-        if self._every and params.cur_step_num % self._every == 0:
+        if self._every and params.cur_step_num % self._every == 0 and staged.shows_loss():
             print_line(f"{where}, loss is {value}")
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
@@ -201,8 +203,8 @@ class LambdaCallback(Callback):
 @dataclass
 class CheckpointConfig:
     """How often, how many and what: every ``save_checkpoint_steps`` steps (0: not) or ``save_checkpoint_seconds``,
-    at most ``keep_checkpoint_max`` files. ``integrated_save``: True would gather whole tensors, which follows in a
-    later version; each rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict."""
+    at most ``keep_checkpoint_max`` files. ``integrated_save``: whole tensors, which all ranks gather, else each
+    rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict."""
 
     save_checkpoint_steps: int = 1
     save_checkpoint_seconds: int = 0
@@ -218,11 +220,6 @@ class CheckpointConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
-        if self.integrated_save:
-            raise NotImplementedError(
-                "CheckpointConfig(integrated_save=True): whole tensors in one file follow in a later version; every "
-                "rank saves its own part (integrated_save=False), and load_checkpoint gives it back"
-            )
 
 
 class ModelCheckpoint(Callback):
@@ -285,7 +282,7 @@ class ModelCheckpoint(Callback):
             else:
                 raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
         saved = self._config.saved_network or params.network
-        save_checkpoint(saved, str(path), append_dict=info, optimizer=params.optimizer)
+        save_checkpoint(saved, str(path), self._config.integrated_save, info, params.optimizer)
         self._files.append(path)
         self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
         while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,21 @@ from shardwise.launch.ranks import rank
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.mindspore import context, engine
+from shardwise.mindspore.holding import Held, gathered, held, hold, is_elsewhere, joined, own_shard
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.tensor import Parameter, as_torch
-from shardwise.runtime.shards import shard
 
 FORMAT = "shardwise-rank-checkpoint"
 
 
 class Slice(Parameter):
     """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one. ``is_state``: of an
-    optimizer."""
+    optimizer. ``path``: where it is, or its parameter, in the network that was saved."""
 
-    held: engine.Held | None = None
+    held: Held | None = None
     is_state = False
+    path = ""
 
 
 def save_checkpoint(
@@ -40,7 +40,8 @@ def save_checkpoint(
     append_dict: dict[str, Any] | None = None,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them.
+    """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them; with
+    ``integrated_save`` whole: all ranks call it then.
 
     Buffers (running statistics) are saved, too, and the states of an optimizer: of ``optimizer``, or of a cell that
     trains (``nn.TrainOneStepCell``).
@@ -53,24 +54,60 @@ def save_checkpoint(
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
-    entries = {name: _entry(tensor, engine.held(tensor)) for name, tensor in tensors.items()}
-    for name, (state, parameter) in ({} if optimizer is None else optimizer.states()).items():
-        of_parameter = parameter is not None and state.shape == parameter.shape
-        holding = engine.held(parameter) if of_parameter and parameter is not None else None
-        entries[name] = {**_entry(state, holding), "state": True}
+    kept: dict[str, tuple[torch.Tensor, Held | None, torch.Tensor | None]] = {}  # a tensor, and whose state it is
+    for name, tensor in tensors.items():
+        if integrated_save:
+            kept[name] = gathered(tensor, held(tensor)), None, None
+        elif not is_elsewhere(tensor):
+            kept[name] = tensor, held(tensor), None
+    states: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {} if optimizer is None else optimizer.states()
+    for name, (state, parameter) in states.items():
+        holding = held(parameter) if parameter is not None and state.shape == parameter.shape else None
+        if integrated_save and holding is not None:
+            kept[name] = gathered(state, holding), None, parameter
+        elif integrated_save or parameter is None or not is_elsewhere(parameter):
+            kept[name] = state, holding, parameter
+    paths = _paths(save_obj) if isinstance(save_obj, nn.Module) else {}
+    entries = {}
+    for name, (tensor, of, owner) in kept.items():
+        is_state = name not in tensors
+        entries[name] = entry_of(tensor, of) | ({"state": True} if is_state else {})
+        entries[name]["path"] = paths.get(id(owner if is_state else tensors[name]), name)
     path = Path(ckpt_file_name)
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
+    write(path, entries, append_dict or {}, rank())
+
+
+def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], writer: int) -> None:
+    """Write the file of a rank."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": FORMAT, "rank": rank(), "parameters": entries, "info": append_dict or {}}, path)
+    torch.save({"format": FORMAT, "rank": writer, "parameters": entries, "info": info}, path)
 
 
-def _entry(tensor: torch.Tensor, holding: engine.Held | None) -> dict[str, Any]:
+# Attributes by which cells hold the network that they wrap: they lengthen its paths.
+WRAPPING = ("network", "_backbone", "_network")
+
+
+def unwrapped(path: str) -> str:
+    """A path in a network, without the cells around it."""
+    first, _, rest = path.partition(".")
+    return unwrapped(rest) if first in WRAPPING and rest else path
+
+
+def _paths(module: nn.Module) -> dict[int, str]:
+    """The identity of a parameter or buffer -> where it is."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {id(tensor): unwrapped(path) for path, tensor in named}
+
+
+def entry_of(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
     if holding is not None:
         entry |= {
             "shape": list(holding.shape),
             "mesh": list(holding.layout.mesh.axes),
             "layout": format_layout(holding.layout),
+            "ranks": list(holding.ranks),
         }
     return entry
 
@@ -78,13 +115,13 @@ def _entry(tensor: torch.Tensor, holding: engine.Held | None) -> dict[str, Any]:
 def load_checkpoint(ckpt_file_name: str, net: nn.Module | None = None, strict_load: bool = False) -> dict[str, Any]:
     """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. Raises ValueError for another kind
     of file."""
-    parameters, info, _ = _read(ckpt_file_name)
+    parameters, info, _ = read(ckpt_file_name)
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
     return {**parameters, **info}
 
 
-def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
+def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     """The parameters of a file, what was appended, and the rank that wrote it."""
     path = Path(file)
     if not path.exists():
@@ -107,10 +144,11 @@ def _read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     parameters: dict[str, Slice] = {}
     for name, entry in content["parameters"].items():
         piece = Slice(entry["data"], name, requires_grad=entry["data"].is_floating_point())
-        piece.is_state = "state" in entry
+        piece.is_state, piece.path = "state" in entry, entry.get("path", name)
         if "layout" in entry:
             mesh = Mesh([(axis, size) for axis, size in entry["mesh"]])
-            piece.held = engine.Held(tuple(entry["shape"]), parse_layout(entry["layout"], mesh))
+            ranks = tuple(entry.get("ranks", range(mesh.num_devices)))
+            piece.held = Held(parse_layout(entry["layout"], mesh), ranks)
         parameters[name] = piece
     return parameters, content["info"], content["rank"]
 
@@ -120,41 +158,51 @@ def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("data"), torch.Tensor) and len(said) in (0, 3)
 
 
-def load_distributed_checkpoint(network: Any, checkpoint_filenames: Sequence[str]) -> dict[str, Any]:
+def load_distributed_checkpoint(
+    network: Any,
+    checkpoint_filenames: Sequence[str],
+    predict_strategy: Any = None,
+    train_strategy_filename: str | None = None,
+    strict_load: bool = False,
+) -> dict[str, Any]:
     """Join the files of all ranks, whatever their number was, and give the whole to a network, or an optimizer; None:
-    to nobody. Returns it. Raises RuntimeError where a part is missing."""
-    files = [_read(file) for file in checkpoint_filenames]
+    to nobody. Returns it. Raises RuntimeError where a part is missing. The two strategies are taken and not needed:
+    files say what they are parts of, and a network takes its own parts of what is whole."""
+    found, info = joined_files(checkpoint_filenames)
+    if network is not None:
+        load_param_into_net(network, found, strict_load)
+    return {**found, **info}
+
+
+def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]]:
+    """Parameters and states, whole, of the files of ranks, and what was appended to the first."""
+    files = [read(file) for file in names]
     if not files:
         raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
-    names = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
-    joined: dict[str, Any] = {name: _joined(name, [own for own in files if name in own[0]]) for name in names}
-    if network is not None:
-        load_param_into_net(network, joined)
-    return {**joined, **files[0][1]}
+    known = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
+    return {name: of_parts(name, [own for own in files if name in own[0]]) for name in known}, files[0][1]
 
 
-def _joined(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
+def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
     """The whole of a parameter of which every file has a part."""
     first = files[0][0][name]
     if first.held is None or not first.held.layout.positions:
         first.held = None
         return first
-    shape, layout = first.held.shape, first.held.layout
-    places = torch.arange(prod(shape)).reshape(shape)
-    whole, missing = first.detach().new_zeros(prod(shape)), torch.ones(prod(shape), dtype=torch.bool)
-    for pieces, _, writer in files:
-        if pieces[name].held != first.held:
+    layout = first.held.layout
+    for pieces, *_ in files:
+        if (of := pieces[name].held) is None or of.layout != layout:
             told = f"{name} is split as {layout} in one file and otherwise in another"
             raise RuntimeError(problem(told, fix="the files of one checkpoint, one of every rank"))
-        own = shard(places, layout, layout.mesh.coordinates(writer)).reshape(-1)
-        whole[own], missing[own] = pieces[name].detach().reshape(-1), False
+    parts = [(writer, pieces[name]) for pieces, _, writer in files if pieces[name].held == first.held]
+    whole, missing = joined(first.held, parts)
     if missing.any():
         writers = ", ".join(str(writer) for *_, writer in files)
         told = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
         raise RuntimeError(problem(told, fix=f"the files of all {layout.mesh.num_devices} ranks"))
-    joined = Slice(whole.reshape(shape).as_subclass(torch.Tensor), name, requires_grad=first.requires_grad)
-    joined.is_state = first.is_state
-    return joined
+    found = Slice(whole, name, requires_grad=first.requires_grad)
+    found.is_state, found.path = first.is_state, first.path
+    return found
 
 
 def load_param_into_net(
@@ -176,7 +224,7 @@ def load_param_into_net(
         entry = entries.get(name)
         if entry is None:
             continue
-        of, now = getattr(entry, "held", None), engine.held(target)
+        of, now = getattr(entry, "held", None), held(target)
         whole = tuple(entry.shape) if of is None else of.shape
         expected = tuple(target.shape) if now is None else now.shape
         if whole != expected:
@@ -190,11 +238,11 @@ def load_param_into_net(
         loads.append((target, entry, of))
     for target, entry, of in loads:
         data = entry.detach().as_subclass(torch.Tensor).to(dtype=target.dtype, device=target.device)
-        if of is None or engine.held(target) is not None:
+        if of is None or held(target) is not None:
             with torch.no_grad():
-                target.copy_(engine.own_shard(data, target))
+                target.copy_(own_shard(data, target))
         else:
-            engine.hold(target, data.clone(), of.shape, of.layout)
+            hold(target, data.clone(), of)
     if isinstance(getattr(net, "optimizer", None), Optimizer):
         load_param_into_net(net.optimizer, parameter_dict)
     missing = [name for name in targets if name not in parameter_dict]
@@ -204,12 +252,14 @@ def load_param_into_net(
     return missing, extra
 
 
-def _check_part(name: str, of: engine.Held | None, now: engine.Held | None) -> None:
+def _check_part(name: str, of: Held | None, now: Held | None) -> None:
     """Raises RuntimeError where a part of a parameter is not the one that this rank needs."""
     if of is None or of == now:
         return
+    if now is not None and of.layout == now.layout and of.is_split == now.is_split and not of.layout.positions:
+        return
     ranks = of.layout.mesh.num_devices
-    split = now is None and engine.is_split() and context.options().devices == ranks
+    split = now is None and engine.is_split() and context.options().stage_devices == ranks
     if split or (now is None and not of.layout.positions):
         return
     here = "whole" if now is None else f"split as {now.layout}"
@@ -227,7 +277,7 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     format."""
     if file_format != "MINDIR":
         raise ValueError(problem(f"file_format is {file_format!r}", fix='"MINDIR"'))
-    if split := [name for name, p in net.named_parameters() if (of := engine.held(p)) and of.layout.positions]:
+    if split := [name for name, p in net.named_parameters() if (of := held(p)) and of.is_split]:
         what = f"{split[0]} is split over the ranks"
         raise RuntimeError(problem(what, fix="save a checkpoint, and load_distributed_checkpoint in one process"))
     tensors = tuple(as_torch(x) for x in inputs)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.initial.regions import Regions
 from shardwise.runtime.initial.replay import (
     DEFAULT_GENERATOR,
     SEEDED,
@@ -86,11 +87,14 @@ class Slots:
 
 
 @contextmanager
-def deferred(seed: int = 0) -> Iterator[Tape]:
+def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") -> Iterator[Tape]:
     """Modules built inside have meta tensors for parameters, and a tape that knows their values.
 
-    ``full_tensors(module)`` then yields, bit for bit, what ``torch.manual_seed(seed)`` and the same code would have
-    built on the CPU, one tensor at a time; memory left uninitialised (``torch.empty``) is zero. The global generator is
+    ``values="parallel"``: every draw has random numbers of its own, of which a rank makes those of its shards only
+    (``runtime.initial.regions``): of the same distributions, and the same under every plan and number of ranks, but
+    other numbers than the CPU's generator gives. ``"cpu"``: bit for bit what ``torch.manual_seed(seed)`` and the same
+    code would have built on the CPU; every rank draws the whole model for it, one tensor at a time. Memory left
+    uninitialised (``torch.empty``) is zero. The global generator is
     as before when the context ends, and so are generators passed explicitly. ``device="meta"`` inside changes nothing.
 
     Raises ShardwiseError, with the line, where something cannot be recorded: devices other than the CPU, random writes
@@ -101,7 +105,9 @@ def deferred(seed: int = 0) -> Iterator[Tape]:
     >>> layer.weight.device.type, len(tape.entries) > 0
     ('meta', True)
     """
-    tape = Tape(seed)
+    if values not in ("parallel", "cpu"):
+        raise ShardwiseError(f'values are "parallel" (each rank draws its part) or "cpu" (bit for bit), not {values!r}')
+    tape = Tape(seed, in_order=values == "cpu")
     recorder = Recorder(tape)
     modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -183,7 +189,9 @@ class Recorder(TorchDispatchMode):
             return tensor
         paused, self._paused = self._paused, True
         try:
-            return self._own(link)[0].value(_ref(tensor, link[1]))
+            tape = self._own(link)[0]
+            draws = None if tape.in_order else Regions(tape, tape.seed)
+            return tape.value(_ref(tensor, link[1]), draws)
         finally:
             self._paused = paused
 

@@ -1,13 +1,13 @@
-"""The full initial values of a module, one tensor at a time.
+"""The initial values of a module, one tensor at a time.
 
-They depend on the module and the seed, never on a plan: every rank walks over the same values and keeps its slices.
-Where the values come from is decided per tensor:
+They depend on the module and the seed, never on a plan. Where the values come from is decided per tensor:
 
 ======================================  ===========================================================================
 real (CPU or another device)            the tensor itself
 without values, and ``init`` is given   ``init(name, tensor)`` fills it, or returns NotImplemented: see below
-built under ``sw.deferred()``           its tape is replayed: bit for bit what the CPU would have built
-meta, from ``torch.device("meta")``     the initialisers of its modules, recorded now and replayed
+built under ``sw.deferred()``           its tape: a rank makes the parts that it holds (``initial.regions``); with
+                                        ``values="cpu"`` it is replayed, bit for bit what the CPU would have built
+meta, from ``torch.device("meta")``     the initialisers of its modules, recorded now; a rank makes its parts
 ======================================  ===========================================================================
 
 The last row calls what PyTorch and Hugging Face models use themselves, children first: every module's
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.nn.parameter import is_lazy
 from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.initial.deferred import Recorder, recorded, recorded_slot
+from shardwise.runtime.initial.regions import NotByParts, Regions
 from shardwise.runtime.initial.replay import Ref, Tape
 
 # Fills the tensor, or returns the one to take, or NotImplemented for the module's own value.
@@ -39,11 +41,41 @@ Init = Callable[[str, torch.Tensor], Any]
 Empty = dict[str, tuple[torch.Tensor, tuple[Tape, Ref] | None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A tensor that is on a tape, of which any part can be made. ``dtype``: that the module has now."""
+
+    regions: Regions
+    ref: Ref
+    dtype: torch.dtype
+
+    def box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Rows ``[offset, offset + size)`` of every dim. Raises NotByParts."""
+        return self.regions.box(self.ref, offsets, sizes).to(self.dtype)
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in whatever way it can be made."""
+        try:
+            return self.box((0,) * len(self.ref.shape), self.ref.shape)
+        except NotByParts:
+            ((_, tensor),) = self.regions.tape.replay({"": self.ref}, self.regions.seed, self.regions)
+            return tensor.to(self.dtype)
+
+
 def full_tensors(
     module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``(name, full tensor)`` for every parameter and buffer of the module, tied ones once, under their first
-    name, in no particular order; those whose values are ``known`` elsewhere excepted.
+    """``initial_values``, every tensor whole."""
+    for name, value in initial_values(module, seed, init, known):
+        yield name, value.whole() if isinstance(value, Parts) else value
+        del value
+
+
+def initial_values(
+    module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor | Parts]]:
+    """Yields ``(name, full tensor, or what makes its parts)`` for every parameter and buffer of the module, tied ones
+    once, under their first name, in no particular order; those whose values are ``known`` elsewhere excepted.
 
     Tensors made here are on the CPU and in the dtype the module has now; real ones are detached, not copied. ``seed``:
     by default a recorded model's own, and 0 for a model on meta. ``init`` is asked for every tensor without values,
@@ -84,7 +116,7 @@ def full_tensors(
         yield name, tensor.detach()
 
 
-def _own_values(module: nn.Module, empty: Empty, seed: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_values(module: nn.Module, empty: Empty, seed: int | None) -> Iterator[tuple[str, torch.Tensor | Parts]]:
     """What the module's own code gives to tensors without values."""
     tapes: dict[Tape, dict[str, Ref]] = {}
     plain: dict[str, torch.Tensor] = {}
@@ -94,13 +126,19 @@ def _own_values(module: nn.Module, empty: Empty, seed: int | None) -> Iterator[t
         else:
             tape, ref = recording
             tapes.setdefault(tape, {})[name] = ref
-    initialisers = _record_initialisers(module, plain, _seed_of(None, seed)) if plain else None
+    if plain:
+        tape, wanted = _record_initialisers(module, plain, _seed_of(None, seed))
+        tapes[tape] = wanted
     for tape, wanted in tapes.items():
-        for name, tensor in tape.replay(wanted, seed):
-            yield name, tensor.to(empty[name][0].dtype)
-            del tensor
-    if initialisers is not None:
-        yield from initialisers[0].replay(initialisers[1])
+        own_seed = tape.seed_of(seed)  # of the initialisers' tape it is the same
+        if tape.in_order:
+            for name, tensor in tape.replay(wanted, own_seed):
+                yield name, tensor.to(empty[name][0].dtype)
+                del tensor
+        else:
+            regions = Regions(tape, own_seed)
+            for name, ref in wanted.items():
+                yield name, Parts(regions, ref, empty[name][0].dtype)
 
 
 def _seed_of(recording: tuple[Tape, Ref] | None, seed: int | None) -> int:
@@ -159,7 +197,7 @@ def _record_initialisers(module: nn.Module, plain: dict[str, torch.Tensor], seed
         for path, sub in module.named_modules()
         if any(id(tensor) in meta for tensor in (*sub.parameters(), *sub.buffers()))
     }
-    recorder = Recorder(Tape(seed))
+    recorder = Recorder(Tape(seed, in_order=False))
     with recorder.recording(), torch.no_grad():
         wanted = {name: recorder.adopt(tensor) for name, tensor in plain.items()}
         for _, _, tensor in _owned_tensors(module):

@@ -19,11 +19,12 @@ A storage is freed after the last operator that reads it. The peak is about the 
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
@@ -60,6 +61,18 @@ class Constant:
 
     tensor: torch.Tensor
     version: int
+
+    def value(self) -> torch.Tensor:
+        """The tensor. Raises ShardwiseError if it was written to since."""
+        if self.tensor._version != self.version:
+            raise ShardwiseError(
+                problem(
+                    f"a tensor of shape {list(self.tensor.shape)} that initialises the model "
+                    "was changed after it was recorded",
+                    fix="give the constructor a copy: tensor.clone()",
+                )
+            )
+        return self.tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +119,30 @@ class Entry:
         return frozenset(ref.storage for ref in self.results if ref is not None)
 
 
+class Draws(Protocol):
+    """Random numbers that depend on where a draw stands, not on what was drawn before it (``initial.regions``)."""
+
+    def draw(self, index: int, entry: Entry) -> torch.Tensor | None:
+        """The result of a draw; None where the operator has to run."""
+
+    def key(self, index: int) -> str:
+        """Where it stands."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Tape:
     """What ``deferred()`` recorded. Grows while the context is open, read-only afterwards.
 
     ``observed``: the model's constructor looked at random values (``.item()``, a loop until all samples fit), so that
-    the recorded operators are those of ``seed`` alone.
+    the recorded operators are those of ``seed`` alone. ``in_order``: random numbers are those that the CPU's generators
+    give one after the other; else each draw has numbers of its own (``initial.regions``).
     """
 
     seed: int
     entries: list[Entry] = field(default_factory=list)
     num_storages: int = 0
     observed: bool = False
+    in_order: bool = True
     # Generator states after draws, as far as `value` needed them.
     _states: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -128,16 +153,10 @@ class Tape:
         self.num_storages += 1
         return self.num_storages - 1
 
-    def replay(self, wanted: Mapping[str, Ref], seed: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every wanted tensor with its name, each once, in the order in which they are finished.
-
-        ``seed`` stands in for the tape's own. A tensor may share its storage with others and may still be read by later
-        operators: copy it before writing to it; drop it before asking for the next, or both stay in memory. The
-        caller's generator and default dtype are untouched, also between two tensors. Raises ShardwiseError for another
-        seed than the recorded one if ``observed``.
-        """
-        seed = self.seed if seed is None else seed
-        if seed != self.seed and self.observed:
+    def seed_of(self, seed: int | None) -> int:
+        """The seed that stands in for the tape's own. Raises ShardwiseError for another than the recorded one if
+        ``observed``."""
+        if seed not in (None, self.seed) and self.observed:
             raise ShardwiseError(
                 problem(
                     f"cannot replay with seed {seed} what was recorded with seed {self.seed}: the constructor "
@@ -145,11 +164,24 @@ class Tape:
                     fix=f"build the model under sw.deferred(seed={seed})",
                 )
             )
+        return self.seed if seed is None else seed
+
+    def replay(
+        self, wanted: Mapping[str, Ref], seed: int | None = None, draws: Draws | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every wanted tensor with its name, each once, in the order in which they are finished.
+
+        ``draws``: where random numbers come from, unless from the generators in order. A tensor may share its storage
+        with others and may still be read by later operators: copy it before writing to it; drop it before asking for
+        the next, or both stay in memory. The caller's generator and default dtype are untouched, also between two
+        tensors. Raises ShardwiseError as ``seed_of`` does.
+        """
+        seed = self.seed_of(seed)
         names: dict[int, list[str]] = defaultdict(list)
         for name, ref in wanted.items():
             names[ref.storage].append(name)
-        schedule = _schedule(self.entries, names, known=())
-        run = _Run(seed)
+        schedule = _schedule(self.entries, names, known=(), in_order=draws is None)
+        run = _Run(seed, draws=draws)
         steps = iter(schedule.steps)
         while True:
             with _alone(run):
@@ -165,10 +197,10 @@ class Tape:
                     yield name, run.tensor(wanted[name])
             run.free(step.frees)
 
-    def value(self, ref: Ref) -> torch.Tensor:
+    def value(self, ref: Ref, draws: Draws | None = None) -> torch.Tensor:
         """The tensor's value at the end of the tape so far, computed from as few operators as possible."""
-        schedule = _schedule(self.entries, (ref.storage,), known=self._states)
-        run = _Run(self.seed, self._states)
+        schedule = _schedule(self.entries, (ref.storage,), known=self._states, in_order=draws is None)
+        run = _Run(self.seed, self._states, draws)
         with _alone(run):
             for step in schedule.steps:
                 entry = self.entries[step.index]
@@ -195,8 +227,9 @@ class _Schedule:
     saved: frozenset[int]
 
 
-def _schedule(entries: list[Entry], wanted: Iterable[int], known: Iterable[int]) -> _Schedule:
-    """What the wanted storages need. ``known``: draws after which the generator's state is known already."""
+def _schedule(entries: list[Entry], wanted: Iterable[int], known: Iterable[int], in_order: bool) -> _Schedule:
+    """What the wanted storages need. ``known``: draws after which the generator's state is known already.
+    ``in_order``: a draw continues another one."""
     live = set(wanted)
     unfinished, untouched = set(live), set(live)
     known = frozenset(known)
@@ -211,7 +244,7 @@ def _schedule(entries: list[Entry], wanted: Iterable[int], known: Iterable[int])
         if live.isdisjoint(outputs) and index not in continued:
             continue
         continued.discard(index)
-        if entry.draw is not None:
+        if entry.draw is not None and in_order:
             draws.append((index, entry.draw))
             after = entry.draw.after
             if isinstance(after, int) and after != SEEDED and after not in known:
@@ -239,8 +272,8 @@ def _continued_out_of_order(draws: list[tuple[int, Draw]]) -> frozenset[int]:
 class _Run:
     """One execution of (a part of) a tape: the storages alive, and where the generators stand."""
 
-    def __init__(self, seed: int, saved: dict[int, torch.Tensor] | None = None) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, saved: dict[int, torch.Tensor] | None = None, draws: Draws | None = None) -> None:
+        self.seed, self.draws = seed, draws
         self.saved = {} if saved is None else saved
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.generators: dict[int, torch.Generator] = {DEFAULT_GENERATOR: torch.default_generator}
@@ -251,10 +284,13 @@ class _Run:
         """Runs one entry; ``save`` keeps the generator's state after it."""
         torch.set_default_dtype(entry.default_dtype)
         if entry.draw is not None:
-            self._seek(entry.draw)
+            self._seek(entry.draw, index)
         args = tuple(map_leaves(arg, self._real) for arg in entry.args)
         kwargs = {key: map_leaves(arg, self._real) for key, arg in entry.kwargs.items()}
-        out = entry.target(*args, **kwargs)
+        drawn = self.draws.draw(index, entry) if self.draws is not None and entry.draw is not None else None
+        if drawn is not None and entry.writes:
+            drawn = args[0].copy_(drawn)
+        out = entry.target(*args, **kwargs) if drawn is None else drawn
         if any(ref is not None for ref in entry.results):
             inputs = {
                 leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
@@ -292,21 +328,16 @@ class _Run:
         if isinstance(leaf, GeneratorRef):
             return self.generators.setdefault(leaf.index, torch.Generator())
         if isinstance(leaf, Constant):
-            if leaf.tensor._version != leaf.version:
-                raise ShardwiseError(
-                    problem(
-                        f"a tensor of shape {list(leaf.tensor.shape)} that initialises the model "
-                        "was changed after it was recorded",
-                        fix="give the constructor a copy: tensor.clone()",
-                    )
-                )
-            return leaf.tensor.detach()
+            return leaf.value()
         return leaf
 
-    def _seek(self, draw: Draw) -> None:
-        """Puts the generator where the draw found it."""
+    def _seek(self, draw: Draw, index: int) -> None:
+        """Puts the generator where the draw found it, or gives it a seed of the draw's own."""
         generator = self.generators.setdefault(draw.generator, torch.Generator())
-        if isinstance(draw.after, torch.Tensor):
+        if self.draws is not None:
+            digest = hashlib.blake2b(self.draws.key(index).encode(), digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+        elif isinstance(draw.after, torch.Tensor):
             generator.set_state(draw.after)
         elif draw.after == SEEDED:
             generator.manual_seed(self.seed)

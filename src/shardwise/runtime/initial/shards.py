@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from shardwise.errors import PlanWarning, listed
 from shardwise.graph.precision import Precision
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.hosted import HOST
-from shardwise.runtime.initial.materialize import Init, full_tensors
+from shardwise.runtime.initial.materialize import Init, Parts, initial_values
+from shardwise.runtime.initial.regions import NotByParts
 from shardwise.runtime.initial.weights import Weights
 from shardwise.runtime.replicas import Fingerprint
 from shardwise.runtime.shards import shard
+
+# Rows of each dim of the box by which ranks compare a tensor that none of them has whole.
+_PRINTED = 64
+# Elements of a tensor that is worth a word where each rank makes all of it.
+_LARGE = 2**22
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Own:
 
 class InitialShards:
     """``held``: this rank's parts by canonical names. ``prints``: numbers that must be alike on all ranks, of the whole
-    initial values, or of the files that they are in."""
+    initial values (of the first elements, where a rank makes its part only), or of the files that they are in."""
 
     def __init__(self, own: Own, precision: Precision, device: torch.device) -> None:
         self.held: dict[str, torch.Tensor] = {}
@@ -68,13 +76,43 @@ class InitialShards:
             if self._own.everyone.rank == 0:
                 files.announce()
         fingerprints: dict[torch.device, Fingerprint] = {}
-        for name, full in full_tensors(module, seed, init, known=known):
-            if full.device not in fingerprints:
-                fingerprints[full.device] = Fingerprint(full.device)
-            self.prints[name] = int(fingerprints[full.device](full))
+        whole: list[str] = []
+        for name, value in initial_values(module, seed, init, known=known):
+            layout = self._own.layout(name, tensors[name])
+            given = self._parts(name, value, layout) if isinstance(value, Parts) else None
+            if given is None:
+                full = value.whole() if isinstance(value, Parts) else value
+                held, printed = shard(full, layout, coordinates).detach(), full
+                if isinstance(value, Parts) and full.numel() >= _LARGE:
+                    whole.append(name)
+            else:
+                held, printed = given
+            if printed.device not in fingerprints:
+                fingerprints[printed.device] = Fingerprint(printed.device)
+            self.prints[name] = int(fingerprints[printed.device](printed))
             if self._own.has(name):
-                part = shard(full, self._own.layout(name, full), coordinates).detach()
-                self.held[name] = part.to(self._device_of(name), dtypes[name]).clone()
+                self.held[name] = held.to(self._device_of(name), dtypes[name]).clone()
+
+        if whole and self._own.everyone.rank == 0:
+            what = f"every rank makes these initial values whole, for its part of them: {listed(whole)}"
+            fix = "their initialiser looks at more than one element; init= may give them instead"
+            warnings.warn(f"{what} ({fix})", PlanWarning, stacklevel=6)
+
+    def _parts(self, name: str, value: Parts, layout: Layout) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(this rank's part of a tensor, its first elements, which all ranks make alike); None where it is not made by
+        parts."""
+        coordinates, shape = self._own.ranks.coordinates, value.ref.shape
+        try:
+            first = value.box((0,) * len(shape), tuple(min(size, _PRINTED) for size in shape))
+            held = torch.empty(layout.local_shape(coordinates), dtype=value.dtype)
+            for box in boxes(layout, coordinates) if self._own.has(name) else ():
+                target = held
+                for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
+                    target = target.narrow(dim, start, size)
+                target.copy_(value.box(box.offsets, box.sizes))
+        except NotByParts:
+            return None
+        return held, first
 
     def _device_of(self, name: str) -> torch.device:
         return HOST if name in self._own.host else self._device

@@ -1,0 +1,212 @@
+"""``Cluster.local``: the devices of this machine as a cluster, out of what ``costs.probe`` finds.
+
+Peaks, and how much of them is reached, are those of a bundled family, which the name of a GPU tells; its memory is the
+GPU's own. Links inside the machine are read off ``nvidia-smi topo -m``: where all GPUs are joined by as many NVLinks as
+the family has, they are the family's; by fewer, that part of them; in pairs or fours, a level of its own; else PCIe.
+What was assumed is printed, once for each sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from shardwise.costs import probe
+from shardwise.costs.cluster import Cluster, Device, Level, slowest
+from shardwise.costs.cluster_file import family
+from shardwise.costs.units import format_quantity
+from shardwise.errors import ShardwiseError, problem
+
+# The first whose words are all in the name of a GPU (as torch and nvidia-smi write it) is its family. A100 on PCIe
+# differ from those on SXM by 5 % of the bandwidth of their memory, and by their links, which the topology tells.
+_FAMILIES = (
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H100 NVL", "h100-nvl"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100", "h100"),
+    ("A100 40GB", "a100-40"),
+    ("A100 80GB", "a100-80"),
+    ("L4", "l4"),
+    ("V100", "v100"),
+    ("MI300X", "mi300x"),
+)
+# Of a GPU with another name: a family of the same architecture, by CUDA's compute capability.
+_BY_CAPABILITY = {(7, 0): "v100", (8, 0): "a100-80", (8, 9): "l4", (9, 0): "h100", (10, 0): "b200"}
+_OTHERWISE = "a100-80"
+# NVLinks of one GPU (NVIDIA datasheets: 600 GB/s of A100 and of bridged H100, 900 of H100 and H200, 1,800 of B200).
+_NVLINKS = {"b200": 18, "h200": 18, "h100": 18, "h100-nvl": 12, "h100-pcie": 12, "a100-40": 12, "a100-80": 12}
+# B/s of one NVLink 3 or 4 in one direction, of which a ring reaches 0.82, as on H200 (clusters/h100.toml).
+_BRIDGED = 25e9 * 0.82
+
+# Of another GPU's memory: 2.1 GiB and 4 % (docs/clusters.md).
+_FIXED_RESERVE, _SHARED_RESERVE = 2.1 * 2**30, 0.04
+_SAME_MEMORY = 0.05  # two cards of a family differ by less: in what the driver leaves
+_OWN_CONTEXT = 2**30  # what this process takes of a GPU beside tensors, at most (half of it was measured)
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_MEASURE = "shardwise calibrate -o my.toml measures this machine"
+
+
+def local(num_devices: int) -> Cluster:
+    """See ``Cluster.local``."""
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+        raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {num_devices!r}")
+    gpus = probe.gpus()
+    cluster, assumed = _of_gpus(gpus, num_devices) if gpus else _of_cpus(num_devices)
+    _say(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {_MEASURE}")
+    return cluster.renamed("local")
+
+
+def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, bool]:
+    """The bundled family of a GPU, and whether its name told it (else it is one like it).
+
+    >>> family_of("NVIDIA H100 80GB HBM3"), family_of("NVIDIA A100-SXM4-40GB"), family_of("NVIDIA L40S", (8, 9))
+    (('h100', True), ('a100-40', True), ('l4', False))
+    """
+    words = re.split(r"[\s/_-]+", name)
+    for known, chosen in _FAMILIES:
+        if "MIG" not in words and set(known.split()) <= set(words):
+            return chosen, True
+    return _BY_CAPABILITY.get(capability, _OTHERWISE), False
+
+
+def _of_cpus(num_devices: int) -> tuple[Cluster, list[str]]:
+    whole = probe.memory_bytes()
+    cluster = family("local").with_devices(num_devices)
+    own = float(max(1, whole // num_devices))
+    device = replace(cluster.device, memory_bytes=own)
+    source = f"{format_quantity(whole, 'B')} that processes may take on this machine, in {num_devices} equal parts"
+    sources = tuple({**dict(cluster.sources), "device.memory": source}.items())
+    return replace(cluster, device=device, sources=sources), [
+        f"no GPU is here: CPU ranks, each with its part of {format_quantity(whole, 'B')}",
+        "speeds and links are those of the machine on which this project is tested",
+    ]
+
+
+def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list[str]]:
+    inside = min(num_devices, len(gpus))
+    if num_devices % inside:
+        what = f"{num_devices} devices: this machine has {inside} GPUs, and {num_devices} is no multiple of that"
+        fix = f"choose at most {inside}, or a multiple; CPU ranks: sw.Cluster.load('local').with_devices({num_devices})"
+        raise ShardwiseError(problem(what, fix=fix))
+    known = probe.smi_gpus()
+    used = gpus[:inside]
+    assumed: list[str] = []
+    names = [family_of(gpu.name, gpu.capability) for gpu in used]
+    devices = [
+        _device(gpu, name, known.get(gpu.uuid), place, assumed)
+        for place, (gpu, (name, _)) in enumerate(zip(used, names, strict=True))
+    ]
+    kinds = {gpu.name: 0 for gpu in used}
+    for gpu in used:
+        kinds[gpu.name] += num_devices // inside
+    for gpu_name, (name, is_named) in dict(zip((gpu.name for gpu in used), names, strict=True)).items():
+        assumed.insert(0, f"{gpu_name} with the figures of {name}{'' if is_named else ', which is like it at best'}")
+    slowest_family = min((name for name, _ in names), key=lambda name: family(name).levels[0].bandwidth)
+    rows = [known[gpu.uuid].index for gpu in used if gpu.uuid in known]
+    ways = _ways(probe.topology(), rows) if inside > 1 and len(rows) == inside else None
+    levels, link = _levels(slowest_family, devices[0], inside, ways)
+    if inside > 1:
+        assumed.append(link)
+    num_nodes = num_devices // inside
+    if num_nodes > 1:
+        levels += [replace(family(slowest_family).levels[-1], size=num_nodes)]
+        assumed.append(
+            f"{num_nodes} such machines with the network of {slowest_family} (a GPU each for more ranks than GPUs: "
+            "on one machine they would run on the CPU)"
+        )
+    sources = {
+        **dict(family(slowest_family).sources),
+        "device.memory": "this machine's GPU",
+        "levels.node.bandwidth": link,
+    }
+    mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
+    return Cluster("local", slowest(devices), tuple(levels), mixed, tuple(sources.items())), assumed
+
+
+def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, assumed: list[str]) -> Device:
+    """A family's device with a GPU's own memory, less what other processes have of it and what torch may not take."""
+    like = family(name).device
+    whole = float(max(gpu.memory_bytes, seen.memory_bytes if seen is not None else 0))
+    alike = abs(whole / like.memory_bytes - 1) <= _SAME_MEMORY
+    reserve = like.reserve_bytes if alike else _FIXED_RESERVE + _SHARED_RESERVE * whole
+    taken = 0.0 if seen is None else float(seen.used_bytes - gpu.held_bytes)
+    if taken > _OWN_CONTEXT:
+        assumed.append(f"other processes hold {format_quantity(taken, 'B')} of GPU {place}")
+        reserve += taken
+    if gpu.fraction < 1:
+        assumed.append(f"torch may take {gpu.fraction:.0%} of GPU {place} (set_per_process_memory_fraction)")
+        reserve = max(reserve, whole - gpu.fraction * gpu.memory_bytes)
+    if reserve >= whole:
+        what = f"GPU {place} ({gpu.name}, {format_quantity(whole, 'B')}) has no memory left for a plan"
+        fix = (
+            f"end what uses it (nvidia-smi lists it), or choose other GPUs: CUDA_VISIBLE_DEVICES; {'; '.join(assumed)}"
+        )
+        raise ShardwiseError(problem(what, fix=fix))
+    return replace(like, name=gpu.name, memory_bytes=whole, reserve_bytes=reserve)
+
+
+def _ways(table: str, rows: Sequence[int]) -> list[list[str]] | None:
+    """How GPUs (by nvidia-smi's numbers) are joined two by two, as its table has it: NV18, PIX, SYS, ...; None where it
+    says nothing."""
+    lines = [_ESCAPES.sub("", line).split() for line in table.splitlines()]
+    cells = {
+        line[0]: line[1:]
+        for line in lines
+        if len(line) > 1 and re.fullmatch(r"GPU\d+", line[0]) and not line[1].startswith("GPU")  # not the header
+    }
+    try:
+        return [[cells[f"GPU{one}"][other] for other in rows] for one in rows]
+    except (KeyError, IndexError):
+        return None
+
+
+def _levels(name: str, device: Device, size: int, ways: list[list[str]] | None) -> tuple[list[Level], str]:
+    """What joins the GPUs of one machine, innermost first, and a sentence about it."""
+    like = replace(family(name).levels[0], size=size)
+    if ways is None:
+        return [like], f"links between them as in {name} (nvidia-smi does not tell)"
+    pairs = [ways[a][b] for a in range(size) for b in range(size) if a != b]
+    if not any(way.startswith("NV") for way in pairs) or name not in _NVLINKS:
+        if name not in _NVLINKS or like.bandwidth <= device.host_bandwidth:
+            return [like], f"links as in {name} ({min(pairs)})"
+        return [_through_host(size, device)], f"PCIe through the host ({min(pairs)}), half of a copy's rate assumed"
+    island = next(size // parts for parts in range(1, size + 1) if size % parts == 0 and _joined(ways, size // parts))
+    if island == 1:
+        return [_through_host(size, device)], "PCIe through the host: NVLinks join some pairs only"
+    inner = [ways[a][b] for a in range(size) for b in range(size) if a != b and a // island == b // island]
+    width = min(int(way[2:]) for way in inner)
+    is_switched = like.bandwidth > device.host_bandwidth
+    if island == size and width >= _NVLINKS[name] and is_switched:
+        return [like], f"NVLink (NV{width}), as in {name}"
+    each = like.bandwidth / _NVLINKS[name] if is_switched else _BRIDGED
+    bridge = replace(like, name="bridge", size=island, bandwidth=width * each, in_switch=0.0, group_bandwidths=())
+    if island == size:
+        return [bridge], f"NVLink (NV{width}), {format_quantity(width * each, 'B/s')} of it assumed to be reached"
+    outer = _through_host(size // island, device)
+    return [bridge, outer], f"NVLink (NV{width}) in groups of {island}, PCIe between them"
+
+
+def _joined(ways: list[list[str]], island: int) -> bool:
+    """Whether neighbours in groups of this size are all joined by NVLink."""
+    places = range(len(ways))
+    return all(ways[a][b].startswith("NV") for a in places for b in places if a != b and a // island == b // island)
+
+
+def _through_host(size: int, device: Device) -> Level:
+    """PCIe without peer links: bytes go to the memory of the host and back."""
+    pcie = family("l4").levels[0]
+    return replace(pcie, size=size, bandwidth=device.host_bandwidth / 2)
+
+
+@cache
+def _say(text: str) -> None:
+    """Once for each text: on every rank that asks."""
+    print(f"shardwise: {text}", file=sys.stderr)
+
+
+__all__ = ["family_of", "local"]

@@ -1,0 +1,57 @@
+"""A module without data: what is captured in its place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.precision import Precision
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fake CPU tensor of the same shape, strides, dtype (unless another is wanted), requires_grad and
+    parameterhood."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> nn.Module:
+    """A copy of the module that shares no state with it; its parameters and buffers are fake, tied ones stay tied.
+    Parameters have the dtype that is computed with."""
+    memo: dict[int, Any] = {}
+    for _, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                problem("a lazy module has no shapes yet", fix="run the module once on real inputs before planning it")
+            )
+        dtype = precision.computed(tensor.dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+        memo.setdefault(id(tensor), fake_like(tensor, mode, dtype))
+    for path, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                if value.is_meta:
+                    raise CaptureError(
+                        problem(
+                            f"the tensor attribute {attribute!r} is on meta, without data, and no parameter or buffer",
+                            op=path or type(owner).__name__,
+                            fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
+                        )
+                    )
+                memo[id(value)] = value.detach().cpu()
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise CaptureError(
+            problem(
+                f"{type(module).__name__} can not be copied: {error}",
+                fix="copy.deepcopy(module) must work: keep locks, open files and results out of its attributes",
+            )
+        ) from error

@@ -1,0 +1,188 @@
+"""Attention that knows what its mask says.
+
+Models hand attention a mask, and kernels of attention are at their best without one. Where a mask is known
+(``graph.positions``), attention takes
+
+    no mask              if every query sees every key
+    ``is_causal``        if query q sees the keys up to q, of equally many
+    a mask made anew     if the keys that a query sees are an interval: booleans over (query, key) alone
+    its own mask         else, and where it depends on an input (padding) or on a parameter (a learned bias)
+
+An additive mask becomes one of these only if it is 0 on the keys that are seen, no more than the least number of its
+dtype on the others, and leaves no query without keys: then the softmax is the same in every bit. (A query without keys
+gets zeros from a boolean mask, and a mean of all values from an additive one of finite numbers.)
+
+Keys and values that were repeated for groups of query heads (``unsqueeze``, ``expand``, ``reshape``, or
+``repeat_interleave``) go to attention as they were, with ``enable_gqa``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.graph.emitter import Emitter, rewrite_graph
+from shardwise.graph.intervals import Intervals
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value
+from shardwise.graph.positions import known_values
+from shardwise.graph.predicates import Abstract, Choice, Known, along, as_choice
+from shardwise.graph.schema import arguments
+
+aten = torch.ops.aten
+
+ATTENTION = aten.scaled_dot_product_attention.default
+
+
+def fold_masks(graph: Graph, constants: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
+    """The graph with attention as above, and the constants that it has beside those that were given: the intervals of
+    the masks that are made anew."""
+    masks = {mask.name for op in graph.ops if op.target is ATTENTION and isinstance(mask := _mask_of(op), Ref)}
+    rewriting = _Rewriting(graph, known_values(graph, masks, constants))
+    return rewrite_graph(graph, {ATTENTION: rewriting}), rewriting.constants
+
+
+def _mask_of(op: Op) -> Arg:
+    return arguments(op)["attn_mask"]
+
+
+@dataclass
+class _Rewriting:
+    """Rewrites calls of attention (``emitter.Rewrite``). ``made``: the masks made anew, with their intervals."""
+
+    graph: Graph
+    known: Mapping[str, Abstract]
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    made: list[tuple[Intervals, Ref]] = field(default_factory=list)
+
+    def __call__(self, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+        before = arguments(op)
+        args = before | _grouped(before, emitter)
+        mask = args["attn_mask"]
+        original = _mask_of(emitter.origin)
+        if isinstance(mask, Ref) and isinstance(original, Ref) and original.name in self.known:
+            queries, keys = (emitter.value(args[name]).shape[-2] for name in ("query", "key"))
+            with torch.device("cpu"):
+                seen = seen_by(self.known[original.name], emitter.value(mask).dtype, queries, keys)
+            if seen is not None and seen.is_full:
+                args["attn_mask"] = None
+            elif seen is not None and seen.is_causal:
+                args |= {"attn_mask": None, "is_causal": True}
+            elif seen is not None:
+                args["attn_mask"] = self._made(seen, emitter)
+        if args == before:
+            return None
+        positional = tuple(args.pop(name) for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"))
+        return (emitter.emit_as_is(ATTENTION, *positional, **args),)
+
+    def _made(self, seen: Intervals, emitter: Emitter) -> Ref:
+        """The mask of some intervals, which all attention of the model shares."""
+        for intervals, made in self.made:
+            if intervals.equals(seen):
+                return made
+        keys = emitter.emit(aten.arange.default, seen.num_keys)
+        parts = []
+        for bound, data, compare in (("hi", seen.hi, aten.lt.Tensor), ("lo", seen.lo, aten.ge.Tensor)):
+            if not torch.equal(data, getattr(seen.every(), bound)):
+                limit = emitter.emit(aten.unsqueeze.default, self._constant(bound, data, emitter), 1)
+                parts.append(emitter.emit(compare, keys, limit))
+        mask: Ref = parts[0] if len(parts) == 1 else emitter.emit(aten.logical_and.default, *parts)
+        self.made.append((seen, mask))
+        return mask
+
+    def _constant(self, bound: str, data: Tensor, emitter: Emitter) -> Ref:
+        name = f"mask_{len(self.made)}_{bound}"
+        while name in emitter.values:
+            name += "_"
+        self.constants[name] = data
+        return emitter.add_source(Source(name, "constant", (name,)), Value(name, tuple(data.shape), data.dtype))
+
+
+def seen_by(mask: Abstract, dtype: torch.dtype, num_queries: int, num_keys: int) -> Intervals | None:
+    """The keys that queries see under a mask, boolean or additive. None if they are no intervals, or if attention under
+    a boolean mask would not be the same."""
+    every = torch.zeros(num_queries, dtype=torch.int64)
+    full = Intervals(every, every + num_keys, num_keys)
+    least = None if dtype == torch.bool else torch.finfo(dtype).min
+
+    def shows(value: Tensor) -> bool | None:
+        number = value.item()
+        if least is None:
+            return bool(number)
+        return True if number == 0 else False if number <= least else None
+
+    chosen: Abstract | None = mask
+    if isinstance(mask, Known):
+        if mask.core.numel() == 1:
+            return full if shows(mask.core) else None
+        if dtype != torch.bool:
+            return None
+        chosen = _dense(mask, num_queries, num_keys) or as_choice(mask, (num_queries, num_keys))
+    if not isinstance(chosen, Choice) or (chosen.query, chosen.key) != (-2, -1):
+        return None
+    on, off = shows(chosen.on), shows(chosen.off)
+    if {on, off} != {True, False} or (len(chosen.seen.lo), chosen.seen.num_keys) != (num_queries, num_keys):
+        return None
+    seen = chosen.seen if on else chosen.seen.complement()
+    return None if seen is None or (least is not None and bool(seen.sees_none.any())) else seen
+
+
+def _dense(mask: Known, num_queries: int, num_keys: int) -> Choice | None:
+    """A mask that the model holds element by element."""
+    values = mask.core
+    if along(values) != (-2, -1):
+        return None
+    values = values.reshape(values.shape[-2:])
+    lo = values.to(torch.uint8).argmax(1)
+    hi = num_keys - values.flip(1).to(torch.uint8).argmax(1)
+    number = values.sum(1)
+    seen = Intervals.of(lo, torch.where(number > 0, hi, lo), num_keys)
+    on = torch.ones(1, 1, dtype=torch.bool)
+    return Choice((num_queries, num_keys), -2, -1, seen, on, ~on) if torch.equal(seen.hi - seen.lo, number) else None
+
+
+# ------------------------------------------------------------------------------------------------------ grouped heads
+
+
+def _grouped(args: Mapping[str, Arg], emitter: Emitter) -> dict[str, Arg]:
+    """Keys and values as they were before they were repeated for every query head of a group."""
+    if args["enable_gqa"]:
+        return {}
+    found = [_before_repetition(args[name], emitter) for name in ("key", "value")]
+    if any(ref is None for ref in found):
+        return {}
+    key, value = found
+    return {"key": key, "value": value, "enable_gqa": True}
+
+
+def _before_repetition(ref: Arg, emitter: Emitter) -> Ref | None:
+    """``b g s d``, if the value is that with every head repeated, ``b (g r) s d``."""
+    op = _producer(ref, emitter)
+    if op is None or not isinstance(op.args[0], Ref) or len(emitter.value(ref).shape) != 4:
+        return None
+    before = op.args[0]
+    if op.target is aten.repeat_interleave.self_int:
+        return before if arguments(op)["dim"] in (1, -3) else None
+    expand = _producer(before, emitter) if op.target is aten.reshape.default else None
+    if expand is None or expand.target is not aten.expand.default:
+        return None
+    batch, groups, repeats, *rest = emitter.value(before).shape
+    unsqueeze = _producer(expand.args[0], emitter)
+    if (
+        unsqueeze is None
+        or unsqueeze.target is not aten.unsqueeze.default
+        or arguments(unsqueeze)["dim"] not in (2, -3)
+    ):
+        return None
+    repeated = (batch, groups * repeats, *rest) == emitter.value(ref).shape
+    original = unsqueeze.args[0]
+    same = isinstance(original, Ref) and emitter.value(original).shape == (batch, groups, *rest)
+    return original if repeated and same else None
+
+
+def _producer(ref: Arg, emitter: Emitter) -> Op | None:
+    if not isinstance(ref, Ref):
+        return None
+    return next((op for op in reversed(emitter.ops) if ref.name in op.results), None)

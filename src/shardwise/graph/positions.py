@@ -1,0 +1,123 @@
+"""Which values of a graph are known before it runs, because they depend on no input, parameter or buffer: evaluated on
+``graph.predicates``, operator by operator.
+
+What a buffer holds is not known here: a plan is made from shapes, and weights are loaded later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import is_fake
+
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
+from shardwise.graph.predicates import (
+    MOST_ELEMENTS,
+    Abstract,
+    Known,
+    collapsed,
+    filled,
+    pointwise,
+    triangle,
+    viewed,
+)
+from shardwise.graph.schema import arguments, is_random, operator_name
+
+# Element by element, and rounded as IEEE 754 says on every device.
+_POINTWISE = frozenset((
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__",
+    "clamp", "clamp_max", "clamp_min", "clone", "eq", "floor_divide", "ge", "gt", "isinf", "le", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg",
+    "remainder", "rsub", "sign", "sub", "to", "where",
+))  # fmt: skip
+_FILLED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "zeros": lambda args: 0,
+    "ones": lambda args: 1,
+    "full": lambda args: args["fill_value"],
+    "scalar_tensor": lambda args: args["s"],
+}
+_SHAPED = frozenset(("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"))
+
+
+def known_values(graph: Graph, wanted: set[str], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
+    """Name -> value, of the wanted values and of those that they are made from, as far as they are known.
+    ``constants``: the data of sources of kind "constant"."""
+    needed = set(wanted)
+    ops: list[Op] = []
+    for op in reversed(graph.ops):
+        if needed.intersection(op.results):
+            needed.update(op.operands)
+            ops.append(op)
+    with torch.device("cpu"), torch.no_grad():
+        return _known(graph, ops[::-1], {name: constants[name] for name in needed.intersection(constants)})
+
+
+def _known(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
+    known: dict[str, Abstract] = {}
+    for name, data in constants.items():
+        found = None if is_fake(data) or data.is_meta else collapsed(data.cpu())
+        known |= {} if found is None else {name: found}
+    for op in ops:
+        if len(op.results) == 1 and not graph.by_name[op.results[0]].requires_grad and not is_random(op.target):
+            value = evaluated(op, graph.by_name[op.results[0]], known)
+            known |= {} if value is None else {op.results[0]: value}
+    return known
+
+
+def evaluated(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract | None:
+    """What an operator gives on known values; ``result``: its shape and dtype."""
+    name, args = operator_name(op.target), arguments(op)
+    if fill := _FILLED.get(name.removeprefix("new_").removesuffix("_like")):
+        number = fill(args)
+        return None if isinstance(number, Ref) else filled(number, result.shape, result.dtype)
+    if not set(op.operands) <= known.keys():
+        return None
+    operands = [known[operand] for operand in op.operands]
+    if result.numel == 0 or any(0 in x.shape for x in operands):
+        return None
+
+    def function(*tensors: Tensor) -> Any:
+        remaining = iter(tensors)
+        call_args = tuple(_filled(arg, lambda _: next(remaining)) for arg in op.args)
+        return op.target(*call_args, **{key: _filled(arg, lambda _: next(remaining)) for key, arg in op.kwargs})
+
+    if name in _POINTWISE and operands:
+        number = args.get("other")
+        return pointwise(name, function, operands, result.shape, number if type(number) is int else None)
+    if name in ("tril", "triu"):
+        return triangle(operands[0], args["diagonal"], name == "triu", result.shape)
+    if name in _SHAPED:
+        return viewed(lambda tensor: tensor.view(result.shape), operands[0])
+    if _is_view(op.target) and len(operands) == 1:
+        return viewed(function, operands[0])
+    return _computed(function, operands, result)
+
+
+def _computed(function: Callable[..., Any], operands: list[Abstract], result: Value) -> Known | None:
+    """Of integers and booleans, which are the same on every device."""
+    tensors = [x.tensor for x in operands if isinstance(x, Known)]
+    small = all(tensor.numel() <= MOST_ELEMENTS for tensor in (result, *tensors) if isinstance(tensor, Tensor))
+    if len(tensors) < len(operands) or not small or result.numel > MOST_ELEMENTS or result.dtype.is_floating_point:
+        return None
+    if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors) or result.dtype.is_complex:
+        return None
+    made = function(*tensors)
+    return collapsed(made) if isinstance(made, Tensor) else None
+
+
+def _filled(arg: Arg, tensor_of: Callable[[str], Tensor]) -> Any:
+    """An argument for a call on the CPU."""
+    if isinstance(arg, tuple):
+        return [_filled(item, tensor_of) for item in arg]
+    if isinstance(arg, torch.device):
+        return torch.device("cpu")
+    return map_refs(arg, tensor_of)
+
+
+def _is_view(target: OpOverload) -> bool:
+    returns = target._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)

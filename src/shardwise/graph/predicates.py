@@ -1,0 +1,412 @@
+"""What is known of a tensor before it is made: exact values over positions, in memory that grows with the length of the
+sequence and not with its square.
+
+There are three kinds of values. ``Known``: a tensor, of which dims along which it is constant take no memory (stride
+0). ``Choice``: one value where the key is in the query's interval (``graph.intervals``), another where it is not.
+``Sum``: integers a[q] + b[k], such as the distance of positions. An operator on such values gives a fourth that is one
+of these and equal in every element, or nothing (None): nothing here is a guess.
+
+Dims are counted from the end, so that they stay what they are where shapes are broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.graph.intervals import Intervals
+
+# Elements of a tensor that may be computed here: positions of the longest sequences, and never their squares.
+MOST_ELEMENTS = 1 << 22
+
+_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """A tensor on the CPU whose elements are known; dims along which it is constant have stride 0."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def core(self) -> Tensor:
+        """The tensor with size 1 where it is constant."""
+        return core(self.tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """``on`` where the key is in the query's interval, ``off`` where it is not: tensors of one element with the rank of
+    the shape. ``query``, ``key``: the dims, from the end; along all others it is constant."""
+
+    shape: tuple[int, ...]
+    query: int
+    key: int
+    seen: Intervals
+    on: Tensor
+    off: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """The integers ``of_query[q] + of_key[k]`` of a dtype that holds them all, or their ``absolute`` values."""
+
+    shape: tuple[int, ...]
+    query: int
+    key: int
+    of_query: Tensor
+    of_key: Tensor
+    dtype: torch.dtype
+    absolute: bool = False
+
+
+Abstract = Known | Choice | Sum
+# An operator on tensors, with everything else that it takes filled in.
+Function = Callable[..., Tensor]
+
+
+# ------------------------------------------------------------------------------------------------------ known tensors
+
+
+def core(tensor: Tensor) -> Tensor:
+    """The tensor with size 1 in dims of stride 0."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def collapsed(tensor: Tensor) -> Known | None:
+    """The tensor with stride 0 wherever it is constant. None if it is too large to look at."""
+    shape, tensor = tensor.shape, core(tensor)
+    if tensor.numel() > MOST_ELEMENTS:
+        return None
+    for dim, size in enumerate(tensor.shape):
+        first = tensor.narrow(dim, 0, min(size, 1))
+        if size > 1 and bool((tensor == first).all()):
+            tensor = first
+    return Known(tensor.contiguous().expand(shape))
+
+
+def filled(value: Any, shape: Sequence[int], dtype: torch.dtype) -> Known:
+    return Known(torch.full((1,) * len(shape), value, dtype=dtype).expand(tuple(shape)))
+
+
+def along(tensor: Tensor) -> tuple[int, ...]:
+    """The dims, from the end, along which a core is not constant."""
+    return tuple(dim - tensor.dim() for dim, size in enumerate(tensor.shape) if size > 1)
+
+
+def pointwise(
+    name: str, function: Function, operands: Sequence[Abstract], shape: tuple[int, ...], number: int | None = None
+) -> Abstract | None:
+    """What an operator gives that works element by element. ``name``: of the operator; ``function``: its call on
+    tensors in place of the operands; ``number``: the integer to which it compares its only operand."""
+    if all(isinstance(x, Known) for x in operands):
+        cores = [x.core for x in operands if isinstance(x, Known)]
+        size = prod(torch.broadcast_shapes(*(x.shape for x in cores)))
+        if size <= max([x.numel() for x in cores], default=1):
+            return collapsed(function(*cores).expand(shape))
+    if name in _FLIPPED:
+        left, *others = operands
+        right = others[0] if others else None if number is None else filled(number, (), torch.int64)
+        found = None if right is None else _compared(name, left, right, shape)
+        if found is not None:
+            return found
+    summed = _summed(name, function, operands, shape)
+    return summed if summed is not None else _by_corners(function, operands, shape)
+
+
+# -------------------------------------------------------------------------------------------------------- comparisons
+
+
+def _compared(name: str, left: Abstract, right: Abstract, shape: tuple[int, ...]) -> Abstract | None:
+    if isinstance(left, Known) and isinstance(right, Sum):
+        left, right, name = right, left, _FLIPPED[name]
+    if isinstance(left, Sum) and isinstance(right, Known):
+        return _compared_sum(name, left, right.core, shape)
+    if not (isinstance(left, Known) and isinstance(right, Known)):
+        return None
+    first, second = left.core, right.core
+    if len(along(first)) != 1 or len(along(second)) != 1:
+        return None
+    (query,), (key,) = along(first), along(second)
+    if query > key:
+        first, second, query, key, name = second, first, key, query, _FLIPPED[name]
+    dtype = torch.result_type(first, second)  # in which they are compared; the wider one holds all its numbers
+    wider = torch.float64 if dtype.is_floating_point else torch.int64
+    rows, columns = (x.flatten().to(dtype).to(wider) for x in (first, second))
+    return _chosen(_keys_where(_FLIPPED[name], columns, rows), query, key, shape)
+
+
+def _compared_sum(name: str, x: Sum, bound: Tensor, shape: tuple[int, ...]) -> Abstract | None:
+    """``x`` against one number: the keys whose summand compares so with what is left of the bound."""
+    if bound.numel() != 1 or bound.dtype.is_floating_point or bound.dtype == torch.bool:
+        return None
+    number = int(bound)
+    if abs(number) > 1 << 40:
+        return None
+    if not x.absolute:
+        return _chosen(_keys_where(name, x.of_key, number - x.of_query), x.query, x.key, shape)
+    if name in ("eq", "ne"):
+        return None
+    most = number if name in ("le", "gt") else number - 1  # |x| < n is |x| <= n - 1
+    below = _keys_where("le", x.of_key, most - x.of_query)
+    above = _keys_where("ge", x.of_key, -most - x.of_query)
+    if below is None or above is None:
+        return None
+    near = below[0].intersection(above[0]), below[1]
+    return _chosen(near if name in ("le", "lt") else (near[0], False), x.query, x.key, shape)
+
+
+def _keys_where(name: str, keys: Tensor, bounds: Tensor) -> tuple[Intervals, bool] | None:
+    """The keys that compare so with the bound of each query: those in the intervals, or (False) those outside. None
+    unless the keys are in order."""
+    if keys.is_floating_point() and bool(keys.isnan().any() | bounds.isnan().any()):
+        return None
+    number = len(keys)
+    falling = not bool((keys[1:] >= keys[:-1]).all())
+    if falling:
+        keys = keys.flip(0)
+        if not bool((keys[1:] >= keys[:-1]).all()):
+            return None
+    keys, bounds = keys.contiguous(), bounds.contiguous()
+    less = torch.searchsorted(keys, bounds)
+    at_most = torch.searchsorted(keys, bounds, right=True)
+    zero = torch.zeros_like(less)
+    lo, hi = {
+        "lt": (zero, less),
+        "le": (zero, at_most),
+        "gt": (at_most, zero + number),
+        "ge": (less, zero + number),
+        "eq": (less, at_most),
+        "ne": (less, at_most),
+    }[name]
+    if falling:
+        lo, hi = number - hi, number - lo
+    return Intervals.of(lo, hi, number), name != "ne"
+
+
+def _chosen(
+    found: tuple[Intervals, bool] | None, query: int, key: int, shape: tuple[int, ...]
+) -> Known | Choice | None:
+    if found is None:
+        return None
+    inside = torch.full((1,) * len(shape), found[1])
+    return choice(shape, query, key, found[0], inside, ~inside)
+
+
+def choice(shape: tuple[int, ...], query: int, key: int, seen: Intervals, on: Tensor, off: Tensor) -> Known | Choice:
+    """A choice, or the one value that it has everywhere."""
+    if torch.equal(on, off) or seen.is_full:
+        return Known(on.expand(shape))
+    if bool(seen.sees_none.all()):
+        return Known(off.expand(shape))
+    return Choice(shape, query, key, seen, on, off)
+
+
+# --------------------------------------------------------------------------------------------------------------- sums
+
+
+def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: tuple[int, ...]) -> Sum | None:
+    """Sums, differences, multiples, negatives, absolute values and casts of positions."""
+    x, is_one = operands[0], len(operands) == 1
+    if name not in ("add", "sub", "rsub", "neg", "to", "abs") and not (is_one and name == "mul"):
+        return None
+    ranks = (1,) * len(shape)
+    zeros = [torch.zeros(ranks, dtype=_dtype(operand)) for operand in operands]
+    at_zero = function(*zeros)
+    if not all(_is_integer(tensor.dtype) for tensor in (at_zero, *zeros)):
+        return None
+    if name == "abs" or (isinstance(x, Sum) and x.absolute):
+        if not (is_one and name in ("abs", "to") and isinstance(x, Sum)):
+            return None
+        return _checked(replace(x, shape=shape, dtype=at_zero.dtype, absolute=True))
+    # What is linear is known from its values at 0 and at 1.
+    rest = int(at_zero)
+    factors = [
+        int(function(*(torch.ones_like(zero) if i == j else zero for j, zero in enumerate(zeros)))) - rest
+        for i in range(len(operands))
+    ]
+    return _added(operands, factors, rest, shape, at_zero.dtype)
+
+
+def _added(
+    operands: Sequence[Abstract], factors: Sequence[int], rest: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Sum | None:
+    """The sum of the operands times their factors, and of the rest. None unless it goes along two dims."""
+    everywhere = torch.tensor([rest])
+    parts: dict[int, Tensor] = {}
+    for x, factor in zip(operands, factors, strict=True):
+        if isinstance(x, Known):
+            found = {dim: x.core.flatten() for dim in along(x.core)}
+            if len(found) > 1:
+                return None
+            everywhere = everywhere if found else everywhere + factor * x.core.reshape(1).to(torch.int64)
+        elif isinstance(x, Sum) and not x.absolute:
+            found = {x.query: x.of_query, x.key: x.of_key}
+        else:
+            return None
+        for dim, part in found.items():
+            parts[dim] = parts.get(dim, torch.zeros(1, dtype=torch.int64)) + factor * part.to(torch.int64)
+    if len(parts) != 2:
+        return None
+    query, key = sorted(parts)
+    return _checked(Sum(shape, query, key, parts[query] + everywhere, parts[key], dtype))
+
+
+def _checked(x: Sum) -> Sum | None:
+    """None where its dtype may not hold it, or where it is of too many numbers."""
+    most = int(x.of_query.abs().max()) + int(x.of_key.abs().max())
+    return x if most < min(torch.iinfo(x.dtype).max, 1 << 40) else None
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def _dtype(x: Abstract) -> torch.dtype:
+    if isinstance(x, Known):
+        return x.tensor.dtype
+    return x.on.dtype if isinstance(x, Choice) else x.dtype
+
+
+# ------------------------------------------------------------------------------------------------------------ choices
+
+
+def _by_corners(function: Function, operands: Sequence[Abstract], shape: tuple[int, ...]) -> Abstract | None:
+    """An operator on choices takes at most four values: where the key is in the one interval or not, in the other or
+    not. It is a choice again where one of the four differs from the others and the intervals meet so."""
+    choices = [as_choice(x, shape) for x in operands]
+    places = {(x.query, x.key) for x in choices if isinstance(x, Choice)}
+    if len(places) != 1 or any(x is None for x in choices):
+        return None
+    ((query, key),) = places
+    distinct: list[Intervals] = []
+    for x in choices:
+        if isinstance(x, Choice) and not any(x.seen.equals(seen) for seen in distinct):
+            distinct.append(x.seen)
+    if len(distinct) > 2:
+        return None
+    first, second = distinct[0], distinct[-1]
+    values = {}
+    for inside in product((True, False), repeat=2):
+        taken = []
+        for x in choices:
+            if isinstance(x, Choice):
+                taken.append(x.on if inside[0 if x.seen.equals(first) else 1] else x.off)
+            elif isinstance(x, Known):
+                taken.append(x.core)
+        values[inside] = function(*taken).reshape((1,) * len(shape))
+    if any(value.is_floating_point() and bool(value.isnan()) for value in values.values()):
+        return None
+    both, one, other, neither = values.values()
+    if len(distinct) == 1:
+        return choice(shape, query, key, first, both, neither)
+    found: Intervals | None = None
+    if _same(both, one) and _same(other, neither):
+        found, on, off = first, both, neither
+    elif _same(both, other) and _same(one, neither):
+        found, on, off = second, both, neither
+    elif _same(one, other, neither):
+        found, on, off = first.intersection(second), both, neither
+    elif _same(both, other, neither):
+        found, on, off = first.without(second), one, neither
+    elif _same(both, one, neither):
+        found, on, off = second.without(first), other, neither
+    elif _same(both, one, other):
+        found, on, off = first.union(second), both, neither
+    return None if found is None else choice(shape, query, key, found, on, off)
+
+
+def _same(first: Tensor, *others: Tensor) -> bool:
+    return all(torch.equal(first, other) for other in others)
+
+
+def as_choice(x: Abstract, shape: tuple[int, ...]) -> Known | Choice | None:
+    """A value as a choice over the last two dims of a shape, or as one number; None where it is neither."""
+    if isinstance(x, Sum):
+        return None
+    if isinstance(x, Choice) or x.core.numel() == 1:
+        return x
+    values, dims = x.core, along(x.core)
+    if values.dtype != torch.bool or len(dims) != 1 or dims[0] < -2 or len(shape) < 2:
+        return None
+    seen = values.flatten()
+    num_queries, num_keys = shape[-2:]
+    if dims == (-2,):
+        intervals = Intervals.of(torch.zeros(len(seen), dtype=torch.int64), seen * num_keys, num_keys)
+    else:
+        chosen = seen.nonzero().flatten()
+        lo, hi = (int(chosen[0]), int(chosen[-1]) + 1) if len(chosen) else (0, 0)
+        if hi - lo != len(chosen):
+            return None
+        every = torch.ones(num_queries, dtype=torch.int64)
+        intervals = Intervals.of(every * lo, every * hi, num_keys)
+    on = torch.ones((1,) * values.dim(), dtype=torch.bool)
+    return Choice(x.shape, -2, -1, intervals, on, ~on)
+
+
+def triangle(x: Abstract, diagonal: int, upper: bool, shape: tuple[int, ...]) -> Abstract | None:
+    """``tril`` or ``triu``: zero where the key is beyond the diagonal."""
+    if len(shape) < 2:
+        return None
+    rows = torch.arange(shape[-2]) + diagonal
+    zero = torch.zeros_like(rows)
+    seen = Intervals.of(rows, zero + shape[-1], shape[-1]) if upper else Intervals.of(zero, rows + 1, shape[-1])
+    inside = torch.full((1,) * len(shape), True)
+    kept = choice(shape, -2, -1, seen, inside, ~inside)
+    return pointwise("where", _kept_where, (kept, x), shape)
+
+
+def _kept_where(kept: Tensor, x: Tensor) -> Tensor:
+    return torch.where(kept, x, torch.zeros_like(x))
+
+
+# -------------------------------------------------------------------------------------------------------------- views
+
+
+def viewed(function: Function, x: Abstract) -> Abstract | None:
+    """A view of a value: its dims are moved, repeated or cut."""
+    if isinstance(x, Known):
+        try:
+            return Known(function(x.tensor))
+        except RuntimeError:  # not without a copy
+            return collapsed(function(x.tensor.contiguous())) if x.tensor.numel() <= MOST_ELEMENTS else None
+    # A tensor without memory, whose strides tell the dims apart, says what the view does to them.
+    rank, keys = len(x.shape), x.shape[x.key]
+    strides = tuple({rank + x.query: keys, rank + x.key: 1}.get(dim, 0) for dim in range(rank))
+    try:
+        looked = function(torch.empty_strided(x.shape, strides, device="meta"))
+    except RuntimeError:
+        return None
+    found: dict[str, tuple[int, slice]] = {}
+    starts = divmod(int(looked.storage_offset()), keys)
+    for dim, (size, stride) in enumerate(zip(looked.shape, looked.stride(), strict=True)):
+        if size < 2 or stride == 0:
+            continue
+        of_query = stride % keys == 0
+        step, start = (stride // keys, starts[0]) if of_query else (stride, starts[1])
+        stop = start + (size - 1) * step + 1
+        name = "query" if of_query else "key"
+        if name in found or stop > x.shape[x.query if of_query else x.key]:
+            return None
+        found[name] = dim - looked.dim(), slice(start, stop, step)
+    if len(found) != 2 or (isinstance(x, Choice) and found["key"][1].step != 1):
+        return None
+    (query, queries), (key, columns) = found["query"], found["key"]
+    shape = tuple(looked.shape)
+    if isinstance(x, Sum):
+        return Sum(shape, query, key, x.of_query[queries], x.of_key[columns], x.dtype, x.absolute)
+    ranks = (1,) * len(shape)
+    return choice(shape, query, key, x.seen.part(queries, columns), x.on.reshape(ranks), x.off.reshape(ranks))

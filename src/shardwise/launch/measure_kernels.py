@@ -1,0 +1,142 @@
+"""Kernels that ``shardwise calibrate`` measures on a GPU, one of each kind that a cluster file can have a figure for.
+
+Small functions are run once, forward and backward, below autograd, where PyTorch calls the same kernels as in a rank's
+program. Of every call ``costs.kernels`` says what it does, as it does for a plan; then the call is timed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.costs.fit import KernelTime
+from shardwise.costs.kernels import Called, Work, work_of
+from shardwise.costs.optimizers import update_of
+from shardwise.graph.ir import Ref
+from shardwise.programs.forms import Form
+
+Seconds = Callable[[Callable[[], Any]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """``rows`` by ``width``: of what moves memory; ``heads`` by ``positions``: of attention, ``head`` wide;
+    ``side``: of an image of a batch of ``images``; ``dtype``: in which all is computed."""
+
+    rows: int
+    width: int
+    heads: int
+    positions: int
+    head: int
+    images: int
+    side: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tiny: bool) -> Sizes:
+        """Large enough to fill a GPU, as the layers of a model do; ``tiny``: for trying out whether it works."""
+        if tiny:
+            return Sizes(16, 32, 2, 16, 8, 1, 8, torch.float32)
+        return Sizes(8192, 4096, 64, 4096, 128, 32, 56, torch.bfloat16)
+
+
+def kernel_times(seconds: Seconds, device: torch.device, sizes: Sizes) -> Iterator[KernelTime]:
+    """What each kernel takes. ``seconds``: times a call on the ranks that measure together."""
+    for function, shapes in _functions(sizes):
+        tensors = [torch.randn(shape, device=device, dtype=sizes.dtype).requires_grad_() for shape in shapes]
+        with _Calls() as calls:
+            result = function(*tensors)
+            torch.autograd.grad(result, tensors, torch.ones_like(result), allow_unused=True)
+        for call, work in calls.found:
+            yield KernelTime(work, seconds(call))
+    yield _update(seconds, device, sizes)
+
+
+def launch_seconds(issue: Callable[[Callable[[], Any], int], float], device: torch.device) -> float:
+    """What the host takes to start a kernel. ``issue``: seconds per call of so many that nobody waits for."""
+    small, out = torch.ones(16, device=device), torch.ones(16, device=device)
+    return issue(partial(torch.add, small, small, out=out), 500)
+
+
+def host_bandwidth(seconds: Seconds, device: torch.device, num_bytes: int) -> float:
+    """B/s of a copy to pinned memory of the host or back, of which the slower counts."""
+    here = torch.ones(num_bytes // 4, device=device)
+    there = torch.empty(num_bytes // 4, pin_memory=device.type == "cuda")
+    slower = max(
+        seconds(partial(there.copy_, here, non_blocking=True)), seconds(partial(here.copy_, there, non_blocking=True))
+    )
+    return here.nbytes / slower
+
+
+class _Calls(TorchDispatchMode):
+    """Keeps the calls whose kind of kernel has a figure of its own, each with its work."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[Callable[[], Any], Work]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        out = func(*args, **given)
+        operands, results = _forms((args, given)), _forms(out)
+        named: Any = tree_map(lambda leaf: Ref("value") if isinstance(leaf, torch.Tensor) else leaf, (args, given))
+        work = work_of(Called(func, tuple(named[0]), tuple(named[1].items())), operands, results)
+        if work.kind:
+            self.found.append((partial(func, *args, **given), work))
+        return out
+
+
+def _forms(tree: Any) -> Sequence[Form]:
+    return [Form.of(leaf.detach()) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _functions(sizes: Sizes) -> list[tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]]:
+    """Functions with the shapes of what they take."""
+    table = (sizes.rows, sizes.width)
+    heads = (1, sizes.heads, sizes.positions, sizes.head)
+    images, kernel = (sizes.images, 64, sizes.side, sizes.side), (64, 64, 3, 3)
+    width = (sizes.width,)
+
+    def labels(x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(sizes.rows, device=x.device) % sizes.width
+
+    def looked_up(weight: torch.Tensor) -> torch.Tensor:
+        return F.embedding(torch.arange(sizes.rows // 2, device=weight.device), weight)
+
+    return [
+        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (heads, heads, heads)),
+        (lambda x, w, b: F.layer_norm(x, width, w, b), (table, width, width)),
+        (lambda x, w: F.rms_norm(x, width, w), (table, width)),
+        (lambda x: torch.softmax(x, -1), (table,)),
+        (lambda x: F.cross_entropy(x, labels(x)), (table,)),
+        (lambda x: x.sum(-1), (table,)),
+        (lambda x: x.sum(0), (table,)),
+        (lambda x: F.dropout(x, 0.1), (table,)),
+        (looked_up, (table,)),
+        (lambda x, w: F.conv2d(x, w, padding=1), (images, kernel)),
+        (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (images, (64,), (64,))),
+        (lambda x: F.max_pool2d(x, 2), (images,)),
+    ]
+
+
+def _update(seconds: Seconds, device: torch.device, sizes: Sizes) -> KernelTime:
+    """A fused AdamW over one parameter, with the work that ``Prices.update`` gives it."""
+    weight = torch.zeros(sizes.rows, sizes.width, device=device, dtype=sizes.dtype, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    own = update_of("adamw fused", foreach=device.type == "cuda")
+    work = Work("update", num_bytes=float(weight.nbytes * own.passes), scalars=weight.numel() * own.scalars)
+    return KernelTime(work, seconds(optimizer.step))
+
+
+__all__ = ["Sizes", "host_bandwidth", "kernel_times", "launch_seconds"]

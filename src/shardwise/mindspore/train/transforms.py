@@ -1,0 +1,164 @@
+"""Checkpoints of ranks for other ranks: the strategy files of both sides are plans, and files say themselves what they
+are parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwise as sw
+from shardwise.errors import listed, problem
+from shardwise.layouts.boxes import Box, boxes
+from shardwise.mindspore.holding import Held
+from shardwise.mindspore.train.serialization import Slice, entry_of, joined_files, of_parts, unwrapped, write
+from shardwise.runtime.shards import shard
+
+
+def build_searched_strategy(strategy_filename: str) -> sw.Plan:
+    """What a strategy file says: ``strategy_ckpt_save_file`` wrote it."""
+    return sw.Plan.load(strategy_filename)
+
+
+def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> None:
+    """One strategy file of those that the ranks of a pipeline wrote. Each has all stages here: they must be the
+    same."""
+    files = sorted(path for path in Path(src_strategy_dirs).glob("*") if path.is_file())
+    plans = {path: sw.Plan.load(path) for path in files}
+    if len({plan.digest for plan in plans.values()}) != 1:
+        told = (
+            f"{src_strategy_dirs} has {len({plan.digest for plan in plans.values()})} strategies in {len(files)} files"
+        )
+        raise ValueError(problem(told, fix="a folder with the files of one job"))
+    Path(dst_strategy_file).parent.mkdir(parents=True, exist_ok=True)
+    plans[files[0]].save(dst_strategy_file)
+
+
+def rank_list_for_transform(
+    rank_id: int, src_strategy_file: str | None = None, dst_strategy_file: str | None = None
+) -> list[int]:
+    """The ranks whose files have together what rank ``rank_id`` of the other side needs. Without a strategy file a side
+    has whole tensors, in one file."""
+    if src_strategy_file is None:
+        return [0]
+    source, target = _holdings(src_strategy_file), _holdings(dst_strategy_file)
+    needed: set[int] = set()
+    for path, holding in source.items():
+        wanted = _boxes(_matching(path, target) if target else None, rank_id, holding)
+        covered: set[tuple[Box, ...]] = set()
+        for own in holding.ranks:
+            parts = _boxes(holding, own, holding)
+            if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in wanted):
+                covered.add(parts)
+                needed.add(own)
+    return sorted(needed)
+
+
+def _boxes(holding: Held | None, own: int, like: Held) -> tuple[Box, ...]:
+    """What a rank has of a parameter, which without a holding is all of it."""
+    if holding is None:
+        return (Box.whole(like.shape),)
+    return boxes(holding.layout, holding.coordinates(own)) if own in holding.ranks else ()
+
+
+def transform_checkpoint_by_rank(
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, str],
+    save_checkpoint_file_name: str,
+    src_strategy_file: str | None = None,
+    dst_strategy_file: str | None = None,
+) -> None:
+    """Write the file of one rank of the other side, from the files of this one, by their ranks. Raises RuntimeError
+    where a part is missing."""
+    if not save_checkpoint_file_name.endswith(".ckpt"):
+        raise ValueError(problem(f"the file is {save_checkpoint_file_name!r}", fix="a name that ends with .ckpt"))
+    whole, info = joined_files([checkpoint_files_map[own] for own in sorted(checkpoint_files_map)])
+    _write_part(whole, info, rank_id, Path(save_checkpoint_file_name), _holdings(dst_strategy_file))
+
+
+def transform_checkpoints(
+    src_checkpoints_dir: str,
+    dst_checkpoints_dir: str,
+    ckpt_prefix: str,
+    src_strategy_file: str | None = None,
+    dst_strategy_file: str | None = None,
+    process_num: int = 1,
+    output_format: str = "ckpt",
+) -> None:
+    """Of the newest files in ``rank_0``, ``rank_1``, ... make those of the ranks of ``dst_strategy_file``:
+    ``<dst>/rank_<i>/<ckpt_prefix><i>.ckpt``; without it one whole file in ``rank_0``. ``process_num`` is taken and
+    means nothing here. Raises RuntimeError where a part is missing."""
+    if output_format != "ckpt":
+        raise NotImplementedError(problem(f"output_format={output_format!r}", fix="ckpt; sw.save_pretrained writes "
+                                          "safetensors"))  # fmt: skip
+    folders = [path for path in Path(src_checkpoints_dir).glob("rank_*") if path.name[5:].isdigit()]
+    newest = {int(folder.name[5:]): max(folder.glob("*.ckpt"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+              for folder in folders if any(folder.glob("*.ckpt"))}  # fmt: skip
+    missing = sorted(set(range(_ranks(src_strategy_file))) - newest.keys())
+    if not newest or missing:
+        what = f"{src_checkpoints_dir} has files of the ranks {sorted(newest)}" + (
+            f", not of {listed(list(map(str, missing)))}" if missing else ""
+        )
+        raise ValueError(problem(what, fix="a folder rank_<i> with a file for every rank"))
+    whole, info = joined_files([str(newest[own]) for own in sorted(newest)])
+    holdings = _holdings(dst_strategy_file)
+    for number in range(_ranks(dst_strategy_file) or 1):
+        path = Path(dst_checkpoints_dir) / f"rank_{number}" / f"{ckpt_prefix}{number}.ckpt"
+        _write_part(whole, info, number, path, holdings)
+
+
+def _write_part(
+    whole: dict[str, Slice], info: dict[str, Any], number: int, path: Path, holdings: dict[str, Held]
+) -> None:
+    entries: dict[str, dict[str, Any]] = {}
+    for name, tensor in whole.items():
+        holding = _matching(tensor.path, holdings) if tensor.dim() and holdings else None
+        if holding is not None and holding.shape != tuple(tensor.shape):
+            holding = None  # a state of another shape
+        if holding is not None and number not in holding.ranks:
+            continue
+        part = tensor.detach().as_subclass(torch.Tensor)
+        if holding is not None:
+            part = shard(part, holding.layout, holding.coordinates(number))
+        entries[name] = entry_of(part, holding) | ({"state": True} if tensor.is_state else {}) | {"path": tensor.path}
+    write(path, entries, info, number)
+
+
+def _ranks(strategy: str | None) -> int:
+    """The ranks of a strategy file; 0: there is none."""
+    return 0 if strategy is None else sw.Plan.load(strategy).num_ranks
+
+
+def _holdings(strategy: str | None) -> dict[str, Held]:
+    """Path in the network -> how the ranks hold it."""
+    stages = () if strategy is None else sw.Plan.load(strategy).stages
+    return {
+        unwrapped(entry.name): Held(stage.layouts[entry.name], stage.placement.ranks)
+        for stage in reversed(stages)
+        for entry in (*stage.parameters, *stage.buffers)
+    }
+
+
+def _matching(path: str, holdings: dict[str, Held]) -> Held:
+    """The parameter of a plan. Raises ValueError where there is none."""
+    if path not in holdings:
+        near = listed(sorted(holdings)[:4])
+        what = f"the strategy file has no parameter {path}, but {near} and so on"
+        raise ValueError(problem(what, fix="the strategy file of the network that was saved"))
+    return holdings[path]
+
+
+def merge_sliced_parameter(sliced_parameters: Sequence[Slice], strategy: Any = None) -> torch.Tensor:
+    """A parameter of its slices, which ``load_checkpoint`` read, in the order of their ranks; ``strategy`` is not
+    needed, as each says which part it is."""
+    ranks = held.ranks if (held := sliced_parameters[0].held) else range(len(sliced_parameters))
+    name = sliced_parameters[0].name
+    return of_parts(name, [({name: own}, {}, at) for own, at in zip(sliced_parameters, ranks, strict=False)])
+
+
+__all__ = [
+    "build_searched_strategy", "merge_pipeline_strategys", "merge_sliced_parameter", "rank_list_for_transform",
+    "transform_checkpoint_by_rank", "transform_checkpoints",
+]  # fmt: skip

@@ -1,0 +1,253 @@
+"""The joint search: with how many stages, under which schedule and in micro-batches of which size a model is planned.
+
+Of every such *setting* the searches by price choose the rest: the mesh of a stage, operators, storage, what is made
+again or waits on the host. Settings are planned in the order of a rough estimate. One whose *bound* is not below the
+best step found is not planned, as it can not be better: no step is shorter than its products at the peak of all devices
+together, longer by what a pipeline needs to fill and to drain. So the result is what planning all settings would find,
+unless more than ``TRIES`` are left; these are said, with their bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TypeVar
+
+import torch
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.flops import ATTENTION_BACKWARD, FLOPS, flops_of
+from shardwise.errors import PlanError, listed, problem
+from shardwise.graph.cut import free_values
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments, operator_name
+from shardwise.graph.stages import marks_of
+from shardwise.plans.plan import Plan
+from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.search.levers import blocks_of
+from shardwise.search.micro_batch import Batches
+
+TRIES = 24  # settings that are planned at most
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")  # where the user names none
+_Found = TypeVar("_Found", bound=Plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """``stages``: 1 is no pipeline, which has no ``schedule``; ``micro_batch``: the samples of each of the
+    ``passes``."""
+
+    stages: int
+    schedule: str
+    micro_batch: int
+    passes: int
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stages, {self.schedule}" if self.stages > 1 else "1 stage"
+        return f"{stages}, micro-batch {self.micro_batch} ({self.passes} passes)"
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """A setting and what became of it. ``bound``: no plan of it has a shorter step; ``step_seconds``, ``num_bytes``: of
+    its plan, and of the device that holds most; ``refused``: why there is none; ``pruned``: its bound is above a step
+    that was found before, of so many seconds. What has nothing of these was left out for want of time."""
+
+    setting: Setting
+    bound: float
+    step_seconds: float = 0.0
+    num_bytes: float = 0.0
+    refused: str = ""
+    pruned: float = 0.0
+
+    def __str__(self) -> str:
+        if self.step_seconds:
+            what = f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
+        elif self.pruned:
+            what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
+        else:
+            what = self.refused or f"left out: no step below {format_seconds(self.bound)}"
+        return f"{self.setting}: {what}"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The settings of a joint search, in the order in which they were looked at, and the one that was taken."""
+
+    considered: tuple[Considered, ...]
+    taken: Setting
+
+    @property
+    def bound(self) -> float:
+        """No plan of any of these settings has a shorter step."""
+        return min(one.bound for one in self.considered)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no setting was left out."""
+        return all(one.step_seconds or one.refused or one.pruned for one in self.considered)
+
+    def __str__(self) -> str:
+        planned = sorted((one for one in self.considered if one.step_seconds), key=lambda one: one.step_seconds)
+        others = [one for one in self.considered if not one.step_seconds]
+        best = planned[0]
+        lines = [f"{best.setting}, of {len(self.considered)} settings: {len(planned)} were planned"]
+        if len(planned) > 1:
+            slower = planned[1].step_seconds / best.step_seconds - 1
+            lines[0] += f"; the next best is {100 * slower:.1f}% slower"
+        lines += [f"  {one}" for one in (*planned, *others)]
+        rest = "" if self.is_complete else "; plans of what was left out may be faster than the best"
+        return "\n".join([*lines, f"no step of these settings is below {format_seconds(self.bound)}{rest}"])
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What every plan of a model takes. ``seconds``: of the products of a step at the peak of all devices together;
+    ``kernels``: operators of a pass, forward and backward; ``parameter_bytes``: of all parameters."""
+
+    seconds: float
+    kernels: int
+    parameter_bytes: float
+
+    @staticmethod
+    def of(graph: Graph, share: float, cluster: Cluster) -> Floor:
+        """``share``: how many times the samples of the graph are in a step."""
+        device = cluster.device
+        peak = max(device.flops.values()) * cluster.num_devices
+        flops = sum(_least_flops(op, graph) for op in graph.ops) * share
+        held = sum(graph.by_name[s.value].num_bytes for s in graph.sources if s.kind == "parameter")
+        return Floor(flops / peak, 3 * len(graph.ops), float(held))
+
+    def bound(self, setting: Setting) -> float:
+        """No step of a setting is shorter. Where a place has one stage, each waits for those before it to do their
+        first micro-batch, and these wait for it at the end: so the slowest of them, however the work is divided among
+        them, takes at least the share below. Schedules of several stages per place may give places before it next to
+        nothing to do in that time."""
+        if setting.stages == 1 or schedule_of(setting.schedule).stages_per_place > 1:
+            return self.seconds
+        steady = 1 - 1 / setting.passes
+        return self.seconds * setting.stages / setting.passes / (1 - steady**setting.stages)
+
+    def estimate(self, setting: Setting, cluster: Cluster) -> float:
+        """About how long a step takes: products, gradients that every pass reduces, kernels to start, and bubbles."""
+        per_place = schedule_of(setting.schedule).stages_per_place if setting.stages > 1 else 1
+        places = setting.stages // per_place
+        level = cluster.levels[-1]
+        bandwidth = level.link_bandwidth(level.size) / level.shared_by if cluster.num_devices > 1 else inf
+        reduced = setting.passes * 2 * self.parameter_bytes / setting.stages / bandwidth
+        started = setting.passes * self.kernels / places * cluster.device.kernel_latency
+        return max(2 * self.seconds, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
+
+
+def _least_flops(op: Op, graph: Graph) -> float:
+    """The operations of an operator and of its backward, at least."""
+    if op.target not in FLOPS:
+        return 0.0
+    operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
+    own = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
+    flowing = sum(value.requires_grad for value in operands)
+    if "_attention" in operator_name(op.target):
+        seen = 0.5 if arguments(op).get("is_causal") else 1.0
+        return own * seen * (1 + (ATTENTION_BACKWARD if flowing else 0.0))
+    return own * (1.0 + min(flowing, 2))
+
+
+def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
+    """Raise PlanError for what leaves a joint search no choice."""
+    if not by_price:
+        raise PlanError(
+            problem(
+                'stages="auto" compares plans by price, and this mode or search has none',
+                fix='mode="auto" with search="dynamic_programming", or a number of stages',
+            )
+        )
+    if marks := marks_of(module):
+        raise PlanError(
+            problem(
+                f'stages="auto" cuts where it likes, and modules are marked: {listed(list(marks))}',
+                fix='stages="marked", or leave out the marks',
+            )
+        )
+
+
+def settings_of(
+    graph: Graph, batches: Batches, num_devices: int, schedule: str | None, mesh_devices: int | None
+) -> tuple[Setting, ...]:
+    """All settings: every number of stages that divides the devices and is not above the number of repeated blocks (of
+    operators with parameters, where there are none), every schedule, every micro-batch under which it is full.
+    ``mesh_devices``: the devices of a stage, where they are given."""
+    parameters = {s.value for s in graph.sources if s.kind == "parameter"}
+    free = free_values(graph)
+    readers = [op for op in graph.ops if parameters.intersection(op.operands) and not free.issuperset(op.results)]
+    most = len(blocks_of(graph)) or len(readers)
+    schedules = [schedule_of(name) for name in ((schedule,) if schedule is not None else SCHEDULES)]
+    found = []
+    for size in batches.candidates:
+        passes = batches.step // size
+        if mesh_devices in (None, num_devices):
+            found.append(Setting(1, "", size, passes))
+        for own in schedules:
+            found += [
+                Setting(places * own.stages_per_place, own.name, size, passes)
+                for places in range(2, num_devices + 1)
+                if num_devices % places == 0
+                and places * own.stages_per_place <= most
+                and mesh_devices in (None, num_devices // places)
+                and not own.fault(places, passes)
+                and not _is_needless(own, places, passes, schedules)
+            ]
+    return tuple(found)
+
+
+def _is_needless(schedule: Schedule, places: int, passes: int, schedules: Sequence[Schedule]) -> bool:
+    """Whether another schedule of the same stages takes as long and holds less: GPipe where 1F1B can run."""
+    others = [own for own in schedules if own.name == "1F1B"]
+    return schedule.name == "GPipe" and any(not own.fault(places, passes) for own in others)
+
+
+def joint_search(
+    settings: Sequence[Setting], floor: Floor, cluster: Cluster, plan_of: Callable[[Setting], _Found]
+) -> tuple[_Found, Joint]:
+    """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: raises PlanError where a
+    setting has none. Raises PlanError where no setting has one."""
+    best: tuple[float, Setting, _Found] | None = None
+    failure: PlanError | None = None
+    seen: list[Considered] = []
+    planned = 0
+    for setting in sorted(settings, key=lambda own: (floor.estimate(own, cluster), own.stages, own.passes)):
+        one = Considered(setting, floor.bound(setting))
+        if best is not None and one.bound >= best[0]:
+            seen.append(replace(one, pruned=best[0]))
+            continue
+        if planned == TRIES:
+            seen.append(one)
+            continue
+        try:
+            found = plan_of(setting)
+        except PlanError as error:
+            failure = failure or error
+            seen.append(replace(one, refused=str(error).partition("\n")[0]))
+            continue
+        planned += 1
+        seconds, num_bytes = _figures(found)
+        seen.append(replace(one, step_seconds=seconds, num_bytes=num_bytes))
+        if best is None or seconds < best[0]:
+            best = seconds, setting, found
+    if best is None:
+        raise failure or PlanError(
+            problem("there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's")
+        )
+    return best[2], Joint(tuple(seen), best[1])
+
+
+def _figures(plan: Plan) -> tuple[float, float]:
+    """Seconds of a step, and the bytes of the device that holds most."""
+    if plan.pipeline is not None:
+        return plan.pipeline.step_seconds, max(stage.peak_bytes for stage in plan.pipeline.stages)
+    assert plan.prediction is not None, "plans by price are predicted"
+    return plan.prediction.planned_seconds, plan.prediction.memory_bytes
+
+
+__all__ = ["TRIES", "Considered", "Floor", "Joint", "Setting", "check_joint", "joint_search", "settings_of"]

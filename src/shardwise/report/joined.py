@@ -1,0 +1,40 @@
+"""A plan together with the settings that it was chosen among: what ``sw.plan(..., stages="auto")`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.errors import PlanError, problem
+from shardwise.plans.joint import Joint
+from shardwise.plans.plan import Plan
+from shardwise.report.explain import Explanation
+from shardwise.report.planned import MicroBatches, Planned, entries
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(Plan):
+    """A plan of a joint search. ``joint``: the settings, which are no part of the plan: not of its file, not of
+    comparisons, and a copy for another process is the plan alone. ``found``: the plan of the setting that was taken."""
+
+    joint: Joint = field(kw_only=True, repr=False)
+    found: Plan = field(kw_only=True, repr=False)
+
+    @staticmethod
+    def of(found: Plan, joint: Joint) -> Joined:
+        return Joined(**entries(found), joint=joint, found=found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, tuple(entries(self).values())
+
+    def explain(self, name: str) -> Joint | Explanation | MicroBatches:
+        """``"stages"``: what was considered and why this setting was taken; other names where the plan has no stages:
+        as of a plan without. Raises PlanError for an unknown name."""
+        if name == "stages":
+            return self.joint
+        if isinstance(self.found, Planned):
+            return self.found.explain(name)
+        raise PlanError(problem(f"a plan in stages does not explain {name!r}", fix='explain("stages")'))
+
+
+__all__ = ["Joined"]

@@ -1,0 +1,74 @@
+"""Attention of some of the queries: what a rank computes of causal attention when the queries are split, and of groups
+of heads where a device's kernels do not know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.rules.calls import block_offset
+from shardwise.rules.kernels import _ATOMS, _define, global_index
+from shardwise.rules.rule import Piece
+
+aten = torch.ops.aten
+
+
+def _attention_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    scale: float | None,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """The given rows of scaled dot-product attention. Under a causal mask, keys that none of them sees are left out;
+    what begins at the first row is causal again, other rows get booleans that say which keys they see."""
+    if is_causal and prod(lengths) < prod(sizes):
+        pieces = tuple(map(Piece, sizes, offsets, lengths))
+        first, seen = block_offset(pieces), min(_last_row(pieces) + 1, key.shape[-2])
+        device = query.device
+        rows = (
+            global_index(sizes, offsets, lengths, device)
+            if first is None
+            else torch.arange(first, first + prod(lengths), device=device)
+        )
+        key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
+        is_causal = first == 0
+        attn_mask = None if is_causal else torch.arange(seen, device=device) <= rows.unsqueeze(-1)
+    if enable_gqa and not _knows_groups(query, attn_mask):
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+        enable_gqa = False
+    result: Tensor = aten.scaled_dot_product_attention.default(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return result
+
+
+def _last_row(pieces: Sequence[Piece]) -> int:
+    """The index of the last row, 0 if there is none."""
+    last = 0
+    for piece in pieces:
+        last = last * piece.size + piece.offset + piece.length - 1
+    return max(last, 0)
+
+
+def _knows_groups(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether PyTorch's fused kernels take groups of heads: on a CPU always, on a GPU (flash attention) in half
+    precision and without a mask. Others would compute all scores at once."""
+    return query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
+
+
+ATTENTION_ROWS: Final = _define(
+    "attention_rows(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, bool enable_gqa, "
+    f"float? scale, {_ATOMS}) -> Tensor",
+    _attention_rows,
+)

@@ -1,0 +1,108 @@
+"""Random numbers of one place: any part of a draw, without the rest of it.
+
+A draw of a tensor is made in *tiles* of at most 128 by 256 elements of its last two dims. Each tile has a generator of
+its own, seeded from the draw's key and the tile's number, so that whoever needs a box of the tensor draws the tiles
+that the box touches, and gets the numbers that everybody else gets. The key says where the draw stood: what its
+generator was seeded with, and the how-manieth draw from there it was. Neither ranks nor plans are part of it.
+
+torch's CPU generator takes seeds of 32 bits. Tiles of one draw have different ones; of the tiles of different draws two
+in 4 thousand million are alike (of a model of 70 G parameters about one tile in four thousand has a twin).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import torch
+
+# (tensor, generator) -> fills the tensor, element by element alike.
+Fill = Callable[[torch.Tensor, torch.Generator], object]
+
+_TILE, _LAST = 128, 256  # elements of a dim, and of the last one
+_MOST = _TILE * _LAST
+_IN_FLOAT = (torch.bfloat16, torch.float16)  # drawn as float32, which torch's kernels are made for, and rounded
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many elements were drawn."""
+
+    num_drawn: int = field(default=0)
+
+
+def draw_box(
+    key: str,
+    fill: Fill,
+    shape: Sequence[int],
+    start: Sequence[int],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    tally: Tally,
+) -> torch.Tensor:
+    """Rows ``[start, start + size)`` of every dim of a tensor of this shape that is drawn whole."""
+    drawn = torch.empty(tuple(sizes), dtype=dtype)
+    if not drawn.numel():
+        return drawn
+    tile = _tile_of(shape)
+    first_seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+    tiles = list(_tiles(shape, tile, start, sizes))
+    tally.num_drawn += sum(prod(sizes) for _, _, sizes in tiles)
+
+    def draw(some: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
+        generator = torch.Generator()
+        with torch.no_grad():
+            for number, offsets, own in some:
+                generator.manual_seed((first_seed + number) % 2**32)
+                numbers = torch.empty(own, dtype=torch.float32 if dtype in _IN_FLOAT else dtype)
+                fill(numbers, generator)
+                target = drawn
+                for dim, (at, size, begin, count) in enumerate(zip(offsets, own, start, sizes, strict=True)):
+                    low, high = max(at, begin), min(at + size, begin + count)
+                    target = target.narrow(dim, low - begin, high - low)
+                    numbers = numbers.narrow(dim, low - at, high - low)
+                target.copy_(numbers)
+
+    threads = min(torch.get_num_threads(), len(tiles))
+    if threads == 1:
+        draw(tiles)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, [tiles[i::threads] for i in range(threads)]))
+    return drawn
+
+
+def _tile_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of a tile: small dims whole, from the last one on, as long as there is room. Of a tensor of one dim that is
+    larger than 1, up to 32,768 elements of it."""
+    is_line = sum(size > 1 for size in shape) <= 1
+    room, tile = _MOST, []
+    for place, size in enumerate(reversed(shape)):
+        most = _MOST if is_line else _LAST if place == 0 else _TILE
+        tile.append(max(1, min(size, most, room)))
+        room //= tile[-1]
+    return tuple(reversed(tile))
+
+
+def _tiles(
+    shape: Sequence[int], tile: Sequence[int], start: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(number, offsets, sizes) of the tiles that a box touches. Numbers count row by row over the whole tensor."""
+    grid = [-(-size // step) for size, step in zip(shape, tile, strict=True)]
+    touched = [
+        range(begin // step, (begin + count - 1) // step + 1)
+        for begin, count, step in zip(start, sizes, tile, strict=True)
+    ]
+    for place in product(*touched):
+        number = 0
+        for index, count in zip(place, grid, strict=True):
+            number = number * count + index
+        offsets = tuple(index * step for index, step in zip(place, tile, strict=True))
+        yield number, offsets, tuple(map(min, tile, (s - at for s, at in zip(shape, offsets, strict=True))))
+
+
+__all__ = ["Fill", "Tally", "draw_box"]

@@ -1,0 +1,91 @@
+"""Passes of one size on this rank: what a step does once (``programs.once``) runs around them, and the gradients of
+passes add up on this rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.emit import Emitted
+from shardwise.runtime.step import Forward
+
+
+@dataclass(frozen=True)
+class RepeatedStep:
+    """The programs of a pass and of what is done once (``programs.once.Repeated``), emitted."""
+
+    ahead: Emitted
+    each: Emitted
+    behind: Emitted
+
+    @property
+    def emitted(self) -> Emitted:
+        """A pass."""
+        return self.each
+
+    def begin(self, tensors: Sequence[Tensor]) -> Running:
+        """Cast and gather what all passes take. ``tensors``: of all sources; inputs are not read."""
+        with torch.no_grad():
+            given = self.ahead.forward.forward(*tensors)[0] if self.ahead.program.forward else ()
+        return Running(self, tuple(given))
+
+
+@dataclass
+class Running:
+    """Passes under way. ``sums``: source -> its gradient so far, as a pass makes it."""
+
+    step: RepeatedStep
+    given: tuple[Tensor, ...]
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def run(
+        self, tensors: Sequence[Tensor], observed: Forward | None = None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Forward and backward of a pass: (delivered, mutations). ``observed``: runs forward instead of the program's
+        own. The cotangent of the loss is 1."""
+        emitted = self.step.each
+        program = emitted.program
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        with torch.no_grad():
+            forward = observed or emitted.forward.forward
+            delivered, written, saved = forward(*tensors, *self.given)
+            kept = list(saved) if hooks is None else [_through(hooks[0], value) for value in saved]
+            del saved
+            if hooks is not None:  # torch.utils.checkpoint, saving on the CPU
+                kept = [_through(hooks[1], value) for value in kept]
+            named = zip(program.cotangents, delivered, strict=True)
+            ones = [torch.ones_like(value) for name, value in named if name is not None]
+            if not ones:
+                raise ShardwiseError(
+                    problem("the loss depends on no parameter that requires a gradient", fix="thaw a parameter")
+                )
+            found = emitted.backward.forward(kept, *ones)
+            for source, gradient in zip(program.gradients, found, strict=True):
+                if source in self.sums:
+                    self.sums[source].add_(gradient)
+                else:
+                    self.sums[source] = gradient
+        return delivered, written
+
+    def end(self) -> dict[str, Tensor]:
+        """Source -> the gradient of what is stored, of all passes together."""
+        behind = self.step.behind
+        self.given = ()
+        if behind.program.backward:
+            with torch.no_grad():
+                sums = [self.sums.pop(source) for source in behind.program.gradients]
+                found = behind.backward.forward(sums)
+            self.sums.update(zip(behind.program.gradients, found, strict=True))
+        return self.sums
+
+
+def _through(hook: Any, value: Any) -> Any:
+    return hook(value) if isinstance(value, Tensor) else value
+
+
+__all__ = ["RepeatedStep", "Running"]

@@ -1,0 +1,275 @@
+"""A measured step beside the predicted one: ``par.profile``.
+
+The rank's own lists of instructions are run node by node: each operator by itself, each message waited for at once, so
+that a time belongs to one thing. The step as it is, with what it overlaps, is timed besides. Ranks compare: of an
+operator the slowest rank counts; of a message the fastest, since the others' times hold what they waited for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from shardwise.costs.collectives import Links
+from shardwise.costs.kernels import Called, work_of
+from shardwise.costs.timeline import Event, simulate_program
+from shardwise.costs.trace import write_trace
+from shardwise.layouts.mesh import Mesh
+from shardwise.plans.plan import Plan
+from shardwise.plans.prices import prices_of
+from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.programs.instructions import Compute, Instruction, sent_by
+from shardwise.programs.rank_program import Program
+from shardwise.runtime.step import Step
+from shardwise.runtime.transit import Converting, Departing
+
+Key = tuple[str, str, tuple[str, ...]]  # part, name, stream
+_NUM_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An operator, or all messages of a kind over the same axes, in forward or backward: seconds of a pass, and which
+    figure of the cluster file says them."""
+
+    name: str
+    part: str
+    measured: float
+    predicted: float
+    figure: str
+
+    @property
+    def difference(self) -> float:
+        return abs(self.measured - self.predicted)
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """``step_seconds``: of a pass, forward and backward, as it is, and as predicted; ``rows``: the largest disagreement
+    first; ``peak_bytes``: the most memory of a pass, without states of an optimizer on CPUs, and as predicted;
+    ``events``: of this rank, measured one by one, and as predicted; ``compiled``: the step is, and the operators were
+    measured uncompiled. Updates of an optimizer are not measured."""
+
+    step_seconds: tuple[float, float]
+    peak_bytes: tuple[int, int]
+    rows: tuple[Compared, ...]
+    cluster: str
+    compiled: bool
+    mesh: Mesh = field(repr=False)
+    events: tuple[tuple[Event, ...], tuple[Event, ...]] = field(repr=False)
+
+    def trace(self, path: str | Path) -> None:
+        """Write both steps as one trace, which https://ui.perfetto.dev opens: measured above predicted, with the same
+        names. What is measured lies one behind the other."""
+        measured, predicted = self.events
+        write_trace(path, {"measured, one by one": measured, "predicted": predicted}, self.mesh)
+
+    def __str__(self) -> str:
+        measured, predicted = map(format_seconds, self.step_seconds)
+        own, expected = map(format_bytes, self.peak_bytes)
+        compiled = ["the step is compiled; the operators, measured and predicted, are not"] if self.compiled else []
+        lines = [
+            f"forward and backward {measured}, predicted {predicted} ({self.cluster})",
+            f"peak memory {own}, predicted {expected}",
+            *compiled,
+            f"{'measured':>10} {'predicted':>10}  the largest disagreements first; what calibrates them",
+        ]
+        for row in self.rows[:_NUM_SHOWN]:
+            seconds = f"{format_seconds(row.measured):>10} {format_seconds(row.predicted):>10}"
+            lines.append(f"{seconds}  {row.part} of {row.name}: {row.figure}")
+        lines += [f"{'':21}  and {len(self.rows) - _NUM_SHOWN} more"] if len(self.rows) > _NUM_SHOWN else []
+        return "\n".join([*lines, "shardwise calibrate -o my.toml measures these figures on this machine"])
+
+
+def profile_step(
+    step: Callable[[], Any],
+    taken: Callable[[], Step],
+    plan: Plan,
+    held: Sequence[torch.Tensor],
+    device: torch.device,
+    steps: int,
+) -> StepProfile:
+    """Every rank calls it. ``step``: runs forward and backward; ``taken``: what it ran on this rank; ``held``:
+    parameters and buffers of this rank."""
+    step()  # compiles, and takes memory for the first time
+    _finish(device)
+    walls, peak = [], 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        _finish(device)
+        walls.append(time.perf_counter() - start)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    own = taken()
+    program = own.emitted.program
+    passes: list[_Clock] = []
+    for _ in range(steps):
+        clock = _Clock(program, device, held)
+        with _timed(own, clock):
+            step()
+        passes.append(clock)
+    prices = prices_of(plan)
+    predicted = simulate_program(program, prices)
+    expected = tuple(event for event in predicted.events if event.part != "update")
+    updates = sum(event.seconds for event in predicted.events) - sum(event.seconds for event in expected)
+    on_cpu = device.type == "cpu"
+    states = predicted.peak.parts.get("optimizer states", 0) if on_cpu else 0
+    rows = _compared(passes, expected, prices.links)
+    walls_of: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(walls_of, median(walls))
+    return StepProfile(
+        (max(walls_of) / passes[0].num_passes, predicted.seconds - updates),
+        (max(clock.peak for clock in passes) if on_cpu else peak, predicted.peak_bytes - states),
+        tuple(sorted(rows, key=lambda row: -row.difference)),
+        prices.links.cluster.name,
+        own.compiled is not None,
+        plan.mesh,
+        (tuple(passes[-1].events), expected),
+    )
+
+
+@dataclass
+class _Clock:
+    """What one step took, node by node. ``held``: memory that lasts; ``peak``: the most bytes of it and of the values
+    that a pass holds (not counted on GPUs, which count by themselves); ``figures``: of the operators' longest
+    kernels, behind their seconds."""
+
+    program: Program
+    device: torch.device
+    held: Sequence[torch.Tensor]
+    now: float = 0.0
+    peak: int = 0
+    num_passes: int = 0
+    events: list[Event] = field(default_factory=list)
+    figures: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
+
+    def time(self, node: fx.Node, target: Any, part: str, instructions: Sequence[Instruction], call: Any) -> Any:
+        """Run a node."""
+        _finish(self.device)
+        start = time.perf_counter()
+        result = call()
+        if isinstance(target, Departing) and result[1] is not None:
+            target.way.message.finish(result[1])
+            result[1] = None
+        _finish(self.device)
+        seconds = time.perf_counter() - start
+        if "index" in node.meta:
+            instruction = instructions[node.meta["index"]]
+            assert isinstance(instruction, Compute), f"{node} is no operator"
+            is_cast = instruction.origin.part == "cast"
+            name = f"cast of {instruction.results[0]}" if is_cast else instruction.origin.op
+            self.figures[part, name] = max(
+                self.figures.get((part, name), (0.0, "")), (seconds, self._figure(instruction))
+            )
+            self._add(Event(name, part, (), self.now, seconds))
+        elif isinstance(target, (Converting, Departing)):
+            sent = sent_by(target.instruction)
+            total = sum(collective.num_bytes for collective in sent)
+            for one in sent:
+                share = one.num_bytes / total if total else 1 / len(sent)
+                self._add(Event(one.kind, part, one.axes, self.now, seconds * share, one.num_bytes))
+        return result
+
+    def count(self, values: Iterable[Any]) -> None:
+        """Note how much memory there is."""
+        if self.device.type != "cpu":
+            return
+        tensors = (leaf for leaf in tree_leaves((list(values), list(self.held))) if isinstance(leaf, torch.Tensor))
+        storages = {storage.data_ptr(): storage.nbytes() for x in tensors if (storage := x.untyped_storage()).nbytes()}
+        self.peak = max(self.peak, sum(storages.values()))
+
+    def _add(self, event: Event) -> None:
+        self.events.append(event)
+        self.now += event.seconds
+
+    def _figure(self, instruction: Compute) -> str:
+        """Which figure of a device says what an operator takes."""
+        forms = self.program.forms
+        made = [*instruction.forms, *(forms[name] for name in instruction.writes)]
+        call = Called(instruction.target, instruction.args, instruction.kwargs)
+        work = work_of(call, [forms[name] for name in instruction.operands], made)
+        if work.kind:
+            return f"device.kernels.{work.kind}"
+        return f"device.matmul_efficiency.{work.dtype}" if work.flops else "device.memory_efficiency"
+
+
+class _Timed(fx.Interpreter):
+    """Runs one of a program's halves on a clock."""
+
+    def __init__(self, module: fx.GraphModule, clock: _Clock, part: str) -> None:
+        super().__init__(module)
+        self.clock, self.part = clock, part
+        self.instructions = clock.program.forward if part == "forward" else clock.program.backward
+
+    def run_node(self, n: fx.Node) -> Any:
+        target = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        result = self.clock.time(n, target, self.part, self.instructions, lambda: super(_Timed, self).run_node(n))
+        self.clock.count((*self.env.values(), result))
+        return result
+
+
+@contextmanager
+def _timed(step: Step, clock: _Clock) -> Iterator[None]:
+    """Both halves run on a clock for a while, uncompiled."""
+    emitted, compiled = step.emitted, step.compiled
+
+    def forward(*args: Any) -> Any:
+        clock.num_passes += 1
+        return _Timed(emitted.forward, clock, "forward").run(*args)
+
+    def backward(*args: Any) -> Any:
+        return _Timed(emitted.backward, clock, "backward").run(*args)
+
+    vars(emitted.forward)["forward"], vars(emitted.backward)["forward"] = forward, backward
+    step.compiled = None
+    try:
+        yield
+    finally:
+        del vars(emitted.forward)["forward"], vars(emitted.backward)["forward"]
+        step.compiled = compiled
+
+
+def _compared(passes: Sequence[_Clock], expected: Sequence[Event], links: Links) -> Iterator[Compared]:
+    """Every operator, and all messages of a kind over the same axes, in each part of a step."""
+    own = [_sums(clock.events, clock.num_passes) for clock in passes]
+    mine = {key: median(sums.get(key, 0.0) for sums in own) for key in own[0]}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    predicted = _sums(expected, 1)
+    for key in dict.fromkeys((*mine, *predicted)):
+        part, name, stream = key
+        found = [sums[key] for sums in everyone if key in sums]
+        measured = (min if stream else max)(found, default=0.0)
+        levels = "" if not stream else ", ".join(f"levels.{level}" for level in links.level_names(stream))
+        figure = levels or passes[0].figures.get((part, name), (0.0, "device"))[1]
+        title = f"{name} over {links.mesh.format_axes(stream)}" if stream else name
+        yield Compared(title, part, measured, predicted.get(key, 0.0), figure)
+
+
+def _sums(events: Iterable[Event], num_passes: int) -> dict[Key, float]:
+    sums: dict[Key, float] = defaultdict(float)
+    for event in events:
+        sums[event.part, event.name, event.stream] += event.seconds / num_passes
+    return dict(sums)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+__all__ = ["Compared", "StepProfile", "profile_step"]

@@ -1,0 +1,30 @@
+"""Tables over pairs of layouts of a value: what conversions between them take and make."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.layouts.routes import STATES, Floats, Ints, Routes
+
+
+def seconds_between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
+    """[made, nodes] seconds; each pair of layouts once, however many strategies have it."""
+    rows, back = np.unique(made, return_inverse=True)
+    columns, forth = np.unique(nodes, return_inverse=True)
+    small = routes.prices(columns)[rows]
+    return small[back][:, forth]
+
+
+def is_copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """[made, nodes]: whether a conversion makes another tensor. Between invariant and replicated it is the same one."""
+    codes = np.where(routes.codes == STATES.index("R"), STATES.index("I"), routes.codes)
+    return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
+
+
+def bytes_sent(routes: Routes, made: Ints, nodes: Ints) -> Floats:
+    """[made, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
+    what lies between on a longer route is not looked at."""
+    before, after = routes.numel[made][:, None], routes.numel[nodes][None, :]
+    held = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
+    return np.where(is_copied(routes, made, nodes), held, 0.0)

@@ -1,0 +1,409 @@
+"""An order of a pipeline's actions made for the stages at hand: each place works as much of the time as can be found.
+
+The orders of ``torch.distributed.pipelining`` are made for stages that take equally long. Here the order is searched,
+from the seconds of every stage's forward, input and weight part, of its messages, and from the bytes that a micro-batch
+keeps until its weight part is done.
+
+*Construction.* Places are simulated side by side (list scheduling). A free place takes, of the forwards and input parts
+that have what they need, the one of the highest priority. Where none is there it fills the time with weight parts, for
+which nobody waits. A forward waits until its place has room for it and for the later stages of the place: so the
+micro-batch that is the furthest can always end, which makes room.
+
+*Improvement.* Priorities come from a few numbers (``_Policy``), of which many are tried, and from the positions in
+orders that are known. Then single priorities and the numbers are changed at random, and what is not worse is kept. The
+number of tries is fixed, not the time: the same stages get the same order on every machine.
+
+*Bound.* Of each place: Jackson's preemptive schedule (J. R. Jackson 1955; J. Carlier, "The one-machine sequencing
+problem", 1982) of its actions, each with the least time before it can begin and the least time that follows it. No
+order takes less, however much memory there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import pairwise, product
+from math import inf
+from random import Random
+
+from shardwise.costs.pipeline import Action, Kind, Order, StageSeconds, simulate_pipeline
+
+_KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
+_FORWARD, _INPUT, _WEIGHT = range(3)
+_ACTIONS_TRIED = 300_000  # about a second
+_MOST_TRIES = 2_000
+_SAME = 1e-9  # of a step: rounding
+_WORTH = 0.995  # an order that keeps more than the known ones must be so much faster
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be ordered. ``place_of``: stage -> place; ``kept``: of every stage, the bytes of a micro-batch from
+    its forward until its weight part is done; ``room``: of every place, the bytes for these."""
+
+    stages: tuple[StageSeconds, ...]
+    place_of: tuple[int, ...]
+    num_micro_batches: int
+    kept: tuple[float, ...]
+    room: tuple[float, ...]
+
+    @property
+    def num_places(self) -> int:
+        return len(self.room)
+
+    def send(self, stage: int) -> float:
+        """Seconds of a message from a stage to the next, or back."""
+        is_last = stage == len(self.stages) - 1
+        return 0.0 if is_last or self.place_of[stage] == self.place_of[stage + 1] else self.stages[stage].send
+
+    def stages_of(self, place: int) -> tuple[int, ...]:
+        return tuple(stage for stage, own in enumerate(self.place_of) if own == place)
+
+    def update(self, place: int) -> float:
+        """Seconds of the optimizers of a place."""
+        return sum(self.stages[stage].update for stage in self.stages_of(place))
+
+    def peaks(self, order: Order) -> tuple[float, ...]:
+        """The most bytes that every place keeps at once."""
+        found = []
+        for actions in order:
+            held = most = 0.0
+            for action in actions:
+                held += self.kept[action.stage] * _change(action.kind)
+                most = max(most, held)
+            found.append(most)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class SolvedOrder:
+    """``seconds``: of the simulated step; ``bound``: what no order of these stages can take less than."""
+
+    order: Order
+    seconds: float
+    bound: float
+
+
+def solve_order(work: Work, known: Sequence[Order] = ()) -> SolvedOrder:
+    """The fastest order that is found within the room. ``known``: orders to begin from, of the same stages and places:
+    what is returned is not slower than those of them that there is room for. Raises ValueError where there is room for
+    none."""
+    bound = least_seconds(work)
+    places = range(work.num_places)
+    fitting = [order for order in known if all(p <= room for p, room in zip(work.peaks(order), work.room, strict=True))]
+    best: tuple[float, Order] | None = None
+    if fitting:
+        known_peaks = [work.peaks(order) for order in fitting]
+        usual = replace(work, room=tuple(max(peaks[place] for peaks in known_peaks) for place in places))
+        best = min(
+            ((simulate_pipeline(order, work.stages).seconds, order) for order in fitting), key=lambda own: own[0]
+        )
+        best = _searched(usual, fitting, best, bound)
+    if best is None or best[0] > bound * (1 + _SAME):
+        roomy = _searched(work, [] if best is None else [best[1]], None, bound)
+        if roomy is not None and (best is None or roomy[0] < _WORTH * best[0]):
+            best = roomy
+    if best is None:
+        raise ValueError("there is room for no order of these stages")
+    return SolvedOrder(best[1], best[0], min(bound, best[0]))  # sums in another order
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What a free place prefers. ``depth``: weight of the seconds that follow at least; ``age``: of the number of
+    micro-batches that come later; ``forward``, ``late``: advantage of forwards, and of those of later stages on a
+    place, in seconds; ``patience``: a wait of less than this share of a weight part is not filled with it; ``filled``:
+    the share of the room that is used."""
+
+    depth: float
+    age: float
+    forward: float
+    late: float
+    patience: float
+    filled: float = 1.0
+
+    def near(self, random: Random, unit: float) -> _Policy:
+        """Another, in which some numbers differ. ``unit``: the seconds of an action."""
+
+        def moved(value: float, by: float) -> float:
+            return value + random.gauss(0.0, by) if random.random() < 0.6 else value
+
+        return _Policy(
+            moved(self.depth, 0.3),
+            moved(self.age, 0.3 * unit),
+            moved(self.forward, 2 * unit),
+            moved(self.late, 2 * unit),
+            max(0.0, moved(self.patience, 0.3)),
+            min(1.0, max(0.2, moved(self.filled, 0.1))),
+        )
+
+
+# Of every stage and micro-batch what is added to the priority of its forward and of its input part.
+_Bumps = list[list[tuple[float, float]]]
+
+
+def _searched(
+    work: Work, known: Sequence[Order], best: tuple[float, Order] | None, bound: float
+) -> tuple[float, Order] | None:
+    """The fastest order of many within the room; ``best`` where none is faster."""
+    random = Random(0)
+    table = _Table(work)
+    unit = max(stage.of(kind) for stage in work.stages for kind in _KINDS) or 1.0
+    none: _Bumps = [[(0.0, 0.0)] * work.num_micro_batches for _ in work.stages]
+    much = 4.0 * len(work.stages) * unit
+    starts = [
+        (_Policy(depth, age * unit, forward, late, patience), none)
+        for depth, age, forward, late, patience in product(
+            (0.0, 1.0), (0.0, 1.0), (-much, 0.0, much), (0.0, unit, much), (1e-9, 0.5, 1.0)
+        )
+    ]
+    starts += [
+        (_Policy(0.0, 0.0, 0.0, 0.0, patience), _positions(work, one, unit)) for one in known for patience in (0.0, 1.0)
+    ]
+    found = inf if best is None else best[0]
+    current, seconds = starts[0], inf
+    enough = bound * (1 + _SAME)
+    tries = min(_MOST_TRIES, _ACTIONS_TRIED // (3 * len(work.stages) * work.num_micro_batches) + 1)
+    for number in range(len(starts) + tries):
+        if found <= enough:
+            break
+        if number < len(starts):
+            candidate = starts[number]
+        else:
+            policy, bumps = current
+            if random.random() < 0.5:
+                candidate = policy.near(random, unit), bumps
+            else:
+                candidate = policy, _bumped(bumps, random, 4 * unit)
+        attempt = _Construction(table, *candidate)
+        taken = attempt.run()
+        if taken <= seconds:
+            current, seconds = candidate, taken
+        if taken < found * (1 - _SAME):
+            found, best = taken, (taken, attempt.order())
+    return best
+
+
+def _positions(work: Work, order: Order, unit: float) -> _Bumps:
+    """Priorities under which an order is taken up again: what comes earlier is preferred."""
+    found = [[[0.0, 0.0] for _ in range(work.num_micro_batches)] for _ in work.stages]
+    for actions in order:
+        for position, action in enumerate(actions):
+            if action.kind != "weight":
+                kind = _FORWARD if action.kind == "forward" else _INPUT
+                found[action.stage][action.micro_batch][kind] = -position * unit
+    return [[(forward, back) for forward, back in of_stage] for of_stage in found]
+
+
+def _bumped(bumps: _Bumps, random: Random, by: float) -> _Bumps:
+    """Other priorities of a few actions."""
+    found = [list(of_stage) for of_stage in bumps]
+    for _ in range(random.choice((1, 4, 20))):
+        of_stage = found[random.randrange(len(found))]
+        micro_batch = random.randrange(len(of_stage))
+        forward, back = of_stage[micro_batch]
+        step = random.gauss(0.0, by)
+        of_stage[micro_batch] = (forward + step, back) if random.random() < 0.5 else (forward, back + step)
+    return found
+
+
+class _Table:
+    """The construction of orders: what does not change from one to the next."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.own = [work.stages_of(place) for place in range(work.num_places)]
+        self.sends = [work.send(stage) for stage in range(len(work.stages))]
+        self.updates = [work.update(place) for place in range(work.num_places)]
+        # A forward needs room for itself and for all later stages of its place.
+        self.needs = [
+            sum(work.kept[later] for later in self.own[place] if later >= stage)
+            for stage, place in enumerate(work.place_of)
+        ]
+        self.seconds = [(stage.forward, stage.input, stage.weight) for stage in work.stages]
+        self.tails = _tails(work)
+
+
+class _Construction:
+    """One order in the making. Micro-batches are taken in order by every stage and kind; ``done``: per stage and kind
+    how many; ``arrivals``: per stage and kind (forward, input) when what each needs is there, as far as is known."""
+
+    def __init__(self, table: _Table, policy: _Policy, bumps: _Bumps) -> None:
+        work = table.work
+        self.table, self.policy, self.bumps, self.work = table, policy, bumps, work
+        self.room = [room * policy.filled * (1 + _SAME) for room in work.room]
+        self.done = [[0, 0, 0] for _ in work.stages]
+        self.arrivals: list[tuple[list[float], list[float]]] = [([], []) for _ in work.stages]
+        self.arrivals[0][_FORWARD].extend([0.0] * work.num_micro_batches)
+        self.free, self.held = [0.0] * work.num_places, [0.0] * work.num_places
+        self.actions: list[list[tuple[int, int, int]]] = [[] for _ in range(work.num_places)]
+        self.events = [(0.0, place) for place in range(work.num_places)]
+
+    def run(self) -> float:
+        """Its seconds; inf where it does not end within the room."""
+        work, events = self.work, self.events
+        while events:
+            now, place = heappop(events)
+            if now < self.free[place]:
+                continue
+            chosen, wakes = self._choose(place, now)
+            if chosen is not None:
+                self._take(place, now, *chosen)
+            elif wakes < inf:
+                heappush(events, (wakes, place))
+        if sum(map(len, self.actions)) < 3 * len(work.stages) * work.num_micro_batches:
+            return inf
+        return max(map(sum, zip(self.free, self.table.updates, strict=True)))
+
+    def order(self) -> Order:
+        """What was made."""
+        return tuple(
+            tuple(Action(stage, _KINDS[kind], number) for stage, kind, number in actions) for actions in self.actions
+        )
+
+    def _choose(self, place: int, now: float) -> tuple[tuple[int, int] | None, float]:
+        """The stage and kind that a free place takes, or when there may be one."""
+        policy, tails = self.policy, self.table.tails
+        best, highest, wakes = None, -inf, inf
+        first = self.table.own[place][0]
+        for stage in self.table.own[place]:
+            done, arrivals = self.done[stage], self.arrivals[stage]
+            has_room = self.held[place] + self.table.needs[stage] <= self.room[place]
+            for kind in (_INPUT, _FORWARD) if has_room else (_INPUT,):
+                number = done[kind]
+                if number >= len(arrivals[kind]):
+                    continue
+                if arrivals[kind][number] > now:
+                    wakes = min(wakes, arrivals[kind][number])
+                    continue
+                priority = policy.depth * tails[kind][stage] - policy.age * number + self.bumps[stage][number][kind]
+                if kind == _FORWARD:
+                    priority += policy.forward + (policy.late if stage > first else 0.0)
+                if priority > highest:
+                    best, highest = (stage, kind), priority
+        if best is None:
+            best = self._filler(place, wakes - now)
+        return best, wakes
+
+    def _filler(self, place: int, wait: float) -> tuple[int, int] | None:
+        """The oldest weight part of a place, if the wait is long enough for it."""
+        ready = [stage for stage in self.table.own[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
+        if not ready:
+            return None
+        stage = min(ready, key=lambda own: (self.done[own][_WEIGHT], -own))
+        return (stage, _WEIGHT) if wait >= self.policy.patience * self.table.seconds[stage][_WEIGHT] else None
+
+    def _take(self, place: int, now: float, stage: int, kind: int) -> None:
+        """Do it, and let those know who wait for it."""
+        self.actions[place].append((stage, kind, self.done[stage][kind]))
+        self.done[stage][kind] += 1
+        end = now + self.table.seconds[stage][kind]
+        self.free[place] = end
+        heappush(self.events, (end, place))
+        if kind == _WEIGHT:
+            self.held[place] -= self.work.kept[stage]
+            return
+        if kind == _FORWARD:
+            self.held[place] += self.work.kept[stage]
+        is_turn = kind == _FORWARD and stage == len(self.work.stages) - 1
+        target = stage if is_turn else stage + 1 if kind == _FORWARD else stage - 1
+        if target < 0:
+            return
+        arrival = end + (0.0 if is_turn else self.table.sends[min(stage, target)])
+        self.arrivals[target][_INPUT if is_turn else kind].append(arrival)
+        there = self.work.place_of[target]
+        heappush(self.events, (max(arrival, self.free[there]), there))
+
+
+def _change(kind: Kind) -> int:
+    """What an action adds to the micro-batches that are kept."""
+    return {"forward": 1, "input": 0, "weight": -1, "backward": -1}[kind]
+
+
+def _tails(work: Work) -> tuple[list[float], list[float]]:
+    """Per stage the seconds from the beginning of a forward, and of an input part, until its micro-batch is done."""
+    count = len(work.stages)
+    back = [0.0] * count
+    passed = work.stages[0].weight
+    for stage in range(count):
+        passed += work.stages[stage].input
+        back[stage] = passed
+        passed += work.send(stage)
+    ahead = [0.0] * count
+    passed = back[-1]
+    for stage in reversed(range(count)):
+        passed += work.stages[stage].forward
+        ahead[stage] = passed
+        passed += work.send(stage - 1) if stage else 0.0
+    return ahead, back
+
+
+def least_seconds(work: Work) -> float:
+    """What no order can take less than, whatever the room."""
+    # A micro-batch goes through a chain of actions: forward of all stages, then their input parts back.
+    last = len(work.stages) - 1
+    chain = [(stage, _FORWARD) for stage in range(last + 1)] + [(stage, _INPUT) for stage in range(last, -1, -1)]
+    lasts = [work.stages[stage].of(_KINDS[kind]) for stage, kind in chain]
+    gaps = [0.0 if a[0] == b[0] else work.send(min(a[0], b[0])) for a, b in pairwise(chain)]
+    end = work.stages[0].weight + work.update(work.place_of[0])
+    heads = _heads(lasts, gaps, 0.0, work.num_micro_batches)
+    mirrored = _heads(lasts[::-1], gaps[::-1], end, work.num_micro_batches)
+    tails = [of_action[::-1] for of_action in mirrored[::-1]]
+    least = 0.0
+    for place in range(work.num_places):
+        jobs: list[tuple[float, float, float]] = []
+        for position, (stage, kind) in enumerate(chain):
+            if work.place_of[stage] != place:
+                continue
+            seconds, update = work.stages[stage], work.update(place)
+            for head, tail in zip(heads[position], tails[position], strict=True):
+                jobs.append((head, lasts[position], max(tail, update)))
+                if kind == _INPUT:
+                    jobs.append((head + lasts[position], seconds.weight, update))
+        least = max(least, _preemptive(jobs))
+    return least
+
+
+def _heads(lasts: Sequence[float], gaps: Sequence[float], begin: float, count: int) -> list[list[float]]:
+    """Of every action of the chain, and of every one of ``count`` equal micro-batches in order, the least time before
+    it begins: as many micro-batches have gone through each earlier action by then, one after another."""
+    ready = [begin] * count
+    found = []
+    for position, seconds in enumerate(lasts):
+        found.append(ready)
+        before = gaps[position] if position < len(gaps) else 0.0
+        ends, end = [], -inf
+        for own in ready:
+            end = max(end, own) + seconds
+            ends.append(end + before)
+        ready = ends
+    return found
+
+
+def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
+    """The seconds of Jackson's preemptive schedule on one machine: at any time, of the jobs (time before, seconds, time
+    after) that may run, the one with the longest time after it."""
+    waiting: list[list[float]] = []
+    upcoming = sorted(jobs)
+    now = longest = 0.0
+    at = 0
+    while at < len(upcoming) or waiting:
+        if not waiting:
+            now = max(now, upcoming[at][0])
+        while at < len(upcoming) and upcoming[at][0] <= now:
+            heappush(waiting, [-upcoming[at][2], upcoming[at][1]])
+            at += 1
+        tail, left = waiting[0]
+        until = upcoming[at][0] if at < len(upcoming) else inf
+        if now + left <= until:
+            heappop(waiting)
+            now += left
+            longest = max(longest, now - tail)
+        else:
+            waiting[0][1] -= until - now
+            now = until
+    return longest
+
+
+__all__ = ["SolvedOrder", "Work", "least_seconds", "solve_order"]

@@ -1,0 +1,67 @@
+"""What transformers and accelerate think of the job: one process, which has all of the data.
+
+A Trainer that is launched on several ranks gives each a part of every batch, wraps the model in DDP, and divides and
+gathers what it counts. Under shardwise the ranks together are one device: each reads the whole batch and runs the same
+loop, and only the model is split. So accelerate is told that there is one process. Which rank it is stays as it was:
+rank 0 writes files and logs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.launch.ranks import init_ranks
+from shardwise.train.agreement import from_all, here
+
+
+def become_one_process() -> None:
+    """Join the other ranks, if that has not been done, and tell accelerate that nothing is divided between them."""
+    state = PartialState()
+    init_ranks()
+    rank = here()[0]
+    state.distributed_type = DistributedType.NO
+    state.num_processes = 1
+    if state.process_index != rank:  # the script has joined the others by itself
+        state.process_index = state.local_process_index = rank
+    AcceleratorState._reset_state()  # what an earlier Trainer or script has copied of it
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """What is drawn meanwhile is drawn again afterwards: by Python, numpy and torch on the host."""
+    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
+
+
+def check_same(value: Any, what: str, fix: str) -> None:
+    """Raise ShardwiseError, on every rank, where a tree of tensors and others is not that of rank 0."""
+    said = from_all([_digest(leaf) for leaf in pytree.tree_leaves(value)])
+    differing = [rank for rank, digests in enumerate(said) if digests != said[0]]
+    if differing:
+        raise ShardwiseError(problem(f"rank {differing[0]} has {what} than rank 0", fix=fix))
+
+
+def _digest(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(content).hexdigest()}"
+
+
+__all__ = ["become_one_process", "check_same", "same_random_numbers"]

@@ -1,0 +1,90 @@
+"""Texts that ranks generate are those of one device, by two programs whatever the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import shardwise as sw
+from hf.runs import VOCABULARY, Sentences, llama, padded
+
+RunRanks = Callable[..., list[Any]]
+TP = {
+    "mesh": sw.Mesh(tp=2),
+    "search": "sharding_propagation",
+    "strategies": {f"*.{name}": "n@tp" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")},
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says on the way
+
+
+def prompts(length: int, count: int = 2) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the left."""
+    ids = torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    ids[0, : length // 3], mask[0, : length // 3] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+CALLS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (5, {"max_new_tokens": 6, "do_sample": False}),
+    (13, {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 1.3}),
+    (8, {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 12}),
+)
+
+
+def texts(model: Any) -> list[list[list[int]]]:
+    found = []
+    for length, settings in CALLS:
+        torch.manual_seed(7)
+        found.append(model.generate(**prompts(length), **settings, pad_token_id=0).tolist())
+    return found
+
+
+def on_ranks() -> dict[str, Any]:
+    """On a rank: texts before and after a step of training, how many programs were made for them, and this rank's part
+    of a cache."""
+    from shardwise.transformers import generation
+
+    torch.manual_seed(0)
+    model = llama().double()
+    batch = padded([Sentences(4)[index] for index in range(4)])
+    par = sw.parallelize(model, sw.plan(model, batch, 2, **TP))
+    with mock.patch.object(generation, "parallelize", wraps=sw.parallelize) as made:
+        made.side_effect = lambda *args, **kwargs: steps.append(sw.parallelize(*args, **kwargs)) or steps[-1]
+        steps: list[sw.Parallel] = []
+        writer = generation.generator(par, batch_size=2, max_length=24, chunk=8)
+    with pytest.raises(sw.ShardwiseError, match="3 sequences of 5 tokens"):
+        writer.generate(**prompts(5, 3), max_new_tokens=2)
+    with pytest.raises(sw.ShardwiseError, match="beams are not searched"):
+        writer.generate(**prompts(5, 1), num_beams=2, max_new_tokens=2)
+    before = texts(writer)
+    optimizer = torch.optim.SGD(par.parameters(), lr=0.5)
+    par.step(**batch)
+    optimizer.step()
+    after = texts(writer)
+    return {
+        "before": before,
+        "after": after,
+        "programs": len(steps[0].compiled),
+        "keys": tuple(steps[0].get_buffer("keys_1").shape),
+    }
+
+
+def test_ranks_generate_what_one_device_does(run_ranks: RunRanks) -> None:
+    found = run_ranks(on_ranks, 2, time_limit_seconds=600)
+    assert found[0] == found[1]
+    assert found[0]["programs"] == 2  # of a chunk of a prompt, and of a token
+    assert found[0]["keys"] == (2, 1, 24, 8)  # one of the two heads
+    torch.manual_seed(0)
+    model = llama().double().eval()
+    assert found[0]["before"] == texts(model)
+    batch = padded([Sentences(4)[index] for index in range(4)])
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert found[0]["after"] == texts(model)
+    assert found[0]["after"] != found[0]["before"]

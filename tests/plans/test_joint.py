@@ -1,0 +1,116 @@
+"""The joint search over stages, schedules and micro-batches: it finds what planning every setting finds, its bounds
+hold, and what it says of itself is true."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from runtime.staged_model import Staged, staged_batch
+from shardwise.costs.pipeline import StageSeconds, simulate_pipeline
+from shardwise.plans import joint
+from shardwise.plans.joint import Floor, Joint, Setting
+from shardwise.plans.schedule import schedule_of
+from shardwise.runtime.torch_schedules import order_of
+
+BATCH = staged_batch(8)
+
+
+def planned_alone(model: nn.Module, setting: Setting, devices: int, **options: Any) -> float:
+    """Seconds of a step of one setting, planned by itself."""
+    staged = {"stages": setting.stages, "schedule": setting.schedule} if setting.stages > 1 else {}
+    found = sw.plan(model, BATCH, devices, global_batch=8, micro_batch=setting.micro_batch, **staged, **options)
+    if found.pipeline is not None:
+        return found.pipeline.step_seconds
+    assert found.prediction is not None
+    return found.prediction.planned_seconds
+
+
+def test_it_finds_what_planning_every_setting_finds() -> None:
+    model = Staged(layers=3)
+    found = sw.plan(model, BATCH, 2, stages="auto")
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    assert said.is_complete
+    assert len(said.considered) >= 6
+    alone = {one.setting: planned_alone(model, one.setting, 2) for one in said.considered if not one.refused}
+    assert min(alone.values()) == pytest.approx(alone[said.taken])
+    for one in said.considered:
+        if not one.refused:
+            assert one.bound <= alone[one.setting], "a bound holds for what is planned, and for what is not"
+        if one.step_seconds:
+            assert one.step_seconds == pytest.approx(alone[one.setting])
+    assert said.bound <= alone[said.taken]
+    assert f"of {len(said.considered)} settings" in str(said)
+    assert sw.verify(model, BATCH, found).ok
+
+
+def test_where_no_device_holds_the_model_it_takes_stages_that_bind_and_verify() -> None:
+    model = Staged(layers=4, width=64)
+    options: dict[str, Any] = {"mesh": sw.Mesh(dp=1), "schedule": "1F1B", "micro_batch": 2}
+    found = sw.plan(model, BATCH, 2, stages="auto", **options)
+    assert len(found.stages) == 2, "a mesh of one device leaves as many stages as devices"
+    assert found.schedule == "1F1B"
+    assert found.pipeline is not None
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    assert said.taken == Setting(2, "1F1B", 2, 4)
+    again = sw.plan(model, BATCH, 2, stages=2, global_batch=8, **options)
+    assert found.digest == again.digest, "it is an ordinary plan"
+    assert copy.deepcopy(found) == again
+    assert sw.verify(model, BATCH, found).ok
+    with pytest.raises(sw.PlanError, match="does not explain 'x'"):
+        found.explain("x")
+
+
+def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "TRIES", 1)
+    found = sw.plan(Staged(layers=3), BATCH, 2, stages="auto", schedule="GPipe")
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    assert not said.is_complete
+    assert "left out: no step below" in str(said)
+    assert "plans of what was left out may be faster" in str(said)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4, 7])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_order_of_stages_is_below_the_bound(stages: int, passes: int) -> None:
+    """However the work of a step is divided among the stages: the simulated order takes the bound at least."""
+    generator = torch.Generator().manual_seed(stages * 10 + passes)
+    name = "1F1B" if passes >= stages else "GPipe"
+    bound = Floor(1.0, 0, 0.0).bound(Setting(stages, name, 1, passes))
+    order = order_of(schedule_of(name), stages, passes)
+    for trial in range(30):
+        work = torch.rand(stages, generator=generator).double() ** (1 + trial % 3) + 1e-6
+        shares = (work / work.sum() * stages / passes).tolist()  # of a micro-batch, one second a place on average
+        parts = [StageSeconds(own / 3, own / 3, own / 3, 0.0, 0.0) for own in shares]
+        assert simulate_pipeline(order, parts).seconds >= bound * (1 - 1e-12)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "without prices": ({"mode": "data_parallel"}, "compares plans by price"),
+    "propagation": ({"search": "sharding_propagation"}, "compares plans by price"),
+    "a mesh of three": ({"mesh": sw.Mesh(dp=3)}, "there is no setting"),
+    "a schedule of none": ({"schedule": "2F2B"}, "unknown schedule"),
+    "too little memory": ({"memory_bytes": 1000.0, "micro_batch": 8, "schedule": "GPipe"}, "no plan fits"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_leaves_no_choice_is_refused(case: str) -> None:
+    options, message = REFUSED[case]
+    with pytest.raises(sw.PlanError, match=message):
+        sw.plan(Staged(), BATCH, 2, stages="auto", **options)
+
+
+def test_marked_modules_are_refused() -> None:
+    model = Staged()
+    sw.stage(model.norms[1], 1)
+    with pytest.raises(sw.PlanError, match=r"modules are marked: norms\.1"):
+        sw.plan(model, BATCH, 2, stages="auto")

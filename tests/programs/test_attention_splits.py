@@ -1,0 +1,121 @@
+"""Attention that knows its mask, split every way: heads, groups, batch, queries, keys and rings. Every gradient equals
+that of one device; and what a rank calls is what it should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import shardwise as sw
+from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.instructions import Compute
+from shardwise.programs.program import localize
+from shardwise.programs.rank_program import Program
+from shardwise.programs.vjp import Kinds
+
+
+class Attention(nn.Module):
+    """Grouped heads as transformers repeats them, under a causal mask (``window`` 0) or within a window."""
+
+    def __init__(self, strategy: str, length: int, window: int = 0, repeats: int = 2) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = (2, 2 * repeats, length, 4), (2, 2, length, 4), (2, 2, length, 4)
+        self.queries, self.keys, self.values = (
+            nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes
+        )
+        self.attend: Any = sw.shard(F.scaled_dot_product_attention, strategy)
+        self.window, self.repeats = window, repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-2]
+        rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
+        mask = columns <= rows
+        if self.window:
+            mask = mask & (columns > rows - self.window)
+
+        def repeated(heads: Tensor) -> Tensor:
+            batch, groups, length, width = heads.shape
+            wide = heads[:, :, None].expand(batch, groups, self.repeats, length, width)
+            return wide.reshape(batch, groups * self.repeats, length, width)
+
+        keys, values = repeated(self.keys * x), repeated(self.values)
+        seen: Tensor = self.attend(self.queries * x, keys, values, attn_mask=mask[None, None].expand(2, 1, -1, -1))
+        return seen.square().mean()
+
+
+STRATEGIES = ["b@dp h@tp", "t@tp", "t@(dp,tp)", "s@tp", "t@dp s@tp", "ring@tp", "b@dp ring@tp", "e@tp", "d@dp t@tp"]
+
+
+def named(strategy: str, repeats: int) -> str:
+    return strategy.replace("h@", "g@") if repeats > 1 else strategy
+
+
+CASES = [(7, 0, 2), (8, 3, 1), (8, 0, 1), (8, 0, 3), (7, 3, 2)]  # length, window, query heads of a group
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "repeats"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[2:])]
+)
+def test_attention_that_knows_its_mask_equals_one_device_under_every_split(length: int, window: int, repeats: int):
+    x = torch.randn(2, 1, length, 1)
+    for strategy in STRATEGIES:
+        model = Attention(named(strategy, repeats), length, window, repeats)
+        plan = sw.plan(model, (x,), 4, mesh=sw.Mesh(dp=2, tp=2), search="sharding_propagation")
+        report = sw.verify(model, (x,), plan, steps=1)
+        assert report.ok, f"{strategy}: {report}"
+
+
+def program_on(rank: int, model: nn.Module, plan: sw.Plan, inputs: tuple[Any, ...], **kwargs: Any) -> Program:
+    spmd = program_of(plan, capture(model, inputs, kwargs).graph)
+    return differentiate(localize(spmd, rank), Kinds())
+
+
+def attended(program: Program) -> list[Compute]:
+    """The forward kernels of attention."""
+    return [i for i in program.forward if isinstance(i, Compute) and "attention" in str(i.target)]
+
+
+def test_the_first_part_of_the_queries_is_causal_and_others_see_the_keys_up_to_their_own():
+    model, x = Attention("t@tp", 8), torch.randn(2, 1, 8, 1)
+    plan = sw.plan(model, (x,), 2, mesh=sw.Mesh(tp=2), search="sharding_propagation")
+    (first,), (last,) = (attended(program_on(rank, model, plan, (x,))) for rank in range(2))
+    assert str(first.target) == str(last.target) == "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert (first.args[3:5], dict(first.kwargs)) == ((0.0, True), {})
+    assert dict(last.kwargs).keys() == {"attn_mask"}
+    program = program_on(1, model, plan, (x,))
+    assert not [name for name in program.saved if program.forms[name].shape[-2:] == (4, 8)]  # its mask is made again
+
+
+GPT2 = GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0)
+LLAMA = LlamaConfig(
+    num_hidden_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=50, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "config"), [(GPT2LMHeadModel, GPT2), (LlamaForCausalLM, LLAMA)])
+def test_a_model_of_transformers_calls_attention_once_a_layer_causal_grouped_and_without_a_mask(
+    build: Any, config: Any
+):
+    model = build(config).eval()  # without dropout
+    ids = torch.randint(0, 50, (2, 8))
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plan = sw.plan(model, (), 2, kwargs=call, mesh=sw.Mesh(dp=2), search="sharding_propagation")
+    program = program_on(1, model, plan, (), **call)
+    calls = attended(program)
+    assert len(calls) == 3
+    for each in calls:
+        query, key = (program.forms[name].shape for name in each.operands[:2])
+        assert (each.args[3:5], dict(each.kwargs).get("attn_mask")) == ((0.0, True), None)
+        assert query == (1, 4, 8, 8)
+        assert key == (1, 2 if isinstance(model, LlamaForCausalLM) else 4, 8, 8)
+    booleans = [name for name, form in program.forms.items() if form.dtype == torch.bool and len(form.shape) > 1]
+    assert not [name for name in booleans if program.forms[name].shape[-2:] == (8, 8)]

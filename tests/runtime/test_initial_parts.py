@@ -1,0 +1,251 @@
+"""Initial values that each rank draws for its own shards: the same under every plan, of the right distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from scipy import stats
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import PlanWarning, ShardwiseError
+from shardwise.layouts.boxes import boxes
+from shardwise.layouts.text import parse_layout
+from shardwise.runtime.initial import shards
+from shardwise.runtime.initial.materialize import Parts, full_tensors, initial_values
+from shardwise.runtime.initial.regions import NotByParts
+from shardwise.runtime.shards import shard
+
+RunRanks = Callable[..., list[Any]]
+
+
+class Initialised(nn.Module):
+    """A parameter of two dims, filled by an initialiser."""
+
+    def __init__(self, fill: Callable[[torch.Tensor], object], *shape: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+        fill(self.weight)
+
+
+class Fused(nn.Module):
+    """A projection made of three that are drawn by themselves, and one that is a product of draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Linear(40, 300) for _ in range(3)]
+        self.fused = nn.Linear(40, 900)
+        with torch.no_grad():
+            self.fused.weight.copy_(torch.cat([part.weight for part in parts]))
+            for i, part in enumerate(parts):
+                self.fused.weight[300 * i : 300 * (i + 1)].copy_(part.weight)
+            self.fused.bias[:300].zero_()
+        self.joined = nn.Parameter(torch.cat([part.weight for part in parts], -1) + 1)
+        self.scaled = nn.Parameter(torch.randn(300, 260) * 0.02 + torch.rand(260))
+        self.table = nn.Embedding(400, 270, padding_idx=7)
+        self.table.weight.data.mul_(0.5).clamp_(-0.7, 0.7)
+        self.turned = nn.Parameter(torch.empty(130, 280))
+        nn.init.trunc_normal_(self.turned.t(), std=0.02)
+
+
+BUILT: dict[str, Callable[[], nn.Module]] = {
+    "embedding": lambda: nn.Embedding(300, 270, padding_idx=2),
+    "recurrent": lambda: nn.LSTM(200, 64, 2),
+    "attention": lambda: nn.MultiheadAttention(160, 4),
+    "convolution": lambda: nn.Conv2d(30, 80, 3),
+    "channels_last": lambda: nn.Conv2d(16, 200, 3).to(memory_format=torch.channels_last),
+    "encoder": lambda: nn.TransformerEncoderLayer(64, 4),
+    "fused": Fused,
+    "kaiming": lambda: Initialised(nn.init.kaiming_normal_, 300, 500),
+    "xavier": lambda: Initialised(nn.init.xavier_uniform_, 300, 500),
+    "bfloat16": lambda: Initialised(nn.init.normal_, 300, 500, dtype=torch.bfloat16),
+    "float64": lambda: Initialised(nn.init.trunc_normal_, 300, 500, dtype=torch.float64),
+    "experts": lambda: Initialised(nn.init.normal_, 3, 200, 300),
+    "integers": lambda: Initialised(lambda x: x.data.random_(-5, 5), 300, 40),
+}
+
+
+def parts_of(build: Callable[[], nn.Module], seed: int = 3) -> dict[str, Parts]:
+    with sw.deferred(seed=seed):
+        module = build()
+    return {name: value for name, value in initial_values(module) if isinstance(value, Parts)}
+
+
+@pytest.mark.parametrize("build", BUILT.values(), ids=BUILT.keys())
+def test_any_part_is_that_of_the_whole(build: Callable[[], nn.Module]) -> None:
+    values = parts_of(build)
+    assert values
+    for name, value in values.items():
+        shape = value.ref.shape
+        full = value.box((0,) * len(shape), shape)
+        ((_, replayed),) = value.regions.tape.replay({"": value.ref}, 3, value.regions)
+        assert torch.equal(full, replayed), name
+        for part in (3, 5):
+            starts, sizes = [n // part for n in shape], [n // 2 for n in shape]
+            rows = tuple(slice(at, at + n) for at, n in zip(starts, sizes, strict=True))
+            assert torch.equal(value.box(starts, sizes), full[rows]), name
+        if full.dim() > 1 and "bias" not in name:
+            assert full.unique().numel() > 5
+
+
+@pytest.mark.parametrize("axes", ["dp", "tp", "both"])
+def test_what_a_rank_draws_falls_with_the_number_of_ranks(axes: str) -> None:
+    """Of a matrix of 1,024 x 2,048, which is 64 tiles."""
+    (whole,) = (value.whole() for value in parts_of(lambda: Initialised(nn.init.normal_, 1024, 2048)).values())
+    for num_ranks in (1, 2, 4, 8):
+        mesh = sw.Mesh(dp=num_ranks // 2, tp=2) if axes == "both" and num_ranks > 1 else sw.Mesh(dp=num_ranks)
+        text = "[1024@dp, 2048@tp]" if axes == "both" and num_ranks > 1 else "[1024@dp, 2048]"
+        text = "[1024, 2048@dp]" if axes == "tp" else text
+        layout = parse_layout(text, mesh)
+        for rank in range(num_ranks):
+            (value,) = parts_of(lambda: Initialised(nn.init.normal_, 1024, 2048)).values()
+            coordinates = mesh.coordinates(rank)
+            (box,) = boxes(layout, coordinates)
+            assert torch.equal(value.box(box.offsets, box.sizes), shard(whole, layout, coordinates))
+            assert value.regions.tally.num_drawn == 1024 * 2048 // num_ranks
+
+
+@pytest.mark.parametrize(
+    ("fill", "distribution"),
+    [
+        (lambda x: nn.init.normal_(x, 1.0, 0.5), stats.norm(1.0, 0.5)),
+        (lambda x: nn.init.uniform_(x, -2.0, 3.0), stats.uniform(-2.0, 5.0)),
+        (lambda x: nn.init.trunc_normal_(x, 0.0, 0.5, -1.0, 1.0), stats.truncnorm(-2, 2, 0.0, 0.5)),
+        (lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5)), stats.uniform(-1 / 32, 2 / 32)),
+        (lambda x: x.data.exponential_(2.0), stats.expon(0, 0.5)),
+    ],
+    ids=["normal", "uniform", "trunc_normal", "kaiming_uniform", "exponential"],
+)
+def test_numbers_have_the_distribution_of_the_initialiser(fill: Callable[[Any], object], distribution: Any) -> None:
+    """256 x 1,024 elements in 8 tiles. The distance of Kolmogorov and Smirnov is below 1.63 / sqrt(n) with odds of 99
+    in 100 (the seed is fixed: it either is or is not); mean and variance within four of their standard errors."""
+    (value,) = parts_of(lambda: Initialised(fill, 256, 1024, dtype=torch.float64)).values()
+    drawn = value.whole()
+    sample, count = drawn.flatten().numpy(), drawn.numel()
+    assert stats.kstest(sample, distribution.cdf).statistic < 1.63 / math.sqrt(count)
+    variance, kurtosis = distribution.stats("v"), distribution.stats("k")
+    assert abs(sample.mean() - distribution.mean()) < 4 * math.sqrt(variance / count)
+    assert abs(sample.var() / variance - 1) < 4 * math.sqrt((kurtosis + 2) / count)
+    tiles = drawn.unflatten(0, (2, 128)).unflatten(2, (4, 256)).transpose(1, 2).reshape(8, -1)
+    correlations = torch.corrcoef(tiles) - torch.eye(8)
+    assert correlations.abs().max() < 5 / math.sqrt(tiles.shape[1])
+
+
+def test_seeds_inside_a_constructor_repeat_what_they_repeat_in_torch() -> None:
+    def build() -> nn.Module:
+        layers = [nn.Linear(8, 8)]
+        for seed in (5, 5, 6):
+            torch.manual_seed(seed)
+            layers.append(nn.Linear(8, 8))
+        with torch.random.fork_rng(devices=[]):
+            layers.append(nn.Linear(8, 8))
+        layers.append(nn.Linear(8, 8))
+        return nn.Sequential(*layers)
+
+    first, other = ({name: v.whole() for name, v in parts_of(build, seed).items()} for seed in (0, 1))
+    assert torch.equal(first["1.weight"], first["2.weight"])
+    assert not torch.equal(first["1.weight"], first["3.weight"])
+    assert torch.equal(first["4.weight"], first["5.weight"])  # the state was put back
+    assert not torch.equal(first["0.weight"], other["0.weight"])
+    assert torch.equal(first["1.weight"], other["1.weight"])
+
+
+def test_an_element_that_the_constructor_looked_at_is_the_one_that_ranks_get() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(300, 300))
+            self.seen = self.weight[299, 1].item()
+
+    with sw.deferred(seed=1):
+        module = Looking()
+    (value,) = (value for _, value in full_tensors(module))
+    assert module.seen == value[299, 1].item()
+    with pytest.raises(ShardwiseError, match="looked at random values"):
+        list(full_tensors(module, seed=2))
+
+
+def test_what_is_not_made_by_parts_is_made_whole_and_the_same() -> None:
+    (value,) = parts_of(lambda: Initialised(nn.init.orthogonal_, 40, 30)).values()
+    with pytest.raises(NotByParts, match="not known to work element by element"):
+        value.box((0, 0), (20, 30))
+    drawn = value.whole().double()
+    assert torch.allclose(drawn.T @ drawn, torch.eye(30, dtype=torch.float64), atol=1e-5)
+    (again,) = parts_of(lambda: Initialised(nn.init.orthogonal_, 40, 30)).values()
+    assert torch.equal(again.whole().double(), drawn)
+    with pytest.raises(ShardwiseError, match=r'"parallel" .* or "cpu"'), sw.deferred(values=cast(Any, "gpu")):
+        pass
+
+
+# ----------------------------------------------------------------------------------------------------------- ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(600, 64)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 260, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(64, 600, bias=False)
+        nn.init.orthogonal_(self.head.weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def values_under_every_plan() -> list[str]:
+    ids = torch.zeros(4, 8, dtype=torch.int64)
+    differ, size = [], dist.get_world_size()
+    plans: dict[str, dict[str, Any]] = {
+        "dp": {"mesh": sw.Mesh(dp=size), "mode": "data_parallel"},
+        "zero": {"mesh": sw.Mesh(dp=size), "mode": "data_parallel", "zero": 3},
+        "tp": {"mesh": sw.Mesh(tp=size), "strategies": {"layers.*.linear1": "n@tp", "tokens": "v@tp", "head": "n@tp"}},
+        "stages": {"stages": 2, "global_batch": 4, "micro_batch": 2},
+        "meta": {"mesh": sw.Mesh(dp=size), "mode": "data_parallel", "zero": 3},
+    }
+    for name, settings in plans.items():
+        with torch.device("meta") if name == "meta" else sw.deferred(seed=4):
+            model = Model().eval()
+        expected = dict(full_tensors(model))
+        par = sw.parallelize(model, sw.plan(model, ids, size, **settings))
+        held = dict(par.named_parameters())
+        for key, parameter in held.items():
+            full = expected[key]
+            if parameter.shape == full.shape:
+                own = full
+            else:
+                layout = par.plan.layouts[key]
+                own = shard(full, layout, par.plan.mesh.coordinates(dist.get_rank()))
+            if not torch.equal(parameter.detach(), own):
+                differ.append(f"{name}: {key}")
+        if name in ("zero", "tp") and all(p.shape == expected[key].shape for key, p in held.items()):
+            differ.append(f"{name} splits nothing")
+        if not math.isfinite(par.step(ids)):
+            differ.append(f"{name}: no finite loss")
+    return differ
+
+
+def test_ranks_have_the_same_values_under_every_plan(run_ranks: RunRanks) -> None:
+    assert run_ranks(values_under_every_plan, 2, time_limit_seconds=240) == [[], []]
+
+
+def test_a_large_tensor_that_every_rank_makes_whole_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_LARGE", 1000)
+    sw.init_ranks("gloo")
+    try:
+        x = torch.zeros(2, 30)
+        with sw.deferred():
+            model = nn.Sequential(nn.Linear(30, 40))
+            nn.init.orthogonal_(model[0].weight)
+        plan = sw.plan(model, x, 1, loss=lambda y: y.sum(), mode="stand_alone")
+        with pytest.warns(PlanWarning, match=r"every rank makes these initial values whole.*: 0.weight"):
+            sw.parallelize(model, plan, loss=lambda y: y.sum())
+    finally:
+        sw.finish()

@@ -1,0 +1,96 @@
+"""A rank of one stage hangs or ends: the others name its stage, rank and micro-batch."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from runtime.staged_model import Staged, staged_batch
+from shardwise.runtime import communicator, torch_schedules
+from shardwise.runtime.stage import StageWorker
+
+RunRanks = Callable[..., list[Any]]
+
+
+class Gone(Exception):
+    """What ends a rank."""
+
+
+def stops(schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool) -> str:
+    """The last rank stops in the middle of a step: it hangs until the others have noticed, or it ends. What the others
+    say."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    store = dist.distributed_c10d._get_default_store()
+    torch.manual_seed(0)
+    model, plan = Staged(), None
+    if rank == 0:
+        options = {"schedule": schedule, "micro_batch": 2, "search": "sharding_propagation"}
+        plan = sw.plan(model, staged_batch(8), last + 1, stages=stages, **options)
+    with ExitStack() as stack:
+        for user in (communicator, torch_schedules):
+            stack.enter_context(mock.patch.object(user, "group_timeout", return_value=timedelta(seconds=8)))
+        par = sw.parallelize(model, plan)
+        par.step(*staged_batch(8))
+    dist.barrier()
+    done = getattr(StageWorker, kind)
+
+    def broken(self: StageWorker, number: int, *args: Any) -> Any:
+        if number == micro_batch:
+            while hangs and not store.check([f"noticed {peer}" for peer in range(last)]):
+                time.sleep(0.05)
+            raise Gone
+        return done(self, number, *args)
+
+    if rank == last:
+        with mock.patch.object(StageWorker, kind, broken), pytest.raises((Gone, RuntimeError)):
+            par.step(*staged_batch(8))
+        return ""
+    with pytest.raises(sw.ShardwiseError) as error:
+        par.step(*staged_batch(8))
+    store.set(f"noticed {rank}", "")
+    assert type(error.value).__name__ == "CollectiveError"
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "kind", "micro_batch", "hangs"),
+    [
+        ("1F1B", 2, "backward", 1, True),
+        ("Solved", 4, "forward", 2, False),
+        pytest.param("ZBVZeroBubble", 4, "backward", 2, True, marks=pytest.mark.long),
+        pytest.param("GPipe", 2, "forward", 2, False, marks=pytest.mark.long),
+    ],
+)
+def test_a_stage_that_stops_is_named(
+    schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool, run_ranks: RunRanks
+) -> None:
+    text, _ = run_ranks(stops, 2, schedule, stages, kind, micro_batch, hangs)
+    first = text.split("\n")[0]
+    stage = re.search(r"^rank 0 at stage (\d), \w+( \(\w+ part\))? of micro-batch (\d)", first)
+    assert stage is not None, text
+    assert re.search(r"the exchange with stage \d \(rank 1\)", first), text
+    assert "timed out" in first if hangs else "failed, a connection was lost" in first, text
+    assert "rank 1 did not arrive" in first, text
+    if schedule == "1F1B":
+        assert stage.groups() == ("0", None, "1"), "it waits for the cotangents of that micro-batch"
+
+
+@pytest.mark.long
+def test_the_ranks_of_all_stages_find_the_one_that_hangs(run_ranks: RunRanks) -> None:
+    """Two stages on two ranks each: rank 3 hangs; its own stage, and those of the other one, name it."""
+    texts = run_ranks(stops, 4, "1F1B", 2, "backward", 1, True)[:3]
+    assert "stage 0, backward of micro-batch 1: the exchange with stage 1 (rank 3) timed out; rank 3" in texts[1]
+    assert "stage:  rank 2 is at stage 1, backward of micro-batch 1" in texts[2] or "stage 1" in texts[2]
+    for text in texts:
+        assert "rank 3 did not arrive" in text, text
+        assert "micro-batch" in text, text

@@ -1,0 +1,45 @@
+"""A GPU without room for a rank's program is told before anything is put there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.costs import probe
+from shardwise.errors import OutOfDeviceMemoryError
+from shardwise.runtime.room import require_room
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    sw.init_ranks("gloo")
+    yield
+    sw.finish()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plan_that_needs_more_than_the_gpu_has_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(256, 256), torch.zeros(8, 256)
+    plan = sw.plan(model, x, 1, loss=lambda y: y.sum(), search="dynamic_programming")
+    assert plan.prediction is not None
+    peak = plan.prediction.memory_bytes
+    asked = []
+
+    def room(index: int) -> tuple[int, int]:
+        asked.append(index)
+        return left, 2**30
+
+    monkeypatch.setattr(probe, "room", room)
+    left = int(peak)
+    require_room(plan, torch.device("cuda", 3))
+    assert asked == [3]
+    left = int(peak / 1.06)
+    with pytest.raises(OutOfDeviceMemoryError, match=r"rank 0 can get .* of the 1 GiB of its GPU(.|\n)*memory_bytes="):
+        require_room(plan, torch.device("cuda", 3))
+    require_room(plan, torch.device("cpu"))
+    require_room(replace(plan, prediction=None), torch.device("cuda", 3))
