@@ -52,6 +52,7 @@ def check_equal(folder: Path, expected: Path, num_steps: int) -> None:
         assert place == list(wanted[step][1:])
 
 
+@pytest.mark.long  # it gives up on ranks that are silent for 6 s, which loaded machines are
 def test_a_killed_and_a_stopped_rank_cost_no_step(
     run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
