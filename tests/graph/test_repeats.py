@@ -248,3 +248,44 @@ def test_a_capture_leaves_the_model_as_it_was():
     before = [dict(vars(layer)) for layer in model.layers]
     capture(model, (X,))
     assert [dict(vars(layer)) for layer in model.layers] == before
+
+
+class Shared:
+    """What all layers see, and the loop over them changes."""
+
+    special = False
+
+
+class Told(nn.Module):
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.shared, self.scale, self.linear = shared, 1.0, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.scale
+        return y * 100 if self.shared.special else y
+
+
+class Telling(nn.Module):
+    """Its loop tells a layer in the middle that it is another one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.shared = how, Shared()
+        self.layers = nn.ModuleList(Told(self.shared) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if self.how == "shared":
+                self.shared.special = i == 4
+            elif self.how == "attribute":
+                layer.scale = 7.0 if i == 4 else 1.0
+            x = layer(x)
+        self.shared.special = False
+        return x.sum()
+
+
+@pytest.mark.parametrize("how", ["shared", "attribute"])
+def test_what_a_loop_tells_a_layer_in_the_middle_is_in_the_graph(how):
+    found, plain, _ = both(Telling(how), torch.randn(2, 4))
+    assert same(found, plain)

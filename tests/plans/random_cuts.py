@@ -30,6 +30,9 @@ from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES
 
 WIDTH, CLASSES = 8, 12
+# Behind an argmax and a norm gradients may vanish by mathematics: what is left, 1e-15, is rounding, and differs by 1e-9
+# of the unit that errors are relative to, with stages as without. Mistakes are of 1e-3 and more.
+TOLERANCE = 1e-8
 MODELS: dict[str, TinyModel] = {**ZOO, "vit": vit(), "resnet": resnet()}
 
 
@@ -172,7 +175,7 @@ def prove_cut(seed: int) -> str:
                 return ""
             raise
     note(plan)
-    report = sw.verify(module, batch, plan, steps=2)
+    report = sw.verify(module, batch, plan, steps=2, tolerance=TOLERANCE)
     return "" if report.ok else str(report)
 
 

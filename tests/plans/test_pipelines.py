@@ -136,6 +136,20 @@ def test_a_solved_order_is_in_the_file_and_proven(solved: sw.Plan) -> None:
     assert report.ok, str(report)
 
 
+def test_pipelines_are_compared(solved: sw.Plan) -> None:
+    usual = plan(schedule="ZBVZeroBubble", stages=4, search="dynamic_programming")
+    found = usual.diff(solved)
+    assert ("schedule", "ZBVZeroBubble", "Solved") in found.settings
+    assert ("order of place 0", "absent", solved.order[0]) in found.settings
+    assert not found.cuts
+    model = Staged()
+    sw.stage(model.norms[1], 1)
+    moved = plan(search="dynamic_programming").diff(plan(model, stages="marked", search="dynamic_programming"))
+    assert {(own, other) for _, own, other in moved.cuts} <= {("0", "1"), ("1", "0")}
+    assert moved.cuts
+    assert "cuts:" in str(moved)
+
+
 WRONG_ORDERS: dict[str, tuple[Callable[[list[str]], Any], str]] = {
     "one is lost": (lambda lines: [lines[0].rpartition(" ")[0], lines[1]], "has 47 actions; 4 micro-batches in 2"),
     "one is twice": (lambda lines: [lines[0] + " " + lines[0].split()[0], lines[1]], "has 49 actions"),

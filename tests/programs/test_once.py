@@ -16,6 +16,7 @@ from shardwise.costs.timeline import simulate
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.prices import prices_of
+from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import sent_by
 from shardwise.programs.once import Repeated, repeated
@@ -23,6 +24,7 @@ from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.vjp import Kinds
 from shardwise.proof import passes
+from shardwise.runtime.hosted import hosted, with_copies
 
 BATCH = 8
 MIXED = sw.Precision(torch.bfloat16, torch.float32, torch.float32)
@@ -138,3 +140,24 @@ def test_a_reduction_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(passes, "repeated", without_reductions)
     monkeypatch.setattr(passes, "check_program", lambda program: None)
     assert not sw.verify(net(), inputs(), planned()).ok
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.table(ids)).flatten(0, 1), ids.flatten())
+
+
+def test_passes_with_a_table_on_the_host_are_sound():
+    plan = sw.plan(Lookup(), inputs(), 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
+    call = Example(Lookup(), ((inputs(),), {}), None)
+    spmd = program_of(plan, planned_graph(call, plan), training=True)
+    placed = hosted(localize(spmd, 0), frozenset({"table.weight"}))
+    program, on_host = with_copies(differentiate(placed.program, Kinds()), placed.values)
+    assert on_host
+    parts = repeated(program)
+    for part in (parts.ahead, parts.each, parts.behind):
+        check_program(part)

@@ -33,6 +33,14 @@ class Initialised(nn.Module):
         fill(self.weight)
 
 
+def _gates(weight: torch.Tensor) -> None:
+    """Constants in rows, and numbers made of constants in place."""
+    with torch.no_grad():
+        nn.init.normal_(weight)
+        weight[100:200].fill_(1.0)
+        weight[200:250].fill_(3.0).mul_(torch.rand(40))
+
+
 class Fused(nn.Module):
     """A projection made of three that are drawn by themselves, and one that is a product of draws."""
 
@@ -66,6 +74,7 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
     "bfloat16": lambda: Initialised(nn.init.normal_, 300, 500, dtype=torch.bfloat16),
     "float64": lambda: Initialised(nn.init.trunc_normal_, 300, 500, dtype=torch.float64),
     "experts": lambda: Initialised(nn.init.normal_, 3, 200, 300),
+    "gates": lambda: Initialised(_gates, 300, 40),
     "integers": lambda: Initialised(lambda x: x.data.random_(-5, 5), 300, 40),
 }
 

@@ -25,6 +25,7 @@ from shardwise.programs.spmd import Spmd
 from shardwise.programs.steps import Step
 from shardwise.programs.vjp import Kinds
 
+ONCE = "once a step"  # the part of events that a step of several passes has once
 # Products are slower by this share while a copy runs (measured on an H100: 5 %).
 BESIDE_COPIES = 0.05
 
@@ -131,7 +132,7 @@ class Timeline:
     def _share(self, parts: Repeated) -> None:
         """Walk what a step does once: a pass's share of the seconds."""
         for part, instructions in ((parts.ahead, parts.ahead.forward), (parts.behind, parts.behind.backward)):
-            own = Timeline(part, self.prices, part="once a step")
+            own = Timeline(part, self.prices, part=ONCE)
             own._walk(instructions)
             share = 1 / self.prices.passes
             self.events += [

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
-from shardwise.graph.state import OF_TORCH, snapshot
+from shardwise.graph.state import OF_TORCH, Reader, snapshot
 from shardwise.graph.trees import constant_key, is_constant
 
 LEAST = 4  # modules of a kind: the first, two witnesses and one that is not traced
@@ -245,7 +245,44 @@ class _Call:
             (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
         )
         places = tuple(None if isinstance(leaf, torch.Tensor) else (constant_key(leaf),) for leaf in leaves)
-        return _Call((forms, places, spec, line, module.training, _modes()), operands)
+        return _Call((forms, places, spec, line, _state(module), _modes()), operands)
+
+
+def _state(module: nn.Module) -> object:
+    """What a call may read in Python and a model's loop may change from call to call: attributes, what is inside of
+    objects that layers share, class attributes, numbers of the user's files. (Whole numbers are looked at apart.)"""
+    found: list[object] = []
+    shared = Reader.empty()
+    for path, part in module.named_modules():
+        found.append(part.training)
+        for name, value in vars(part).items():
+            if (
+                name not in OF_TORCH and name != "forward" and type(value) is not int
+            ):  # forward is that of ``_repeating``
+                found.append((name, _content(f"{path}.{name}", value, shared)))
+        for kind in type(part).__mro__:
+            shared.read_class(kind)
+    return tuple(found), tuple(shared.leaves.items())
+
+
+def _content(place: str, value: Any, shared: Reader) -> object:
+    """The key of an attribute; of an object, which is the same one in all layers, its parts go to ``shared``."""
+    try:
+        key = _attribute_key(value)
+    except _Unequal:
+        return id(value)
+    if key == id(value):
+        shared.read(place, value)
+    return key
+
+
+def _numbers(module: nn.Module) -> dict[Place, int]:
+    return {
+        (path, name): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in OF_TORCH and type(value) is int
+    }
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -270,8 +307,11 @@ def _repeating(
         if found.inside or found.failed:
             return original(*args, **kwargs)
         call = _Call.of(module, args, kwargs, line_of(sys._getframe(1)))
-        if call is None:
+        numbers, hidden = _numbers(module), group.numbers[id(module)]
+        if call is None or any(numbers.get(place) != value for place, value in hidden.items()):
             return original(*args, **kwargs)
+        visible = tuple(item for item in numbers.items() if item[0] not in hidden)
+        call = replace(call, key=(call.key, visible))
         read = group.read.get(call.key, frozenset())
         if read is None:
             return original(*args, **kwargs)

@@ -64,7 +64,7 @@ class Snapshot:
 
 def snapshot(module: nn.Module) -> Snapshot:
     """What a call of the module may change in Python."""
-    reader = _Reader({}, {}, [], set())
+    reader = Reader.empty()
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
         for name, value in vars(owner).items():
@@ -76,11 +76,17 @@ def snapshot(module: nn.Module) -> Snapshot:
 
 
 @dataclass
-class _Reader:
+class Reader:
+    """Reads Python values, down to numbers, texts and identities."""
+
     leaves: dict[str, object]
     texts: dict[str, str]
     held: list[object]
     seen: set[int]
+
+    @staticmethod
+    def empty() -> Reader:
+        return Reader({}, {}, [], set())
 
     def read(self, place: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):

@@ -14,21 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Each entry is (name, in this plan, in the other); what one plan lacks is "absent"."""
+    """Each entry is (name, in this plan, in the other); what one plan lacks is "absent". ``cuts``: of two pipelines,
+    the stages of operators."""
 
     settings: tuple[tuple[str, str, str], ...]
     layouts: tuple[tuple[str, str, str], ...]
     strategies: tuple[tuple[str, str, str], ...]
+    cuts: tuple[tuple[str, str, str], ...]
     communication: tuple[tuple[str, str, str], ...]
 
     def __bool__(self) -> bool:
-        return bool(self.settings or self.layouts or self.strategies or self.communication)
+        return bool(self.settings or self.layouts or self.strategies or self.cuts or self.communication)
 
     def __str__(self) -> str:
         if not self:
             return "the plans are the same"
         lines = []
-        for title in ("settings", "layouts", "strategies", "communication"):
+        for title in ("settings", "layouts", "strategies", "cuts", "communication"):
             entries = getattr(self, title)
             if entries:
                 lines.append(f"{title}:")
@@ -42,6 +44,7 @@ def difference(plan: Plan, other: Plan) -> Difference:
         _changed(_settings(plan), _settings(other)),
         _changed(_layouts(plan), _layouts(other)),
         _changed(_strategies(plan), _strategies(other)),
+        _changed(_stage_of(plan), _stage_of(other)) if plan.is_pipeline and other.is_pipeline else (),
         _changed(_communication(plan), _communication(other)),
     )
 
@@ -59,7 +62,20 @@ def _settings(plan: Plan) -> dict[str, str]:
     found["micro_batches"] = str(plan.micro_batches)
     if plan.prediction is not None:
         found["step"] = format_seconds(plan.prediction.step_seconds)
+    if plan.is_pipeline:
+        found |= {"schedule": plan.schedule, "stages": str(len(plan.stages))}
+        found |= {f"order of place {place}": line for place, line in enumerate(plan.order)}
+    if plan.pipeline is not None:
+        found["step"] = format_seconds(plan.pipeline.step_seconds)
+        found["bubble"] = f"{plan.pipeline.bubble:.1%}"
     return found
+
+
+def _stage_of(plan: Plan) -> dict[str, str]:
+    """Operator -> its stage, in a pipeline."""
+    if not plan.is_pipeline:
+        return {}
+    return {entry.name: str(number) for number, stage in enumerate(plan.stages) for entry in stage.operators}
 
 
 def _layouts(plan: Plan) -> dict[str, str]:

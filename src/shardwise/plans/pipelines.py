@@ -184,7 +184,7 @@ def pipeline_of(
     statistics: frozenset[str] = frozenset()
     for passes in _divided(call, captured.graph, asked, how):
         sizes = passes.sizes
-        own = replace(how, settings=replace(settings, passes=len(sizes)))
+        own = replace(how, settings=replace(settings, passes=len(sizes), converts_once=False))
         try:
             found = plan_pipeline(own, passes.graphs[sizes[0]], passes, replace(template, micro_batches=len(sizes)))
         except PlanError as error:

@@ -85,12 +85,13 @@ def repeated(program: Program) -> Repeated:
     read |= {*program.delivered, *(value for _, value in program.mutations)}
     given = tuple(name for name in made_ahead if name in read)
     there = {*program.spmd.graph.source_of, *given, *(name for instruction in rest for name in instruction.results)}
+    made_late = {name for instruction in backward.instructions for name in instruction.results}
     read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
     each = replace(
         program,
         forward=tuple(rest),
         backward=backward.instructions,
-        saved=tuple(name for name in read_late if name in there),
+        saved=tuple(name for name in read_late if name in there and name not in made_late),
         gradients=backward.gradients,
         forms=forms,
         given=given,

@@ -32,8 +32,13 @@ Call = tuple[Any, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # target, args,
 
 # Calls that hand on the tensor that they get.
 _SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
-# Traced where strides were known; where they are not, a copy must be possible.
-_ALLOWING_COPIES = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+# Traced where strides were known; where they are not, a copy must be possible. Zeros without memory cannot be written
+# to, which an exchange may do.
+_INSTEAD_OF = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten._efficientzerotensor.default: aten.zeros.default,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,7 @@ class _Recorder(TorchDispatchMode):
             places.append(place)
         self.kernels.append(
             Kernel(
-                _ALLOWING_COPIES.get(func, func),
+                _INSTEAD_OF.get(func, func),
                 call_args,
                 call_kwargs,
                 tuple(names),

@@ -311,7 +311,9 @@ class Calls:
         if repeats:
             parts = repeated(program)
             each = compiled_program(parts.each, self.ranks, device, on_host) if compiles else parts.each
-            return RepeatedStep(*(emitted(part, on_host) for part in (parts.ahead, each, parts.behind)))
+            ahead, behind = emitted(parts.ahead, on_host), emitted(parts.behind, on_host)
+            plain = (lambda: emitted(parts.each, on_host)) if compiles else None
+            return RepeatedStep(program, ahead, emitted(each, on_host), behind, plain)
         return Step(
             emitted(program, on_host),
             lambda given: emitted(*written(reached=given)),

@@ -122,9 +122,12 @@ def collective_failed(error: Exception, message: Message) -> CollectiveError | N
 
 def collective_of(message: Message) -> str:
     """Which collective it is: ``all_reduce over tp for /add (gpt.py:82), forward``."""
+    what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
+    if not message.purpose.conversions:
+        return what
     name, line = message.purpose.operator(message.purpose.conversions[0])
     direction = "backward" if message.purpose.backward else "forward"
-    return f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)} for {name} ({line}), {direction}"
+    return f"{what} for {name} ({line}), {direction}"
 
 
 def exchange_failed(

@@ -35,6 +35,7 @@ from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
+from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
@@ -159,9 +160,9 @@ class Parallel(Split):
             self.zero_grad()
             self.step(*args, **kwargs)
 
-        def taken() -> Step:
+        def taken() -> Step | RepeatedStep:
             assert self._latest is not None, "a step has run"
-            return self._latest.step
+            return self._latest.runs
 
         replicas, self._replicas = self._replicas, None  # a checked step is another one
         try:

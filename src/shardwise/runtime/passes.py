@@ -62,7 +62,7 @@ class StepInPasses:
                 given = values_of_step(compiled.captured.graph, whole, start, device)
                 tensors = _filled(compiled, parts(compiled, start, size), given, seed)
                 running = running or compiled.in_passes.begin(tensors)
-                observed = None if check is None else check.observed(compiled.in_passes.each, ())
+                observed = None if check is None else check.observed(compiled.in_passes.plain, ())
                 delivered, written = running.run(tensors, observed)
                 loss, _ = compiled.results(delivered)
                 assert loss is not None, "a step in passes has a loss"

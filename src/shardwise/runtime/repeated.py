@@ -3,30 +3,41 @@ passes add up on this rank alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.programs.rank_program import Program
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.step import Forward
 
 
-@dataclass(frozen=True)
+@dataclass
 class RepeatedStep:
-    """The programs of a pass and of what is done once (``programs.once.Repeated``), emitted."""
+    """The programs of a pass and of what is done once (``programs.once.Repeated``), emitted. ``program``: a pass that
+    does all of it by itself, not emitted; ``emit_plain``: emits a pass without compiling it, where ``each`` is
+    compiled."""
 
+    program: Program
     ahead: Emitted
     each: Emitted
     behind: Emitted
+    emit_plain: Callable[[], Emitted] | None = None
 
     @property
     def emitted(self) -> Emitted:
         """A pass."""
         return self.each
+
+    @cached_property
+    def plain(self) -> Emitted:
+        """A pass whose operators can be observed one by one."""
+        return self.each if self.emit_plain is None else self.emit_plain()
 
     def begin(self, tensors: Sequence[Tensor]) -> Running:
         """Cast and gather what all passes take. ``tensors``: of all sources; inputs are not read."""
@@ -46,9 +57,9 @@ class Running:
     def run(
         self, tensors: Sequence[Tensor], observed: Forward | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Forward and backward of a pass: (delivered, mutations). ``observed``: runs forward instead of the program's
-        own. The cotangent of the loss is 1."""
-        emitted = self.step.each
+        """Forward and backward of a pass: (delivered, mutations). ``observed``: runs forward instead of the plain
+        program's own. The cotangent of the loss is 1."""
+        emitted = self.step.each if observed is None else self.step.plain
         program = emitted.program
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.no_grad():
@@ -65,11 +76,14 @@ class Running:
                     problem("the loss depends on no parameter that requires a gradient", fix="thaw a parameter")
                 )
             found = emitted.backward.forward(kept, *ones)
+            held = {_memory(tensor) for tensor in (*tensors, *self.given)} if not self.sums else set()
             for source, gradient in zip(program.gradients, found, strict=True):
                 if source in self.sums:
                     self.sums[source].add_(gradient)
-                else:
-                    self.sums[source] = gradient
+                    continue
+                # A compiler may return one tensor for two gradients: what is added to is nobody else's.
+                self.sums[source] = gradient.clone() if _memory(gradient) in held else gradient
+                held.add(_memory(gradient))
         return delivered, written
 
     def end(self) -> dict[str, Tensor]:
@@ -82,6 +96,10 @@ class Running:
                 found = behind.backward.forward(sums)
             self.sums.update(zip(behind.program.gradients, found, strict=True))
         return self.sums
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _through(hook: Any, value: Any) -> Any:

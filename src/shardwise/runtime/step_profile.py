@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.costs.collectives import Links
 from shardwise.costs.kernels import Called, work_of
-from shardwise.costs.timeline import Event, simulate_program
+from shardwise.costs.timeline import ONCE, Event, simulate_program
 from shardwise.costs.trace import write_trace
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
@@ -31,6 +31,7 @@ from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, Instruction, sent_by
 from shardwise.programs.rank_program import Program
+from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.step import Step
 from shardwise.runtime.transit import Converting, Departing
 
@@ -94,7 +95,7 @@ class StepProfile:
 
 def profile_step(
     step: Callable[[], Any],
-    taken: Callable[[], Step],
+    taken: Callable[[], Step | RepeatedStep],
     plan: Plan,
     held: Sequence[torch.Tensor],
     device: torch.device,
@@ -115,7 +116,8 @@ def profile_step(
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     own = taken()
-    program = own.emitted.program
+    program = own.program if isinstance(own, RepeatedStep) else own.emitted.program
+    is_compiled = (own.emit_plain if isinstance(own, RepeatedStep) else own.compiled) is not None
     passes: list[_Clock] = []
     for _ in range(steps):
         clock = _Clock(program, device, held)
@@ -136,7 +138,7 @@ def profile_step(
         (max(clock.peak for clock in passes) if on_cpu else peak, predicted.peak_bytes - states),
         tuple(sorted(rows, key=lambda row: -row.difference)),
         prices.links.cluster.name,
-        own.compiled is not None,
+        is_compiled,
         plan.mesh,
         (tuple(passes[-1].events), expected),
     )
@@ -208,12 +210,11 @@ class _Clock:
 
 
 class _Timed(fx.Interpreter):
-    """Runs one of a program's halves on a clock."""
+    """Runs one of a program's halves on a clock. ``part``: what its events are called."""
 
-    def __init__(self, module: fx.GraphModule, clock: _Clock, part: str) -> None:
-        super().__init__(module)
-        self.clock, self.part = clock, part
-        self.instructions = clock.program.forward if part == "forward" else clock.program.backward
+    def __init__(self, half: _Half, clock: _Clock) -> None:
+        super().__init__(half.module)
+        self.clock, self.part, self.instructions = clock, half.part, half.instructions
 
     def run_node(self, n: fx.Node) -> Any:
         target = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
@@ -222,25 +223,48 @@ class _Timed(fx.Interpreter):
         return result
 
 
+@dataclass(frozen=True)
+class _Half:
+    module: fx.GraphModule
+    instructions: Sequence[Instruction]
+    part: str
+
+
+def _halves(step: Step | RepeatedStep) -> list[_Half]:
+    """What runs in a step, uncompiled."""
+    own = step.plain if isinstance(step, RepeatedStep) else step.emitted
+    program = own.program
+    halves = [_Half(own.forward, program.forward, "forward"), _Half(own.backward, program.backward, "backward")]
+    if isinstance(step, RepeatedStep):
+        ahead, behind = step.ahead, step.behind
+        halves.append(_Half(ahead.forward, ahead.program.forward, ONCE))
+        halves.append(_Half(behind.backward, behind.program.backward, ONCE))
+    return halves
+
+
 @contextmanager
-def _timed(step: Step, clock: _Clock) -> Iterator[None]:
-    """Both halves run on a clock for a while, uncompiled."""
-    emitted, compiled = step.emitted, step.compiled
+def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
+    """All halves run on a clock for a while, uncompiled."""
+    halves = _halves(step)
 
-    def forward(*args: Any) -> Any:
-        clock.num_passes += 1
-        return _Timed(emitted.forward, clock, "forward").run(*args)
+    def run(half: _Half) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            clock.num_passes += half.part == "forward"
+            return _Timed(half, clock).run(*args)
 
-    def backward(*args: Any) -> Any:
-        return _Timed(emitted.backward, clock, "backward").run(*args)
+        return forward
 
-    vars(emitted.forward)["forward"], vars(emitted.backward)["forward"] = forward, backward
-    step.compiled = None
+    for half in halves:
+        vars(half.module)["forward"] = run(half)
+    changed, plain = ("each", step.plain) if isinstance(step, RepeatedStep) else ("compiled", None)
+    before = getattr(step, changed)
+    setattr(step, changed, plain)
     try:
         yield
     finally:
-        del vars(emitted.forward)["forward"], vars(emitted.backward)["forward"]
-        step.compiled = compiled
+        for half in halves:
+            del vars(half.module)["forward"]
+        setattr(step, changed, before)
 
 
 def _compared(passes: Sequence[_Clock], expected: Sequence[Event], links: Links) -> Iterator[Compared]:

@@ -198,12 +198,14 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
 @dataclass(frozen=True, slots=True)
 class Again:
     """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
-    parameters are gathered again; ``offloaded``: operators whose results wait on the host. Conversions of values that
-    are done again, and copies to the host, are left to the simulation."""
+    parameters are gathered again; ``offloaded``: operators whose results wait on the host; ``converts_once``: as in the
+    planner's settings. Conversions of values that are done again, and copies to the host, are left to the simulation.
+    """
 
     operators: frozenset[str] = frozenset()
     gathers: bool = False
     offloaded: frozenset[str] = frozenset()
+    converts_once: bool = True
 
 
 # A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
@@ -429,7 +431,7 @@ class _Builder:
         """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
         that is no smaller than what operators use, unless it is gathered again (``programs.once``)."""
         passes = self.domains.prices.passes
-        if not is_once or passes == 1 or self.again.gathers:
+        if not is_once or passes == 1 or self.again.gathers or not self.again.converts_once:
             return 1.0
         keeps_size = routes.numel[made][:, None] == routes.numel[nodes][None, :]
         return np.where(keeps_size, 1 / passes, 1.0)
@@ -466,10 +468,8 @@ class _Builder:
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
         hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
         exposed = times * seconds - hidden
-        hidden, exposed = (
-            np.where(np.less(share, 1), 0.0, hidden),
-            np.where(np.less(share, 1), seconds * share, exposed),
-        )
+        is_once = np.less(share, 1)
+        hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
     def _factor(

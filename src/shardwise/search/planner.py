@@ -54,7 +54,8 @@ class Settings:
     up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
     keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
-    they would be copied."""
+    they would be copied; ``converts_once``: whether a step of several passes converts parameters once
+    (``programs.once``; stages do in every pass)."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -64,6 +65,7 @@ class Settings:
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     levers: Levers = field(default_factory=Levers)
     zero: Zero | None = None
+    converts_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Planner:
         """The choices on a mesh and their prices."""
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
         axes = Axes.of(mesh, separate_axes(fixed, mesh))
-        again = self.settings.levers.priced(self.graph)
+        again = replace(self.settings.levers.priced(self.graph), converts_once=self.settings.converts_once)
         return cost_graph(self.graph, self.factored, fixed, axes, self.prices(mesh), again)
 
     def prices(self, mesh: Mesh) -> Prices:
@@ -282,7 +284,7 @@ def built(
         choice = replace(choice, sources={**choice.sources, **said})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     spmd = with_levers(spmd, graph, settings.levers, kinds)
-    if settings.passes > 1:
+    if settings.passes > 1 and settings.converts_once:
         spmd = with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
     return choice, spmd
 

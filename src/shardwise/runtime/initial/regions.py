@@ -33,6 +33,7 @@ _MADE_NORMAL = frozenset({"randn", "randn_like"})
 _MADE_UNIFORM = frozenset({"rand", "rand_like"})
 _BLANK = frozenset({"empty_strided", "zeros", "zeros_like", "new_zeros", "zero_", "zero"})
 _COPIES = frozenset({"clone", "_to_copy", "lift_fresh"})
+_MOST_WRITERS = 200  # of one storage: it is read back through all of them
 
 
 class NotByParts(Exception):
@@ -112,6 +113,8 @@ class Regions:
 
     def _read(self, base: Ref, time: int, wanted: Box) -> torch.Tensor:
         """A box of a storage, as it was ahead of entry ``time``."""
+        if len(self._writers[base.storage]) > _MOST_WRITERS:
+            raise NotByParts(f"it is written {len(self._writers[base.storage]):,} times, part by part")
         index = max((i for i in self._writers[base.storage] if i < time), default=None)
         if index is None:
             return torch.zeros(wanted.sizes, dtype=base.dtype)
@@ -151,10 +154,10 @@ class Regions:
             return torch.ones(tuple(sizes), dtype=target.dtype)
         if name in ("full", "full_like", "new_full", "fill_", "fill"):
             value = entry.args[2] if name == "new_full" else entry.args[1]
-            return self._operand(value, index, target, offsets, sizes, target.dtype).expand(tuple(sizes))
+            return self._operand(value, index, target, offsets, sizes, target.dtype).expand(tuple(sizes)).clone()
         if name in ("copy_", *_COPIES):
             source = entry.args[1] if name == "copy_" else entry.args[0]
-            return self._operand(source, index, target, offsets, sizes).expand(tuple(sizes))
+            return self._operand(source, index, target, offsets, sizes).expand(tuple(sizes)).clone()
         if name == "cat":
             return self._joined(index, entry, offsets, sizes)
         if torch.Tag.pointwise not in entry.target.tags or len(entry.results) > 1:
