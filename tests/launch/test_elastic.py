@@ -215,6 +215,15 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: Callable[[str], str]
     assert gone([int(pid) for rank in range(2) for pid in (tmp_path / f"pid-{rank}").read_text().split()])
 
 
+def test_memory_that_a_killed_launcher_left_is_given_back(tmp_path: Path) -> None:
+    left = tmp_path / "shardwise-memory-left"
+    left.mkdir()
+    (left / "lock").touch()
+    with elastic.folder_in_memory(str(tmp_path)) as first, elastic.folder_in_memory(str(tmp_path)) as second:
+        assert sorted(tmp_path.iterdir()) == sorted([Path(first), Path(second)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:
     body = "if generation == 0 and rank == 1: os.kill(os.getppid(), signal.SIGKILL); hang()\nprint(generation)"
     outcome = job(BODY + body, elastic=Elastic())

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise.runtime.generation import read_generation
+from shardwise.runtime.generation import current
 from train.runs import batch, make
 
 SAVE_EVERY = 5
@@ -88,7 +88,7 @@ def losses(folder: Path) -> dict[int, tuple[float, int, int]]:
 
 if __name__ == "__main__":
     sw.init_ranks(timeout_seconds=60)
-    generation = read_generation(os.environ)
+    generation = current.generation
     told = [event.split(":") for event in sys.argv[4:]]
     mine = {
         int(step): what

@@ -24,7 +24,7 @@ from shardwise.errors import PlanWarning, StragglerWarning
 from shardwise.launch.elastic import Elastic
 from shardwise.launch.launcher import launch
 from shardwise.plans.plan import Plan
-from shardwise.runtime.generation import GENERATION, Generation
+from shardwise.runtime.generation import Generation, current
 from shardwise.runtime.pages import Page
 from shardwise.runtime.trail import trail
 from shardwise.train.rounds import Rounds, slowness
@@ -38,7 +38,6 @@ SCRIPT = str(Path(elastic_run.__file__))
 
 def uninterrupted(folder: str, num_steps: int, kind: str) -> None:
     """On one rank: the same run, without losses."""
-    os.environ.pop(GENERATION, None)
     elastic_run.train(Path(folder), num_steps, kind, {})
 
 
@@ -79,7 +78,7 @@ def test_a_killed_and_a_stopped_rank_cost_no_step(
 
 def keeping(memory: str) -> None:
     """On a rank: states are kept, found again, distrusted, given up."""
-    os.environ[GENERATION] = Generation(0, memory).to_text()
+    current.generation = Generation(0, memory)
     folder, rank = Path(memory), dist.get_rank()
     par = split("zero2")
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
@@ -108,7 +107,7 @@ def keeping(memory: str) -> None:
     assert [found.step for found in snapshots_in(folder)] == [4, 3]
 
     def again(number: int, suspect: bool = False) -> tuple[int, sw.Parallel]:
-        os.environ[GENERATION] = Generation(number, memory, suspect).to_text()
+        current.generation = Generation(number, memory, suspect)
         nonlocal par, optimizer
         par = sw.parallelize(make(3), par.plan, seed=8)
         optimizer = torch.optim.AdamW(par.parameters(), lr=0.5)
@@ -134,7 +133,7 @@ def keeping(memory: str) -> None:
 
 def full(memory: str) -> None:
     """On a rank: there is no room for the second copy, on one of them."""
-    os.environ[GENERATION] = Generation(0, memory).to_text()
+    current.generation = Generation(0, memory)
     par = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(par.parameters())
     recovery = sw.Recovery(par, optimizer)
@@ -169,7 +168,7 @@ def slow() -> int:
 def everything(memories: list[str]) -> int:
     keeping(memories[0])
     full(memories[1])
-    os.environ.pop(GENERATION)
+    current.generation = None
     return slow()
 
 
@@ -201,10 +200,8 @@ def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.Mon
 
     def turn(generation: Generation | None, rank: int) -> Plan | None:
         monkeypatch.setattr(planning, "_turns", iter(range(9)))
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        if generation is not None:
-            monkeypatch.setenv(GENERATION, generation.to_text())
+        monkeypatch.setattr(planning, "here", lambda: (rank, 2))
+        monkeypatch.setattr(current, "generation", generation)
         return sw.planned(make)
 
     assert turn(None, 1) is None
@@ -217,7 +214,7 @@ def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.Mon
     next(tmp_path.iterdir()).write_text("{}")
     assert turn(Generation(2, str(tmp_path)), 0) == first
     with pytest.raises(SystemExit):
-        turn(Generation(0, str(tmp_path), rehearses=True), 0)
+        turn(Generation(0, str(tmp_path), rehearses=3), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ long runs

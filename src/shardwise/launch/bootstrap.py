@@ -187,6 +187,12 @@ def _watch_parent(launcher_pid: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def replace_environment(environment: dict[str, str]) -> None:
+    """Give a process that was forked the environment of one that was started in it."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def main(command: list[str]) -> None:
     """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as this rank; never returns.
 

@@ -14,6 +14,8 @@ process. Standard library only, POSIX only.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import itertools
 import os
 import shutil
@@ -30,6 +32,7 @@ from shardwise.launch.zygote import Zygote
 from shardwise.runtime.generation import GENERATION, Generation, plan_file
 from shardwise.runtime.pages import Seen
 
+_PREFIX, _LOCK = "shardwise-memory-", "lock"
 _SAME_ERROR = 2  # times that an exception of the script may end a generation without a step in between
 
 
@@ -127,7 +130,7 @@ class Agent:
         self.planned.add(size)
         if os.path.exists(later):
             return
-        rehearsal = replace(generation, rehearses=True).to_text()
+        rehearsal = replace(generation, rehearses=size).to_text()
         record = os.path.join(self.scratch, f"rehearsal-{size}.json")
         names = {GENERATION: rehearsal, "RANK": "0", "LOCAL_RANK": "0", bootstrap.FAILURE_FILE: record}
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -189,12 +192,22 @@ def culprit(job: Job, cause: Failure) -> Failure:
 
 
 @contextlib.contextmanager
-def folder_in_memory() -> Iterator[str]:
-    """A folder whose files are in memory that outlives processes, where the system has such."""
-    place = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
-    folder = tempfile.mkdtemp(prefix="shardwise-", dir=place)
+def folder_in_memory(place: str = "/dev/shm") -> Iterator[str]:
+    """A folder whose files are in memory that outlives processes, where the system has such. Those that launchers left
+    which were killed are deleted: whoever lives has locked its own."""
+    place = place if os.path.isdir(place) and os.access(place, os.W_OK) else tempfile.gettempdir()
+    for left in glob.glob(os.path.join(place, f"{_PREFIX}*")):
+        with contextlib.suppress(OSError), open(os.path.join(left, _LOCK)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="shardwise-new-", dir=place)
     try:
-        yield folder
+        with open(os.path.join(folder, _LOCK), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            locked = os.path.join(place, _PREFIX + os.path.basename(folder).removeprefix("shardwise-new-"))
+            os.rename(folder, locked)
+            folder = locked
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 from shardwise.costs import probe
 from shardwise.errors import LaunchError, problem
 from shardwise.launch.places import Place, read_place
-from shardwise.runtime.generation import read_generation
+from shardwise.runtime.generation import current, read_generation
 from shardwise.runtime.pages import PAGE
 from shardwise.runtime.trail import trail
 
@@ -54,8 +54,8 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
             raise LaunchError(problem(what, fix="call init_ranks once, first, or call shardwise.finish() in between"))
         return
     place = read_place(os.environ)
-    generation = read_generation(os.environ)
-    if generation is not None and generation.rehearses:  # there are no other ranks
+    current.generation = read_generation(os.environ)
+    if current.generation is not None and current.generation.rehearses:  # there are no other ranks
         return
     if PAGE in os.environ:
         trail.write_to(os.environ[PAGE])

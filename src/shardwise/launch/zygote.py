@@ -182,9 +182,7 @@ def _become_a_rank(command: list[str], environment: dict[str, str], parent: int)
     from shardwise.launch import bootstrap
     from shardwise.runtime.generation import GENERATION
 
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ[bootstrap.LAUNCHER_PID] = str(parent)
+    bootstrap.replace_environment({**environment, bootstrap.LAUNCHER_PID: str(parent)})
     if json.loads(environment.get(GENERATION, "{}")).get("rehearses"):
         os.nice(_LEAST_URGENT)
     random.seed()

@@ -16,12 +16,12 @@ GENERATION = "SHARDWISE_GENERATION"  # the environment variable in which the lau
 class Generation:
     """``number``: from 0; ``memory``: the folder; ``suspect``: the last one ended because copies differed, so that what
     no check has passed is not to be trusted; ``rehearses``: the process is no rank, but makes the plan for so many
-    ranks as there may be in a later generation, and ends."""
+    ranks, as a later generation may have, and ends."""
 
     number: int
     memory: str
     suspect: bool = False
-    rehearses: bool = False
+    rehearses: int = 0
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -33,9 +33,20 @@ def read_generation(environment: Mapping[str, str]) -> Generation | None:
     return None if text is None else Generation(**json.loads(text))
 
 
+@dataclass(slots=True)
+class Current:
+    """``generation``: this process's, once it has joined the other ranks (``init_ranks``)."""
+
+    generation: Generation | None = None
+
+
+# Not a cache: a process is a rank of one generation.
+current = Current()
+
+
 def plan_file(num_ranks: int, turn: int) -> str:
     """The name of a plan in the folder: the script's ``turn``-th, for so many ranks."""
     return f"plan-{turn}-of-{num_ranks}-ranks.json"
 
 
-__all__ = ["GENERATION", "Generation", "plan_file", "read_generation"]
+__all__ = ["GENERATION", "Current", "Generation", "current", "plan_file", "read_generation"]

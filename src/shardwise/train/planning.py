@@ -10,7 +10,8 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
-from shardwise.runtime.generation import plan_file, read_generation
+from shardwise.runtime.generation import current, plan_file
+from shardwise.train.agreement import here
 
 _turns = count()  # a script may have several plans
 
@@ -20,14 +21,16 @@ def planned(make: Callable[[], Plan]) -> Plan | None:
 
     Under ``shardwise run --elastic`` it is asked once per job and number of ranks; later generations find the plan.
     While training goes on, a further process of low priority runs the script up to here as rank 0 of as many ranks as
-    there would be after the next loss, so that its plan is ready by then. ``make`` plans for ``sw.world_size()`` ranks.
+    there would be after the next loss, so that its plan is ready by then. ``make`` plans for ``sw.world_size()`` ranks;
+    call this after ``sw.init_ranks``.
     """
-    generation, turn = read_generation(os.environ), next(_turns)
-    if generation is None:
-        return make() if int(os.environ.get("RANK", "0")) == 0 else None
-    if os.environ["RANK"] != "0":
+    generation, turn = current.generation, next(_turns)
+    rank, num_ranks = here()
+    if rank:
         return None
-    path = Path(generation.memory, plan_file(int(os.environ["WORLD_SIZE"]), turn))
+    if generation is None:
+        return make()
+    path = Path(generation.memory, plan_file(generation.rehearses or num_ranks, turn))
     plan = None
     if path.exists():
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanWarning
-from shardwise.runtime.generation import read_generation
+from shardwise.runtime.generation import current
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.trail import trail
 from shardwise.train.agreement import from_all, here
@@ -56,7 +55,7 @@ class Recovery:
         self.extra: Any = None
         self._given = Given(several(optimizer), several(schedulers), scaler, data)
         self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")))
-        self._generation = read_generation(os.environ)
+        self._generation = current.generation
         self._keeps = self._generation is not None
         self._structure: object = None
         self._shares = Shares()
