@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "torch.distributed": ("runtime/", "launch/", "train/", "mindspore/", "foreign/"),
     "torch.export": ("graph/",),
-    "os.environ": ("cli.py", "launch/launcher.py", "launch/", "train/recovery.py", "train/planning.py"),
+    "os.environ": ("cli.py", "launch/launcher.py", "launch/ranks.py", "launch/bootstrap.py"),
     "os.getenv": (),
 }
 
