@@ -53,20 +53,23 @@ def split_backward(program: Program) -> tuple[Program, Program]:
 
 
 def _needed_by_cotangents(program: Program) -> list[bool]:
-    """Per instruction of backward, whether a cotangent of a received value needs it."""
+    """Per instruction of backward, whether a cotangent of a received value needs it: its results, or what it writes
+    into memory that is read later."""
     sources = program.spmd.graph.source_of
     wanted = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
     given = {*program.saved, *(name for name in program.cotangents if name)}
     root = memories(program.backward, given)
     chosen = [False] * len(program.backward)
     while True:
-        flights: set[str] = set()
+        flights, read = set[str](), {root.get(name, name) for name in wanted}  # memory that is read later
         for index in reversed(range(len(program.backward))):
             instruction = program.backward[index]
             is_flight = isinstance(instruction, Depart) and instruction.flight in flights
-            if chosen[index] or is_flight or wanted.intersection(instruction.results):
+            fills = isinstance(instruction, Compute) and any(root.get(x, x) in read for x in instruction.writes)
+            if chosen[index] or is_flight or fills or wanted.intersection(instruction.results):
                 chosen[index] = True
                 wanted.update(instruction.operands)
+                read.update(root.get(name, name) for name in instruction.operands)
                 if isinstance(instruction, Arrive):
                     flights.add(instruction.flight)
         before = _before_overwrites(program.backward, chosen, root)
