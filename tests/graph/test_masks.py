@@ -15,6 +15,7 @@ from graph.against_eager import check_against_eager, operators, run_graph
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.tables import rule_of
 
 INF = float("inf")
 LEAST = torch.finfo(torch.float64).min
@@ -204,6 +205,33 @@ def test_keys_that_were_repeated_for_groups_of_heads_go_to_attention_as_they_wer
     assert arguments(op)["enable_gqa"] is grouped
     assert kind_of(op, captured) == "causal"
     assert captured.graph.by_name[op.operands[1]].shape == (2, 2 if grouped else 6, 8, 4)
+
+
+UNEQUAL: dict[str, tuple[int, int, int, int, int]] = {  # heads: queries, keys, values; times that these are repeated
+    "keys and values by other factors": (6, 3, 2, 2, 3),
+    "one query head": (1, 2, 2, 3, 3),
+    "keys alone": (6, 2, 6, 3, 1),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_heads_that_are_no_groups_stay_repeated(name: str):
+    class Unequal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key, value = (key * self.weight).repeat_interleave(of_keys, 1), value.repeat_interleave(of_values, 1)
+            return F.scaled_dot_product_attention(query * self.weight, key, value)
+
+    *heads, of_keys, of_values = UNEQUAL[name]
+    given = (torch.randn(2, number, 8, 4, dtype=torch.float64) for number in heads)
+    captured = check_against_eager(Unequal(), *given, tolerance=1e-14)
+    (op,) = attention_of(captured)
+    assert not arguments(op)["enable_gqa"]
+    assert captured.graph.by_name[op.operands[1]].shape[1] == 6
+    assert rule_of(op, captured.graph) is not None
 
 
 def test_all_attention_of_a_model_shares_a_mask_that_is_made_anew():

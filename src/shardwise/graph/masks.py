@@ -18,7 +18,7 @@ Keys and values that were repeated for groups of query heads (``unsqueeze``, ``e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -148,13 +148,18 @@ def _dense(mask: Known, num_queries: int, num_keys: int) -> Choice | None:
 
 def _grouped(args: Mapping[str, Arg], emitter: Emitter) -> dict[str, Arg]:
     """Keys and values as they were before they were repeated for every query head of a group."""
-    if args["enable_gqa"]:
+    query, *repeated = (args[name] for name in ("query", "key", "value"))
+    before = [_before_repetition(ref, emitter) for ref in repeated]
+    if args["enable_gqa"] or None in before:
         return {}
-    found = [_before_repetition(args[name], emitter) for name in ("key", "value")]
-    if any(ref is None for ref in found):
+
+    def heads(refs: Sequence[Arg | None]) -> set[int]:
+        return {emitter.value(ref).shape[-3] for ref in refs if isinstance(ref, Ref)}
+
+    # Every query head has a head of its own among the repeated ones, and keys and values have equal groups.
+    if len(emitter.value(query).shape) != 4 or len(heads([query, *repeated])) > 1 or len(heads(before)) > 1:
         return {}
-    key, value = found
-    return {"key": key, "value": value, "enable_gqa": True}
+    return {"key": before[0], "value": before[1], "enable_gqa": True}
 
 
 def _before_repetition(ref: Arg, emitter: Emitter) -> Ref | None:
