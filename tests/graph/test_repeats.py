@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -118,13 +119,47 @@ class ReadsItsNumber(Layer):
         return super().forward(x) * (2.0 if self.number % 3 == 2 else 1.0)
 
 
-CALLS: list[int] = []
+class ReadsItsAttributes(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * (2.0 if vars(self)["number"] == 3 else 1.0)
+
+
+class GetsAnAttribute(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * (2.0 if self.__dict__.get("number", 0) == 3 else 1.0)
+
+
+class CopiesItself(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * (2.0 if vars(copy.copy(self)).get("number", 0) == 3 else 1.0)
+
+
+class HandsItsNumberOn(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * of_number(self)
+
+
+def of_number(layer: Any) -> float:
+    return 2.0 if getattr(layer, "number", 0) == 3 else 1.0
+
+
+class WritesItsNumber(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.number = 0
+        return super().forward(x)
+
+
+def counted() -> int:
+    counted.calls += 1
+    return counted.calls
+
+
+counted.calls = 0
 
 
 class CountsElsewhere(Layer):
     def forward(self, x: torch.Tensor) -> Any:
-        CALLS.append(1)
-        return super().forward(x) * float(len(CALLS) % 8)
+        return super().forward(x) * float(counted() % 8)
 
 
 class KeepsState(Layer):
@@ -203,6 +238,11 @@ X = torch.zeros(2, 3, 4)
     [
         (Layer, 2),  # the input of the first needs no gradient
         (ReadsItsNumber, 0),  # every number is a kind of its own
+        (ReadsItsAttributes, 0),
+        (GetsAnAttribute, 0),
+        (CopiesItself, 0),
+        (HandsItsNumberOn, 0),
+        (WritesItsNumber, 0),
         (KeepsState, 0),
         (WritesItsInput, 2),
         (WritesABuffer, 2),
@@ -222,9 +262,9 @@ def test_layers_that_do_more_than_compute(kind, repeats):
 
 @pytest.mark.parametrize("kind", [CountsElsewhere, MakesAConstant], ids=lambda own: own.__name__)
 def test_what_only_a_witness_or_the_body_shows_is_captured_plainly(kind):
-    CALLS.clear()
+    counted.calls = 0
     found = capture(Stack(kind), (X,))
-    CALLS.clear()
+    counted.calls = 0
     with patch.object(captures, "trace", lambda *own, **others: trace(*own, **{**others, "repeats": False})):
         plain = capture(Stack(kind), (X,))
     scales = [[op.args[1] for op in own.graph.ops if "mul" in op.name] for own in (found, plain)]
@@ -256,14 +296,21 @@ class Shared:
     special = False
 
 
+FILE = Shared()
+MODE = "usual"
+
+
 class Told(nn.Module):
+    of_class = Shared()
+
     def __init__(self, shared: Shared) -> None:
         super().__init__()
-        self.shared, self.scale, self.linear = shared, 1.0, nn.Linear(4, 4)
+        self.shared, self.inside, self.scale, self.linear = shared, [{"of": shared}], 1.0, nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x) * self.scale
-        return y * 100 if self.shared.special else y
+        told = self.inside[0]["of"].special or self.of_class.special or FILE.special or MODE != "usual"
+        return y * 100 if told or not self.linear.training else y
 
 
 class Telling(nn.Module):
@@ -274,18 +321,30 @@ class Telling(nn.Module):
         self.how, self.shared = how, Shared()
         self.layers = nn.ModuleList(Told(self.shared) for _ in range(8))
 
+    def tell(self, layer: Any, special: bool) -> None:
+        objects = {"shared": self.shared, "class": Told.of_class, "file": FILE}
+        if self.how in objects:
+            objects[self.how].special = special
+        elif self.how == "text of the file":
+            globals()["MODE"] = "special" if special else "usual"
+        elif self.how == "attribute":
+            layer.scale = 7.0 if special else 1.0
+        elif self.how == "training of a part":
+            layer.linear.train(not special)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
-            if self.how == "shared":
-                self.shared.special = i == 4
-            elif self.how == "attribute":
-                layer.scale = 7.0 if i == 4 else 1.0
+            self.tell(layer, i == 4)
             x = layer(x)
-        self.shared.special = False
+        self.tell(layer, False)
         return x.sum()
 
 
-@pytest.mark.parametrize("how", ["shared", "attribute"])
+HOWS = ["shared", "class", "file", "text of the file", "attribute", "training of a part"]
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_what_a_loop_tells_a_layer_in_the_middle_is_in_the_graph(how):
     found, plain, _ = both(Telling(how), torch.randn(2, 4))
     assert same(found, plain)
+    assert [arg for op in found.graph.ops for arg in op.args].count(7.0 if how == "attribute" else 100) == 1

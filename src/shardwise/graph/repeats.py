@@ -6,11 +6,12 @@ later call is one ``repeat`` of the same operands in the same order, and the fun
 (``graph.bodies``). The model's own loop runs all the same, so that what it does between layers is what it does.
 
 Two calls are of one kind if their modules are equal (classes, attributes, shapes), are called with equal arguments
-(shapes, strides, what shares memory, constants) from the same line, and read equal values of those whole numbers in
-which the modules differ (``layer_idx``): these are taken out of the attributes while a body is traced, so that a read
-is seen. A call whose module has hooks, regions or parts with names of their own, changes its Python state or takes and
-returns something else than tensors and constants is traced as it is. The second call of every kind and the last module
-of it are traced, too, as *witnesses*: they must have the body's operators, or the whole model is traced plainly.
+(shapes, strides, what shares memory, constants) from the same line, find the same Python state (``_state``), and read
+equal values of those whole numbers in which the modules differ (``layer_idx``): these are watched while a body is
+traced, and who asks for all attributes reads them all. A call whose module has hooks, regions or parts with names of
+their own, changes its Python state or takes and returns something else than tensors and constants is traced as it is.
+The second call of every kind and the last module of it are traced, too, as *witnesses*: they must have the body's
+operators, or the whole model is traced plainly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import FrameType
 from typing import Any
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
+from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.state import OF_TORCH, Reader, snapshot
 from shardwise.graph.trees import constant_key, is_constant
 
@@ -40,6 +42,7 @@ _LIBRARY.define("leave(Tensor[] results, int number) -> ()")
 _LIBRARY.define("repeat(Tensor[] operands, int body, str path) -> Tensor[]")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BODIES: dict[int, tuple[torch.Tensor, ...]] = {}  # number of a body that is in use -> the results of its call
+_ALL_AT_ONCE = ("__dict__", "__getstate__", "__reduce__", "__reduce_ex__")  # vars, copies
 Place = tuple[str, str]  # path of a module inside another one, name of an attribute
 
 
@@ -188,7 +191,21 @@ def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
     return tuple(key), numbers
 
 
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal for one object only, which it holds, so that no other one gets its identity."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def _attribute_key(value: Any) -> object:
+    """Equal for attributes that say the same. Raises _Unequal for a tensor."""
     if isinstance(value, torch.Tensor):
         raise _Unequal
     if is_constant(value):
@@ -199,7 +216,7 @@ def _attribute_key(value: Any) -> object:
         return type(value), tuple(map(_attribute_key, value))
     if isinstance(value, dict):
         return type(value), tuple((_attribute_key(k), _attribute_key(v)) for k, v in value.items())
-    return id(value)
+    return _Same(value)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -224,65 +241,70 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Call:
-    """``operands``: the tensors that a call is given, then those of its module."""
+    """A call of a module's ``forward`` from a ``path``. ``operands``: the tensors that it is given, then those of its
+    module."""
 
     key: object
     operands: list[torch.Tensor]
+    path: str
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    @staticmethod
-    def of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], line: str) -> _Call | None:
-        """None for a call that is traced as it is."""
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        operands = [*tensors, *_own_tensors(module)]
-        if not all(map(is_constant, constants)) or not tensors or not all(map(is_fake, operands)):
-            return None
-        if any(map(_has_hooks, module.modules())) or torch._C._functorch.maybe_current_level() is not None:
-            return None
-        memory: dict[int, int] = {}
-        forms = tuple(
-            (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
-        )
-        places = tuple(None if isinstance(leaf, torch.Tensor) else (constant_key(leaf),) for leaf in leaves)
-        return _Call((forms, places, spec, line, _state(module), _modes()), operands)
+    def run(self) -> Any:
+        return self.forward(*self.args, **self.kwargs)
+
+    def given(self) -> list[int]:
+        """The identities of what it is given, which it may put others in place of."""
+        return list(map(id, pytree.tree_leaves((self.args, self.kwargs))))
 
 
-def _state(module: nn.Module) -> object:
+def _key_of(module: nn.Module, operands: list[torch.Tensor], given: Any, group: _Group, line: str) -> object:
+    """What calls of one kind have in common; None for a call that is traced as it is."""
+    leaves, spec = pytree.tree_flatten(given)
+    constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    if not all(map(is_constant, constants)) or len(constants) == len(leaves) or not all(map(is_fake, operands)):
+        return None
+    if any(map(_has_hooks, module.modules())) or torch._C._functorch.maybe_current_level() is not None:
+        return None
+    memory: dict[int, int] = {}
+    forms = tuple(
+        (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
+    )
+    places = tuple(None if isinstance(leaf, torch.Tensor) else (constant_key(leaf),) for leaf in leaves)
+    try:
+        return forms, places, spec, line, _state(module, group.numbers[id(module)]), _modes()
+    except _Unequal:
+        return None
+
+
+@dataclass(frozen=True)
+class _State:
+    """``held``: so that no identity is given twice."""
+
+    attributes: tuple[object, ...]
+    shared: tuple[tuple[str, object], ...]
+    held: list[object] = field(compare=False)
+
+
+def _state(module: nn.Module, numbers: Mapping[Place, int]) -> _State:
     """What a call may read in Python and a model's loop may change from call to call: attributes, what is inside of
-    objects that layers share, class attributes, numbers of the user's files. (Whole numbers are looked at apart.)"""
-    found: list[object] = []
-    shared = Reader.empty()
+    objects that layers share, and what their classes and files hold. ``numbers``: those of its group, which are looked
+    at apart. Raises _Unequal where one of these is another than it was, and for a tensor."""
+    attributes: list[object] = []
+    shared = Reader(thorough=True)
     for path, part in module.named_modules():
-        found.append(part.training)
         for name, value in vars(part).items():
-            if (
-                name not in OF_TORCH and name != "forward" and type(value) is not int
-            ):  # forward is that of ``_repeating``
-                found.append((name, _content(f"{path}.{name}", value, shared)))
+            if name in OF_TORCH or name == "forward":  # that of ``_repeating``
+                continue
+            if (path, name) not in numbers:
+                attributes.append((path, name, _attribute_key(value)))
+                shared.read(f"{path}.{name}", value)
+            elif type(value) is not int or value != numbers[path, name]:
+                raise _Unequal
         for kind in type(part).__mro__:
             shared.read_class(kind)
-    return tuple(found), tuple(shared.leaves.items())
-
-
-def _content(place: str, value: Any, shared: Reader) -> object:
-    """The key of an attribute; of an object, which is the same one in all layers, its parts go to ``shared``."""
-    try:
-        key = _attribute_key(value)
-    except _Unequal:
-        return id(value)
-    if key == id(value):
-        shared.read(place, value)
-    return key
-
-
-def _numbers(module: nn.Module) -> dict[Place, int]:
-    return {
-        (path, name): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if name not in OF_TORCH and type(value) is int
-    }
+    return _State(tuple(attributes), tuple(shared.leaves.items()), shared.held)
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -306,24 +328,21 @@ def _repeating(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if found.inside or found.failed:
             return original(*args, **kwargs)
-        call = _Call.of(module, args, kwargs, line_of(sys._getframe(1)))
-        numbers, hidden = _numbers(module), group.numbers[id(module)]
-        if call is None or any(numbers.get(place) != value for place, value in hidden.items()):
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        operands = [*given, *_own_tensors(module)]
+        key = _key_of(module, operands, (args, kwargs), group, line_of(sys._getframe(1)))
+        read = group.read.get(key, frozenset())
+        if key is None or read is None:
             return original(*args, **kwargs)
-        visible = tuple(item for item in numbers.items() if item[0] not in hidden)
-        call = replace(call, key=(call.key, visible))
-        read = group.read.get(call.key, frozenset())
-        if read is None:
-            return original(*args, **kwargs)
-        key = call.key, group.values(module, read)
-        kind = group.kinds.get(key)
+        call = _Call(key, operands, path, original, args, kwargs)
+        kind = group.kinds.get((key, group.values(module, read)))
         if kind is None:
-            return _first(module, path, group, found, call, original, args, kwargs)
+            return _first(module, group, found, call)
         kind.calls += 1
         if kind.calls == 2 or module is kind.last:
-            return _witness(kind, path, found, call, original, args, kwargs)
-        results = iter(REPEAT(call.operands, kind.body, path))
-        leaves = [_returned(leaf, call.operands, results) for leaf in kind.leaves]
+            return _witness(kind, found, call)
+        results = iter(REPEAT(operands, kind.body, path))
+        leaves = [_returned(leaf, operands, results) for leaf in kind.leaves]
         return pytree.tree_unflatten(leaves, kind.spec)
 
     return forward
@@ -335,36 +354,27 @@ def _returned(leaf: _Leaf, operands: list[torch.Tensor], results: Iterator[torch
     return next(results) if leaf.operand is None else operands[leaf.operand]
 
 
-def _first(
-    module: nn.Module,
-    path: str,
-    group: _Group,
-    found: Repeats,
-    call: _Call,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _first(module: nn.Module, group: _Group, found: Repeats, call: _Call) -> Any:
     """Traces the first call of a kind, and notes whether others may be repeats of it."""
-    number = found.number(path)
-    state, modes = snapshot(module), _modes()
-    given = list(map(id, pytree.tree_leaves((args, kwargs))))
-    with _reads(module, group.numbers[id(module)]) as reads:
-        result, spec, leaves, results = _traced(found, number, call, original, args, kwargs)
+    number = found.number(call.path)
+    state, modes, given = snapshot(module), _modes(), call.given()
+    with _reads(module, group.numbers[id(module)]) as touched:
+        result, spec, leaves, results = _traced(found, number, call)
+    read = frozenset(touched)
     known = group.read.get(call.key)
+    own = _own_tensors(module)
     closed = (
         leaves is not None
-        and not reads.written
         and not state.changed(snapshot(module))
         and modes == _modes()
-        and given == list(map(id, pytree.tree_leaves((args, kwargs))))
-        and list(map(id, call.operands[len(call.operands) - len(own := _own_tensors(module)) :])) == list(map(id, own))
-        and (known is None or reads.seen <= known)
+        and given == call.given()
+        and list(map(id, call.operands[len(call.operands) - len(own) :])) == list(map(id, own))
+        and (known is None or read <= known)
     )
     if not closed or leaves is None:
         group.read[call.key] = None
         return result
-    read = group.read[call.key] = reads.seen if known is None else known
+    read = group.read[call.key] = read if known is None else known
     values = group.values(module, read)
     last = [own for own in group.modules if group.values(own, read) == values][-1]
     group.kinds[call.key, values] = _Kind(number, spec, leaves, last)
@@ -372,19 +382,11 @@ def _first(
     return result
 
 
-def _witness(
-    kind: _Kind,
-    path: str,
-    found: Repeats,
-    call: _Call,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _witness(kind: _Kind, found: Repeats, call: _Call) -> Any:
     """Traces a call that could be a repeat, to be compared with the body."""
-    number = found.number(path)
+    number = found.number(call.path)
     found.witnesses[number] = kind.body
-    result, spec, leaves, _ = _traced(found, number, call, original, args, kwargs)
+    result, spec, leaves, _ = _traced(found, number, call)
     found.failed |= (
         spec != kind.spec or leaves is None or list(map(_leaf_key, leaves)) != list(map(_leaf_key, kind.leaves))
     )
@@ -396,19 +398,14 @@ def _leaf_key(leaf: _Leaf) -> object:
 
 
 def _traced(
-    found: Repeats,
-    number: int,
-    call: _Call,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    found: Repeats, number: int, call: _Call
 ) -> tuple[Any, pytree.TreeSpec, tuple[_Leaf, ...] | None, list[torch.Tensor]]:
     """A call between ``enter`` and ``leave``: its result, what that is made of (None: of something that a repeat could
     not return), and its new tensors."""
     ENTER(call.operands, number)
     found.inside = True
     try:
-        result = original(*args, **kwargs)
+        result = call.run()
     finally:
         found.inside = False
     flat, spec = pytree.tree_flatten(result)
@@ -433,46 +430,35 @@ def _traced(
     return result, spec, tuple(leaves), results
 
 
-@dataclass
-class _Reads:
-    """``seen``: the hidden numbers that were read; ``written``: one was changed."""
-
-    seen: frozenset[Place] = frozenset()
-    written: bool = False
-
-
 @contextmanager
-def _reads(module: nn.Module, numbers: Mapping[Place, int]) -> Iterator[_Reads]:
-    """While it lasts, whole numbers are taken out of the attributes of a module, so that a read of one is seen."""
-    reads = _Reads()
-    hidden: dict[tuple[int, str], Place] = {}
-    for place in numbers:
-        owner = module.get_submodule(place[0])
-        kind = type(owner)
-        if hasattr(kind, place[1]) or kind.__getattr__ is not nn.Module.__getattr__:
-            reads.seen |= {place}  # a read would not be seen
-        elif kind.__getattribute__ is not object.__getattribute__:
-            reads.seen |= {place}
-        else:
-            hidden[id(owner), place[1]] = place
-            del vars(owner)[place[1]]
-    original = nn.Module.__getattr__
+def _reads(module: nn.Module, numbers: Mapping[Place, int]) -> Iterator[set[Place]]:
+    """While it lasts, reads and writes of a module's whole numbers are watched: those that were touched."""
+    touched: set[Place] = set()
+    watched: dict[int, dict[str, Place]] = {}
+    for path, name in numbers:
+        owner = module.get_submodule(path)
+        if type(owner).__getattribute__ is not object.__getattribute__:
+            touched.add((path, name))  # a read may not be seen
+        watched.setdefault(id(vars(owner)), {})[name] = path, name
 
-    def watched(owner: nn.Module, name: str) -> Any:
-        place = hidden.get((id(owner), name))
-        if place is None:
-            return original(owner, name)
-        reads.seen |= {place}
-        return numbers[place]
+    def touch(owner: nn.Module, name: str) -> None:
+        places = watched.get(id(object.__getattribute__(owner, "__dict__")), {})  # that a proxy of export has, too
+        if name in places:
+            touched.add(places[name])
+        elif name in _ALL_AT_ONCE and not sys._getframe(2).f_code.co_filename.startswith(NOT_USER_CODE):
+            touched.update(places.values())
 
-    try:
-        with patch.object(nn.Module, "__getattr__", watched):
-            yield reads
-    finally:
-        for path, name in hidden.values():
-            owner = module.get_submodule(path)
-            reads.written |= name in vars(owner)
-            vars(owner)[name] = numbers[path, name]
+    def read(owner: nn.Module, name: str) -> Any:
+        touch(owner, name)
+        return object.__getattribute__(owner, name)
+
+    def write(owner: nn.Module, name: str, value: Any) -> None:
+        touch(owner, name)
+        original(owner, name, value)
+
+    original = nn.Module.__setattr__
+    with patch.object(nn.Module, "__getattribute__", read), patch.object(nn.Module, "__setattr__", write):
+        yield touched
 
 
 __all__ = ["ENTER", "LEAVE", "REPEAT", "Repeats", "repeated_calls"]

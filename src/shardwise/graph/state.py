@@ -12,12 +12,13 @@ second call must compute what the first did:
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shardwise.graph.trees import constant_key, is_constant
 BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_OF_CLASSES = (bool, int, float, str, list, dict, type(None))
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
@@ -64,7 +66,7 @@ class Snapshot:
 
 def snapshot(module: nn.Module) -> Snapshot:
     """What a call of the module may change in Python."""
-    reader = Reader.empty()
+    reader = Reader()
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
         for name, value in vars(owner).items():
@@ -77,16 +79,14 @@ def snapshot(module: nn.Module) -> Snapshot:
 
 @dataclass
 class Reader:
-    """Reads Python values, down to numbers, texts and identities."""
+    """Reads Python values, down to numbers, texts and identities. ``thorough``: also configurations of transformers,
+    objects that are attributes of classes, and of a file whatever the methods of a class use."""
 
-    leaves: dict[str, object]
-    texts: dict[str, str]
-    held: list[object]
-    seen: set[int]
-
-    @staticmethod
-    def empty() -> Reader:
-        return Reader({}, {}, [], set())
+    leaves: dict[str, object] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    held: list[object] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    thorough: bool = False
 
     def read(self, place: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -96,7 +96,7 @@ class Reader:
             self._leaf(place, id(value), kind.__name__, value)
         elif is_constant(value):
             self._leaf(place, constant_key(value), repr(value)[:40], None)
-        elif _is_configuration(value) or id(value) in self.seen:
+        elif id(value) in self.seen or (_is_configuration(value) and not self.thorough):
             self._leaf(place, id(value), type(value).__name__, value)
         else:
             self.seen.add(id(value))
@@ -127,10 +127,14 @@ class Reader:
             return
         self.seen.add(id(kind))
         for name, value in vars(kind).items():
-            if not name.startswith("__") and isinstance(value, (bool, int, float, str, list, dict, type(None))):
+            if not name.startswith("__") and (isinstance(value, _OF_CLASSES) or (self.thorough and _is_content(value))):
                 self.read(f"{kind.__name__}.{name}", value)
         module = sys.modules[kind.__module__]
-        if id(module) not in self.seen:
+        if self.thorough:
+            for name in _names_used(kind, module):
+                if _is_content(value := vars(module).get(name)):
+                    self.read(f"{kind.__module__}.{name}", value)
+        elif id(module) not in self.seen:
             self.seen.add(id(module))
             for name, value in vars(module).items():
                 if isinstance(value, (bool, int, float)):
@@ -144,6 +148,33 @@ class Reader:
 def _is_configuration(value: Any) -> bool:
     """Whether it is a configuration of transformers: models fill in what is not set in the first call that needs it."""
     return any(kind.__name__ in _CONFIGURATIONS and "transformers" in kind.__module__ for kind in type(value).__mro__)
+
+
+def _is_content(value: Any) -> bool:
+    """Whether what a class or a file holds is looked at for what is inside of it: numbers, texts, containers, objects
+    of a user's classes."""
+    package = type(value).__module__.partition(".")[0]
+    own = package not in sys.stdlib_module_names and package not in ("torch", "shardwise")
+    return own or isinstance(value, (*_OF_CLASSES, set, tuple))
+
+
+def _names_used(kind: type, module: ModuleType) -> list[str]:
+    """The names that the methods of a class use, also in functions of its file that they name."""
+    found: dict[str, None] = {}
+    pending = [code for value in vars(kind).values() for code in _code_of(value)]
+    while pending:
+        code = pending.pop()
+        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        new = [name for name in code.co_names if name not in found]
+        found |= dict.fromkeys(new)
+        pending += [inner for name in new for inner in _code_of(vars(module).get(name))]
+    return list(found)
+
+
+def _code_of(value: Any) -> list[CodeType]:
+    """The code of a function, method or property."""
+    function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    return [inspect.unwrap(function).__code__] if isinstance(function, FunctionType) else []
 
 
 def _item_key(item: Any) -> object:

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -265,9 +266,9 @@ def trace(
     Raises CaptureError with the user's line for whatever export rejects, and for random numbers drawn outside torch.
     """
     before = host_random_state()
+    export = partial(_export, module, examples, call, annotated, precision)
     try:
-        traced = _export_repeating(module, examples, call, annotated, precision) if repeats else None
-        traced = traced or _export(module, examples, call, annotated, precision)
+        traced = (_with_repeats(export) if repeats else None) or export()
         reject_host_random(
             before, lambda watching: _export(module, examples, _inside(watching, call), annotated, precision)
         )
@@ -322,19 +323,13 @@ def line_of_change(
     return lines[0] if lines else ""
 
 
-def _export_repeating(
-    module: nn.Module,
-    examples: tuple[torch.Tensor, ...],
-    call: Call,
-    annotated: dict[str, Region],
-    precision: Precision,
-) -> Traced | None:
+def _with_repeats(export: Callable[[Repeats], Traced]) -> Traced | None:
     """The export in which repeated layers are traced once; None where they are not what they look like, or where that
     alone may be what fails."""
     found = Repeats()
     try:
-        traced = _export(module, examples, call, annotated, precision, found)
-    except Exception:
+        traced = export(found)
+    except Exception:  # whatever it raises: the plain export raises it, too, or shows that the repeats were the cause
         if not found.paths:
             raise
         return None
