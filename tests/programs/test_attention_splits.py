@@ -9,16 +9,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import shardwise as sw
 from shardwise.graph.capture import capture
+from shardwise.graph.ir import Graph
 from shardwise.plans.bind import program_of
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Compute
+from shardwise.programs.micro_batches import Passes
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.vjp import Kinds
+from shardwise.rules.tables import rule_of
 
 
 class Attention(nn.Module):
@@ -95,10 +107,13 @@ def test_the_first_part_of_the_queries_is_causal_and_others_see_the_keys_up_to_t
 
 
 GPT2 = GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0)
-LLAMA = LlamaConfig(
-    num_hidden_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=50, bos_token_id=0, eos_token_id=0,
-)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES)
+MIXTRAL = MixtralConfig(**SIZES, num_local_experts=2)
+T5 = T5Config(num_layers=1, d_model=32, d_kv=8, num_heads=4, d_ff=48, vocab_size=50, decoder_start_token_id=0)
 
 
 @pytest.mark.parametrize(("build", "config"), [(GPT2LMHeadModel, GPT2), (LlamaForCausalLM, LLAMA)])
@@ -119,3 +134,43 @@ def test_a_model_of_transformers_calls_attention_once_a_layer_causal_grouped_and
         assert key == (1, 2 if isinstance(model, LlamaForCausalLM) else 4, 8, 8)
     booleans = [name for name, form in program.forms.items() if form.dtype == torch.bool and len(form.shape) > 1]
     assert not [name for name in booleans if program.forms[name].shape[-2:] == (8, 8)]
+
+
+BATCH, PASS = 4, 2
+
+
+@pytest.mark.filterwarnings("error::shardwise.UnsplitWarning")
+@pytest.mark.parametrize(
+    ("build", "config", "split"),
+    [
+        (LlamaForCausalLM, LLAMA, "b@dp g@tp"),
+        pytest.param(MixtralForCausalLM, MIXTRAL, "b@dp g@tp", marks=pytest.mark.long),
+        pytest.param(GPT2LMHeadModel, GPT2, "b@dp h@tp", marks=pytest.mark.long),
+        pytest.param(T5ForConditionalGeneration, T5, "b@dp h@tp", marks=pytest.mark.long),
+    ],
+)
+def test_a_pass_has_the_attention_of_the_model_and_splits_it_by_batch_and_heads(
+    monkeypatch: pytest.MonkeyPatch, build: Any, config: Any, split: str
+):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sw.shard(F.scaled_dot_product_attention, split))
+    torch.manual_seed(0)
+    model = build(config).eval()
+    ids = torch.randint(0, 50, (BATCH, 8))
+    call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    def captured(size: int) -> Graph:
+        return capture(model, (), {**call, "input_ids": ids[:size], "labels": ids[:size]}).graph
+
+    whole = captured(BATCH)
+    of_pass = Passes.of(whole, PASS, captured).graphs[PASS]
+    expected, found = ([op for op in graph.ops if "attention" in str(op.target)] for graph in (whole, of_pass))
+    assert [(op.name, op.target) for op in found] == [(op.name, op.target) for op in expected]
+    assert all(rule_of(op, of_pass) for op in found)
+    plan = sw.plan(
+        model, (), 4, kwargs=call, mesh=sw.Mesh(dp=2, tp=2), search="sharding_propagation", global_batch=BATCH,
+        micro_batch=PASS,
+    )  # fmt: skip
+    assert plan.micro_batches == BATCH // PASS
+    assert {str(plan.strategies[op.name]) for op in found} == {split}
+    report = sw.verify(model, (), plan, kwargs=call, steps=1)
+    assert report.ok, str(report)

@@ -27,7 +27,6 @@ from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import Place, Places, Split
 from shardwise.programs.dispatch import LOCAL
 from shardwise.programs.time_axis import MEND, TimeSplit, buffer_names, split_in_time
-from shardwise.rules.attention_kernels import ATTENTION_ROWS
 from shardwise.rules.calls import replaced
 from shardwise.rules.rule import Call, LocalContext, Piece, base_name
 
@@ -266,8 +265,6 @@ class _Writer:
             if found[0] != found[1]:
                 raise _MovesWithSamples
             call = found[0]
-            if call.target == ATTENTION_ROWS:  # the kernel of a rank, for groups of heads: chosen where ranks are
-                return op
         return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
 
     def _context(self, op: Op, split: Split, start: int) -> LocalContext:

@@ -56,6 +56,8 @@ def _local_op(step: Step, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalOp
             factor_pieces(rule, strategy, mesh, coordinates),
         )
         call = rule.localize(op, context)
+    if rule.kernel is not None:
+        call = rule.kernel(call)
     renamed = _with_operands(op, call, step.operands)
     return LocalOp(op.name, op.source, renamed, op.results)
 

@@ -83,7 +83,7 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
         {"ring": "lowered", "s": "whole", "d": "whole"} if ring else {"s": "lowered", "d": "lowered"}
     )
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
-    return build(
+    rule = build(
         op,
         graph,
         operands,
@@ -94,15 +94,25 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
         localize=_localize,
         lowering=ring_attention if ring else lowerings.scaled_dot_product_attention,
     )
+    return replace(rule, kernel=_kernel)
 
 
 def _localize(op: Op, context: LocalContext) -> Call:
-    """Kernels of attention count rows from the first, and not all of them know groups of heads."""
-    args = arguments(op)
-    causal_part = bool(args["is_causal"]) and context.is_split("t")
-    if not causal_part and not args["enable_gqa"]:
+    """Kernels of attention count rows from the first."""
+    if not arguments(op)["is_causal"] or not context.is_split("t"):
         return unchanged(op)
-    rows = flat_pieces(context.pieces["t"])
+    return _rows(unchanged(op), *flat_pieces(context.pieces["t"]))
+
+
+def _kernel(call: Call) -> Call:
+    """Not all kernels of attention know groups of heads."""
+    is_plain = call.target is aten.scaled_dot_product_attention.default
+    return _rows(call, (), (), ()) if is_plain and arguments(call)["enable_gqa"] else call
+
+
+def _rows(call: Call, *rows: tuple[int, ...]) -> Call:
+    """Attention of the rows of pieces; of all rows without any."""
+    args = arguments(call)
     names = ("query", "key", "value", "attn_mask", "is_causal", "enable_gqa", "scale")
     return Call(ATTENTION_ROWS, (*(args[name] for name in names), *rows))
 

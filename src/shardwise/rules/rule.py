@@ -124,6 +124,7 @@ class OpRule:
     ``windows``: factors of operands that are whole by themselves, but of which a part of a parallel factor of the
     result needs a window only; both by the names that they had before they were divided into atoms.
     ``variants``: other rules of the operator, which hold where a strategy names the factor that only they have.
+    ``kernel``: what a rank calls in place of a local call, with the same result (None: that call itself).
     """
 
     factors: tuple[Factor, ...]
@@ -134,6 +135,7 @@ class OpRule:
     lowering: Lowering | None = None
     windows: tuple[tuple[str, Window], ...] = ()
     variants: tuple[tuple[str, OpRule], ...] = ()
+    kernel: Callable[[Call], Call] | None = None
 
     def factor(self, name: str) -> Factor:
         for factor in self.factors:
