@@ -157,3 +157,14 @@ def test_what_cannot_be_traced_stays_with_autograd_inside_one_instruction() -> N
     (gradient,) = Differentiate((True,))(tape, torch.ones(3, dtype=torch.float64))
     assert not result.requires_grad
     assert torch.equal(gradient, x.cos())
+
+
+def test_what_is_filled_through_a_view_is_kept_and_not_made_again_from_nothing() -> None:
+    def weighted(x: Tensor) -> Tensor:
+        weights = torch.zeros(2, 3)
+        weights[1].copy_(x.detach())
+        return x * weights
+
+    _, backward = kinds_of(weighted, form(3))
+    assert "zeros" not in names_of(backward.kernels)
+    assert not backward.whole

@@ -349,13 +349,13 @@ def _backward_kind(
 
 def _made_from_nothing(kernels: Sequence[Kernel]) -> frozenset[str]:
     """What depends on no operand of the call, by kernels that give the same whenever they are called."""
-    overwritten = {name for kernel in kernels for name in kernel.writes}
+    root = _memories(kernels)
+    overwritten = {root.get(name, name) for kernel in kernels for name in kernel.writes}
     found: set[str] = set()
     for kernel in kernels:
-        pure = not overwritten.intersection(kernel.results) and not (
-            isinstance(kernel.target, OpOverload) and is_random(kernel.target)
-        )
-        if pure and found.issuperset(kernel.operands):
+        written = any(root[name] in overwritten for name in kernel.results)
+        drawn = isinstance(kernel.target, OpOverload) and is_random(kernel.target)
+        if not written and not drawn and found.issuperset(kernel.operands):
             found.update(kernel.results)
     return frozenset(found)
 
