@@ -17,7 +17,7 @@ from shardwise.mindspore.amp import (
 )
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm
-from shardwise.mindspore.holding import averaged_over
+from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.optimizer import Optimizer
@@ -251,7 +251,8 @@ class PipelineGradReducer(Cell):
     def __call__(self, grads: Any) -> tuple[Any, ...]:
         mean = context.options().gradients_mean and staged.is_on()
         ranks = [averaged_over(parameter) if mean else 1 for parameter in self._of]
-        return tuple(grad / (self.scale_sense * n) for grad, n in zip(grads, ranks, strict=True))
+        scaled = (grad / (self.scale_sense * n) for grad, n in zip(grads, ranks, strict=True))
+        return tuple(map(as_gradient, scaled, self._of))
 
 
 __all__ = [
