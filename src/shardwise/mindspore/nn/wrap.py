@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwise.errors import problem
+from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore import context, staged
 from shardwise.mindspore.amp import (
     DynamicLossScaleUpdateCell,
@@ -236,6 +236,10 @@ class PipelineCell(Cell):
             cell.pipeline_stage = stage
 
     def construct(self, *inputs: Any) -> Any:
+        if staged.is_on() and torch.compiler.is_exporting():
+            what = "a PipelineCell in stages is planned as what it does with a micro-batch, and is captured whole here"
+            fix = "sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), *inputs), plan)"
+            raise ShardwiseError(problem(what, fix=fix))
         losses = [self.network(*part) for part in staged.parts_of(inputs, self.micro_size)]
         return sum(losses[1:], losses[0])
 
