@@ -35,7 +35,7 @@ def clip_by_global_norm(
         raise TypeError(problem(f"clip_norm is {clip_norm!r}, of type {type(clip_norm).__name__}", fix="give a number"))
     if clip_norm <= 0:
         raise ValueError(problem(f"clip_norm is {clip_norm}", fix="give a number above 0"))
-    norm = torch.as_tensor(use_norm) if use_norm is not None else _split_norm(x)
+    norm = torch.as_tensor(use_norm) if use_norm is not None else split_norm(x)
     if norm is None:
         dtype = torch.promote_types(x[0].dtype, torch.float32)
         parts = [torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, dtype)) for tensor in x]
@@ -48,7 +48,7 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
     """Tensors scaled so that their common norm is at most ``max_norm``; of split gradients as in
     ``clip_by_global_norm``."""
     listed = [x] if isinstance(x, Tensor) else list(x)
-    norm = _split_norm(listed, norm_type)
+    norm = split_norm(listed, norm_type)
     if norm is None:
         parts = torch.stack([torch.linalg.vector_norm(t, norm_type) for t in listed])
         norm = torch.linalg.vector_norm(parts, norm_type)
@@ -59,7 +59,7 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
     return scaled[0] if isinstance(x, Tensor) else type(x)(scaled)
 
 
-def _split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
+def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
     """The norm of gradients whose parameters are split: that of the whole ones. None: no parameter is."""
     if not (engine.is_split() and engine.is_outermost()):
         return None
