@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from statistics import mean, median
 from typing import Any
 from unittest import mock
@@ -28,11 +26,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from step_time import LOSS_STEPS, PRELOADED, TIMEOUT, check_losses, quartiles, ratios, slowest, take_turns
+from step_time import LOSS_STEPS, TIMEOUT, check_losses, quartiles, ratios, result_of_ranks, slowest, take_turns
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.multiprocessing.spawn import start_processes
 from transformer import Shape, Transformer
 
 import shardwise as sw
@@ -220,10 +217,7 @@ def rank_main(rank: int, job: Job, folder: str) -> None:
 
 
 def run(job: Job) -> Result:
-    get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(rank_main, (job, folder), nprocs=job.num_ranks, start_method="forkserver")
-        result: Result = torch.load(f"{folder}/result", weights_only=False)
+    result: Result = result_of_ranks(rank_main, job, job.num_ranks)
     return result
 
 

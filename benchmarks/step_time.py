@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -151,12 +151,17 @@ def slowest(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
 
 
 def run(job: Job) -> Result:
-    """Start the ranks of a run and wait for its result."""
+    """The result of a run."""
+    result: Result = result_of_ranks(rank_main, job, job.num_ranks)
+    return result
+
+
+def result_of_ranks(main_of_rank: Callable[..., None], job: Any, num_ranks: int) -> Any:
+    """Start ranks, ``main_of_rank(rank, job, folder)`` each, and wait for what they save as ``folder/result``."""
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(rank_main, (job, folder), nprocs=job.num_ranks, start_method="forkserver")
-        result: Result = torch.load(f"{folder}/result", weights_only=False)
-    return result
+        start_processes(main_of_rank, (job, folder), nprocs=num_ranks, start_method="forkserver")
+        return torch.load(f"{folder}/result", weights_only=False)
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:

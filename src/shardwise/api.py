@@ -30,7 +30,8 @@ from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, Trials, planned_graph
 from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of
 from shardwise.plans.listing import stage_of
-from shardwise.plans.pipelines import Requested, pipeline_of
+from shardwise.plans.pipelines import pipeline_of
+from shardwise.plans.pipelining import Requested
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits

@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardwise.mindspore as ms
+from shardwise.errors import ShardwiseError
 from shardwise.mindspore import communication as D
+from shardwise.mindspore import nn, ops
 from shardwise.mindspore.amp import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -201,6 +204,115 @@ def test_wrong_clips_are_refused() -> None:
     ]:
         with pytest.raises(kind, match="fix: "):
             make()
+
+
+class Halved(nn.Cell):
+    """A product by columns and one by rows: both weights are split over two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.Generator().manual_seed(4)
+        self.up = ms.Parameter(torch.randn(6, 8, generator=values), "up")
+        self.down = ms.Parameter(torch.randn(8, 4, generator=values), "down")
+        self.bias = ms.Parameter(torch.randn(4, generator=values), "bias")
+        self.by_columns = ops.MatMul().shard(((1, 1), (1, 2)))
+        self.by_rows = ops.MatMul().shard(((1, 2), (2, 1)))
+        self.tanh = ops.Tanh().shard(((1, 2),))
+
+    def construct(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.by_rows(self.tanh(self.by_columns(x, self.up)), self.down) + self.bias).square().mean()
+
+
+class Staged(nn.Cell):
+    """Two layers in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.Generator().manual_seed(5)
+        self.first, self.last = nn.Dense(6, 6), nn.Dense(6, 6)
+        for number, dense in enumerate((self.first, self.last)):
+            dense.weight.set_data(torch.randn(6, 6, generator=values))
+            dense.pipeline_stage = number
+
+    def construct(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)).square().mean()
+
+
+class Clipping(nn.Cell):
+    """A cell of one's own, which is given gradients."""
+
+    def construct(self, grads: Any) -> Any:
+        return ops.clip_by_global_norm(grads, 0.02)
+
+
+def clipped_step(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+    """Clipped gradients of a loop of one's own, of the same twice, and what is said of gradients that are computed
+    with."""
+    if kind == "stages":
+        net: nn.Cell = Staged()
+        parameters = [*net.first.get_parameters(), *net.last.get_parameters()]
+        cell: nn.Cell = nn.PipelineCell(net, 2).set_train()
+    else:
+        cell = net = Halved().set_train()
+        parameters = [*net.get_parameters()]
+    x = torch.linspace(-1, 1, 24).reshape(4, 6) ** 3
+    _, grads = ms.value_and_grad(cell, None, parameters)(x)
+    scaled = ops.HyperMap()(lambda grad: grad * 3.0, StaticLossScaler(2.0).unscale(grads))
+    once = clip_by_global_norm(scaled, 0.25)
+    each = [
+        *ops.HyperMap()(lambda grad: ops.clip_by_norm(grad, 0.01), grads),
+        *ops.HyperMap()(lambda grad: nn.ClipByNorm()(grad, ms.Tensor(0.01)), grads),
+        *Clipping()(grads),
+    ]
+    refused = ""
+    try:
+        clip_by_global_norm([grad * 2 for grad in grads])
+    except ShardwiseError as error:
+        refused = str(error)
+    return [*once, *each], [*clip_by_global_norm(once, 0.125)], refused
+
+
+CLIPPED = {
+    "products": {"parallel_mode": "semi_auto_parallel", "full_batch": True},
+    "stored": {"parallel_mode": "semi_auto_parallel", "full_batch": True, "enable_parallel_optimizer": True,
+               "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}},
+    "stages": {"parallel_mode": "semi_auto_parallel", "full_batch": True, "pipeline_stages": 2},
+}  # fmt: skip
+
+
+def clipped_on_rank() -> dict[str, Any]:
+    found = {}
+    for kind, options in CLIPPED.items():
+        reset_auto_parallel_context()
+        set_auto_parallel_context(**options)
+        found[kind] = clipped_step(kind)
+    reset_auto_parallel_context()
+    return found
+
+
+def check_parts(whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Check what ranks have of a tensor: all of it, or parts that are it together."""
+    joined = [torch.cat(parts, dim) for dim in range(whole.dim()) if len({part.dim() for part in parts}) == 1]
+    own = [part for part in (*parts, *joined) if part.shape == whole.shape]
+    assert own, [part.shape for part in parts]
+    for part in own:
+        torch.testing.assert_close(torch.Tensor(part), torch.Tensor(whole), rtol=2e-5, atol=1e-7)
+
+
+def test_split_gradients_are_clipped_to_the_norm_of_the_whole_ones(run_ranks: RunRanks) -> None:
+    want = {kind: clipped_step(kind) for kind in CLIPPED}
+    for once, twice, said in want.values():
+        assert not said
+        assert math.sqrt(sum(float(grad.square().sum()) for grad in once[: len(twice)])) == pytest.approx(
+            0.25, rel=1e-5
+        ), "it clips"
+        assert math.sqrt(sum(float(grad.square().sum()) for grad in twice)) == pytest.approx(0.125, rel=1e-5)
+    ranks = run_ranks(clipped_on_rank, 2)
+    for kind, (once, twice, _) in want.items():
+        for place, wholes in enumerate((once, twice)):
+            for whole, *parts in zip(wholes, *(found[kind][place] for found in ranks), strict=True):
+                check_parts(whole, parts)
+        assert all("not known as the gradient of a parameter" in found[kind][2] for found in ranks), kind
 
 
 # ----------------------------------------------------------------------------------------------- a step of document 004

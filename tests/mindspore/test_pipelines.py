@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import shardwise as sw
 import shardwise.mindspore as ms
-from shardwise.errors import PlanError
-from shardwise.mindspore import nn, ops
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.mindspore import engine, nn, ops, staged
 from shardwise.mindspore.holding import held, is_elsewhere
 
 RunRanks = Callable[..., list[Any]]
@@ -245,8 +246,6 @@ def test_losses_schedules_and_cuts_of_other_kinds(run_ranks: RunRanks) -> None:
 
 
 def planned(net: nn.Cell, micro_size: int = 2, **options: Any) -> Any:
-    from shardwise.mindspore import engine
-
     ms.set_auto_parallel_context(**{**STAGED, "device_num": 2, "pipeline_config": {}, **options})
     return engine.planned(nn.PipelineCell(net, micro_size).set_train(), batches()[0])
 
@@ -288,6 +287,18 @@ def test_a_bare_product_crosses_and_a_table_is_in_both_stages() -> None:
     assert "network.dense.weight" in {entry.name for entry in first.parameters}
     for stage in (first, second):
         assert "network.table.embedding_table" in {entry.name for entry in stage.parameters}
+
+
+def test_the_plan_of_a_pipeline_is_verified_as_its_micro_batches() -> None:
+    cell, inputs = nn.PipelineCell(Net(), 4), batches()[0]
+    ms.set_auto_parallel_context(**STAGED, device_num=2)
+    plan = engine.planned(cell, inputs)
+    report = sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), *inputs), plan, steps=1)
+    assert report.ok, str(report)
+    assert plan.micro_batches == 4
+    assert {own.kind for own in report.differences} == {"loss", "gradient", "parameter"}
+    with pytest.raises(ShardwiseError, match=r"fix: +sw\.verify\(staged\.MicroBatch\(cell\.network\)"):
+        sw.verify(cell, inputs, plan)
 
 
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:

@@ -68,6 +68,31 @@ def test_where_no_device_holds_the_model_it_takes_stages_that_bind_and_verify() 
         found.explain("x")
 
 
+@pytest.mark.parametrize(("devices", "size"), [(1, 8), (3, 7)])
+def test_one_device_and_primes_have_few_settings_and_all_are_planned(devices: int, size: int) -> None:
+    model, batch = Staged(layers=4), staged_batch(size)
+    found = sw.plan(model, batch, devices, stages="auto")
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    assert said.is_complete
+    assert {one.setting.stages for one in said.considered} == ({1} if devices == 1 else {1, 3, 6})
+    assert {one.setting.micro_batch for one in said.considered} == ({1, 2, 4, 8} if devices == 1 else {1, 7})
+    assert all(one.bound <= one.step_seconds for one in said.considered if one.step_seconds)
+    assert min(said.considered, key=lambda one: one.step_seconds or float("inf")).setting == said.taken
+
+
+def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
+    found = sw.plan(
+        Staged(layers=4), BATCH, 2, stages="auto", schedule="ZBVZeroBubble", micro_batch=2, mesh=sw.Mesh(dp=1)
+    )
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    (one,) = said.considered
+    assert found.pipeline is not None
+    first, second, third, fourth = (stage.peak_bytes for stage in found.pipeline.stages)
+    assert one.num_bytes == pytest.approx(max(first + fourth, second + third))
+
+
 def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "TRIES", 1)
     found = sw.plan(Staged(layers=3), BATCH, 2, stages="auto", schedule="GPipe")

@@ -16,6 +16,7 @@ import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import Action, StageSeconds, simulate_pipeline
 from shardwise.graph.ir import Graph
+from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.programs.spmd import Spmd
 from shardwise.proof import stages as proof
@@ -181,6 +182,26 @@ def test_an_order_belongs_to_a_solved_schedule(solved: sw.Plan) -> None:
 def test_micro_batches_are_chosen_by_price() -> None:
     found = sw.plan(Staged(), BATCH, 4, stages=2)
     assert found.micro_batches >= 2
+
+
+def held(found: sw.Plan) -> float:
+    assert found.pipeline is not None
+    return max(stage.peak_bytes for stage in found.pipeline.stages)
+
+
+def test_stages_fit_with_the_layouts_in_which_they_meet() -> None:
+    """The first stage fits by itself, and holds more of the tied table when it has it as the last one does."""
+    options: dict[str, Any] = {"search": "dynamic_programming"}
+    model, limit = Staged(width=64), 220_000.0
+    assert held(plan(model, **options)) > limit, "what is asked for is not free"
+    assert held(plan(model, memory_bytes=limit, **options)) <= limit
+    with (
+        mock.patch.object(pipelines, "_excess", return_value={0: 10_240.0}),
+        pytest.raises(
+            sw.PlanError, match=r"stage 0 fits alone.* 225 KiB with 2 micro-batches at once, and has 215 KiB"
+        ),
+    ):
+        plan(model, memory_bytes=limit, **options)
 
 
 # -------------------------------------------------------------------------------------------------------------- orders

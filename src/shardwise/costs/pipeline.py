@@ -58,9 +58,9 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """What a stage is expected to take per micro-batch (seconds forward and backward), the most memory of a device for
-    a single micro-batch in flight, and what it sends to the next stage per device; ``bubble``: the share of the step in
-    which its place has nothing to do."""
+    """What a stage is expected to take per micro-batch (seconds forward and backward), the most memory of a device with
+    all of its micro-batches in flight, and what it sends to the next stage per device; ``bubble``: the share of the
+    step in which its place has nothing to do."""
 
     forward: float
     backward: float

@@ -16,6 +16,7 @@ import torch
 from shardwise.errors import problem
 from shardwise.launch import rank_groups
 from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.holding import as_gradient, parameter_of
 
 Tensor = torch.Tensor
 NUM_STATUS = 8  # elements of the status that Ascend devices keep
@@ -59,7 +60,7 @@ def _tensors(inputs: Any) -> Iterator[Tensor]:
 def _scaled(inputs: Any, factor: Tensor) -> Any:
     """The same nest with every tensor multiplied, its dtype kept."""
     if isinstance(inputs, Tensor):
-        return (inputs * factor.to(inputs.device)).to(inputs.dtype)
+        return as_gradient((inputs * factor.to(inputs.device)).to(inputs.dtype), parameter_of(inputs))
     if isinstance(inputs, tuple | list):
         return type(inputs)(_scaled(each, factor) for each in inputs)
     raise TypeError(problem(f"{inputs!r} is not a tensor", fix="give tensors, in tuples or lists"))

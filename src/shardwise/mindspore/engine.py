@@ -34,7 +34,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, staged, strict
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.holding import Held, gathered, held, hold, whole
+from shardwise.mindspore.holding import Held, gathered, held, hold, parameter_of, whole
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.storage import copied_axes, parameter_plans, shard_axes
@@ -105,6 +105,10 @@ def is_split() -> bool:
 def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The outermost call of a cell: every tensor it returns, whole; where ranks feed their parts of a batch, this
     rank's rows of whatever has a batch."""
+    leaves = pytree.tree_leaves((args, kwargs)) if is_split() else []
+    if any(isinstance(x, torch.Tensor) and parameter_of(x) is not None for x in leaves):
+        _check_whole(cell)
+        return nn.Module.__call__(cell, *args, **kwargs)  # of gradients: parts, as their parameters are
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
     if not is_split() or _runs_by_itself(cell, (args, kwargs)):
         _check_whole(cell)

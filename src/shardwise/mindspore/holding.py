@@ -19,6 +19,7 @@ from shardwise.runtime.shards import shard
 
 _HELD = "_shardwise_held"  # the attribute of a split parameter
 _AVERAGED = "_shardwise_averaged"  # of the number of ranks whose gradients it sums
+_PARAMETER = "_shardwise_parameter"  # the attribute of a gradient
 
 
 @dataclass(frozen=True)
@@ -125,3 +126,17 @@ def copies(parameter: torch.Tensor) -> int:
 def averaged_over(parameter: torch.Tensor) -> int:
     """How many ranks' gradients the gradient of a parameter sums, whether or not its storage is one part of it."""
     return max(copies(parameter), getattr(parameter, _AVERAGED, 1))
+
+
+def as_gradient(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+    """A tensor, known as a gradient of a parameter, so that it is this rank's part as the parameter is; None: of
+    none."""
+    if parameter is not None:
+        setattr(tensor, _PARAMETER, parameter)
+    return tensor
+
+
+def parameter_of(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The parameter of a gradient; None for one that has been computed with since, and for any other tensor."""
+    parameter: torch.Tensor | None = getattr(gradient, _PARAMETER, None)
+    return parameter

@@ -9,6 +9,7 @@ unless more than ``TRIES`` are left; these are said, with their bound.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -243,9 +244,12 @@ def joint_search(
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
-    """Seconds of a step, and the bytes of the device that holds most."""
+    """Seconds of a step, and the bytes of the device that holds most: at most those of all stages of its place."""
     if plan.pipeline is not None:
-        return plan.pipeline.step_seconds, max(stage.peak_bytes for stage in plan.pipeline.stages)
+        held: Counter[tuple[int, ...]] = Counter()
+        for stage, predicted in zip(plan.stages, plan.pipeline.stages, strict=True):
+            held[stage.placement.ranks] += int(predicted.peak_bytes)
+        return plan.pipeline.step_seconds, max(held.values())
     assert plan.prediction is not None, "plans by price are predicted"
     return plan.prediction.planned_seconds, plan.prediction.memory_bytes
 

@@ -7,9 +7,8 @@ stored alike in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -27,21 +26,19 @@ from shardwise.costs.pipeline import (
 )
 from shardwise.costs.prices import Prices
 from shardwise.errors import PlanError, listed, problem
-from shardwise.graph.annotate import Annotation
 from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.cut import Cut
 from shardwise.graph.ir import Graph
-from shardwise.graph.segments import How, Segment
 from shardwise.graph.stages import check_marks, marked_parts, marks_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
 from shardwise.plans.entries import Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
 from shardwise.plans.listing import stage_of
+from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.refusal import nothing_fits
@@ -54,74 +51,14 @@ from shardwise.rules.atoms import Factored
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
 from shardwise.search.kept import keep
-from shardwise.search.levers import Gathered, Levers, Offload, blocks_of
+from shardwise.search.levers import Levers, blocks_of
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import Work, least_seconds, solve_order
 from shardwise.search.planner import Planner, Settings, built
 from shardwise.search.stages import balanced_parts
-from shardwise.search.zero import Zero
 
-# The actions of a schedule on so many places, for so many micro-batches.
-OrderOf = Callable[[Schedule, int, int], Order]
 TRIES = 3  # to fit the values of all micro-batches in flight
-
-
-@dataclass(frozen=True)
-class Requested:
-    """What the user asks of a pipeline: arguments of ``sw.plan``."""
-
-    stages: int | str | None
-    schedule: str | None
-    mesh: Mesh | None
-    max_mesh_axes: int
-    global_batch: int | None
-    micro_batch: int | None
-    recompute: How | Literal["auto"] | None
-    gathered: Gathered
-    offload: Offload
-    zero: Zero | None
-
-
-@dataclass(frozen=True)
-class Pipelining:
-    """How a pipeline is planned. ``marks``: path of a module -> its stage; None: stages are balanced. ``cluster``: the
-    whole; ``part``: the devices of one stage; ``meshes``: those that a stage may have. ``by_price``: whether layouts
-    are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``, ``fits_itself``: what is made again is
-    chosen where nothing fits. ``order``: the actions of a schedule on so many places, for so many micro-batches."""
-
-    num_stages: int
-    schedule: Schedule
-    marks: Mapping[str, int] | None
-    cluster: Cluster
-    part: Cluster
-    meshes: tuple[Mesh, ...]
-    annotations: tuple[Annotation, ...]
-    segments: tuple[Segment, ...]
-    mode: str
-    by_price: bool
-    settings: Settings
-    fits_itself: bool
-    recompute: How | None
-    gathered: Gathered | None
-    offload: Offload
-    order: OrderOf
-
-    @property
-    def limit(self) -> float:
-        """The bytes of a device."""
-        given = self.settings.memory_bytes
-        return self.part.device.usable_bytes if given is None else given
-
-    @property
-    def num_places(self) -> int:
-        return self.num_stages // self.schedule.stages_per_place
-
-    def place(self, stage: int, mesh: Mesh) -> Placement:
-        """Where a stage runs: on consecutive ranks."""
-        size = self.part.num_devices
-        first = size * self.schedule.place_of(stage, self.num_places)
-        return Placement(mesh, tuple(range(first, first + size)))
 
 
 def pipeline_of(
@@ -294,17 +231,26 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan)
     check_last(cut, graph)
     _check_parameters(cut)
     kinds = Kinds()
-    chosen = [_choose(how, part, flying[number], kinds) for number, part in enumerate(cut.parts)]
-    choices, spmds = _together(cut, chosen, how.settings.bucket_bytes)
+    limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
+    chosen = [_choose(how, part, flying[i], limits[i], kinds) for i, part in enumerate(cut.parts)]
+    for left in reversed(range(TRIES)):
+        choices, spmds = _together(cut, chosen, how.settings.bucket_bytes)
+        timed = _timed(how, cut, spmds, num_passes, kinds) if how.by_price or how.schedule.is_solved else []
+        over = _excess(how, timed, order, num_passes) if how.by_price else {}
+        if not over:
+            break
+        if not left:
+            raise _too_much(how, cut, flying, over)
+        for number, num_bytes in over.items():
+            limits[number] -= num_bytes
+            chosen[number] = _choose(how, cut.parts[number], flying[number], limits[number], kinds)
     ends = zip(chosen, choices, spmds, strict=True)
     stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
-    schedule, pipeline = how.schedule, None
-    if how.by_price or schedule.is_solved:
-        timed = _timed(how, cut, spmds, num_passes, kinds)
-        if schedule.is_solved:
-            schedule = _solved(how, timed, num_passes)
-            order = schedule.actions
-        pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
+    schedule = how.schedule
+    if schedule.is_solved:
+        schedule = _solved(how, timed, num_passes)
+        order = schedule.actions
+    pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
     lines = format_order(schedule.actions)
     return replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline)
 
@@ -326,8 +272,8 @@ def _check_parameters(cut: Cut) -> None:
             )
 
 
-def _choose(how: Pipelining, part: Graph, in_flight: int, kinds: Kinds) -> _Chosen:
-    """What the search chooses for a part."""
+def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: Kinds) -> _Chosen:
+    """What the search chooses for a part. ``limit``: the bytes of a device for it."""
     names, scopes = set(part.op_by_name), {op.scope for op in part.ops}
     annotations = tuple(own for own in how.annotations if own.scope in scopes)
     segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
@@ -341,7 +287,6 @@ def _choose(how: Pipelining, part: Graph, in_flight: int, kinds: Kinds) -> _Chos
         factored, choice = decide(part, annotations, mesh, how.mode)
         choice = keep(choice, layouts, part, factored, mesh)
         return _Chosen(factored, *built(part, factored.rules, choice, mesh, settings, kinds))
-    limit = how.limit / how.schedule.stages_per_place
     allowed = limit
     for _ in range(TRIES):
         planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=allowed))
@@ -457,7 +402,7 @@ def _timed(how: Pipelining, cut: Cut, spmds: Sequence[Spmd], num_passes: int, ki
 
 def _work(how: Pipelining, stages: Sequence[_Timed], num_passes: int, known: Sequence[Order] = ()) -> Work:
     """What is to be ordered. The room of a place is what its device has beside parameters and what a single micro-batch
-    takes, or as much as known orders keep: stages were planned for those."""
+    takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
     fixed = [0.0] * how.num_places
     for place, stage in zip(place_of, stages, strict=True):
@@ -469,11 +414,34 @@ def _work(how: Pipelining, stages: Sequence[_Timed], num_passes: int, known: Seq
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
 
+def _excess(how: Pipelining, stages: Sequence[_Timed], order: Order, num_passes: int) -> dict[int, float]:
+    """Stages of places that hold more than their device has -> by how many bytes. Their own searches fitted them, but
+    the layouts of what crosses and of shared parameters were settled after these."""
+    work = _work(how, stages, num_passes)
+    over = [peak - room for peak, room in zip(work.peaks(order), work.room, strict=True)]
+    return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
+
+
+def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> PlanError:
+    """The refusal of stages that do not fit where their ends meet."""
+    number = max(over, key=over.__getitem__)
+    return PlanError(
+        problem(
+            f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
+            f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "
+            f"and has {format_bytes(int(how.limit))}",
+            op=cut.parts[number].ops[0].name,
+            fix="choose a smaller micro_batch, more stages, or a mesh of fewer axes",
+        )
+    )
+
+
 def _solved(how: Pipelining, stages: Sequence[_Timed], num_passes: int) -> Schedule:
     """The schedule with an order made for these stages, which begins from those of torch for the same places."""
     alike = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
     known = [how.order(schedule, how.num_places, num_passes) for schedule in alike]
-    return replace(how.schedule, actions=solve_order(_work(how, stages, num_passes, known), known).order)
+    work = _work(how, stages, num_passes, () if how.by_price else known)
+    return replace(how.schedule, actions=solve_order(work, known).order)
 
 
 def _predicted(how: Pipelining, timed: Sequence[_Timed], order: Order, num_passes: int) -> PipelinePrediction:

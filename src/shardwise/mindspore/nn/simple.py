@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.errors import ShardwiseError, problem
+from shardwise.mindspore.holding import as_gradient, held, parameter_of
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.loss import LossBase
+from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import same_padding
 from shardwise.mindspore.tensor import as_torch
@@ -75,8 +78,14 @@ def _upsampled(x: Any, size: Any, factor: Any, align: bool) -> Any:
 
 
 def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
-    norm = torch.linalg.vector_norm(x, dim=axis, keepdim=True)
-    return x * clip_norm / torch.maximum(norm, torch.as_tensor(clip_norm, dtype=x.dtype))
+    parameter = parameter_of(x)
+    if axis is not None and parameter is not None and (holding := held(parameter)) and holding.is_split:
+        what = f"ClipByNorm(axis={axis!r}) of a gradient whose parameter is split as {holding.layout}"
+        raise ShardwiseError(problem(what, fix="axis=None, or ops.clip_by_global_norm"))
+    norm = split_norm([x]) if axis is None else None
+    if norm is None:
+        norm = torch.linalg.vector_norm(x, dim=axis, keepdim=True)
+    return as_gradient(x * clip_norm / torch.maximum(norm, torch.as_tensor(clip_norm, dtype=x.dtype)), parameter)
 
 
 def _reduced(x: Any, reduction: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwise.errors import problem
+from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore import context, staged
 from shardwise.mindspore.amp import (
     DynamicLossScaleUpdateCell,
@@ -17,7 +17,7 @@ from shardwise.mindspore.amp import (
 )
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm
-from shardwise.mindspore.holding import averaged_over
+from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.optimizer import Optimizer
@@ -236,6 +236,10 @@ class PipelineCell(Cell):
             cell.pipeline_stage = stage
 
     def construct(self, *inputs: Any) -> Any:
+        if staged.is_on() and torch.compiler.is_exporting():
+            what = "a PipelineCell in stages is planned as what it does with a micro-batch, and is captured whole here"
+            fix = "sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), *inputs), plan)"
+            raise ShardwiseError(problem(what, fix=fix))
         losses = [self.network(*part) for part in staged.parts_of(inputs, self.micro_size)]
         return sum(losses[1:], losses[0])
 
@@ -251,7 +255,8 @@ class PipelineGradReducer(Cell):
     def __call__(self, grads: Any) -> tuple[Any, ...]:
         mean = context.options().gradients_mean and staged.is_on()
         ranks = [averaged_over(parameter) if mean else 1 for parameter in self._of]
-        return tuple(grad / (self.scale_sense * n) for grad, n in zip(grads, ranks, strict=True))
+        scaled = (grad / (self.scale_sense * n) for grad, n in zip(grads, ranks, strict=True))
+        return tuple(map(as_gradient, scaled, self._of))
 
 
 __all__ = [

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import problem
+from shardwise.errors import ShardwiseError, problem
+from shardwise.mindspore import engine
+from shardwise.mindspore.holding import as_gradient, parameter_of
+from shardwise.runtime.guards.norms import total_norm
+from shardwise.runtime.guards.registry import held_parameters
+from shardwise.runtime.hosted import device_of
 
 Tensor = torch.Tensor
 Bound = Tensor | float | None
@@ -19,8 +24,10 @@ def clip_by_global_norm(
     """Tensors scaled by ``clip_norm / norm`` where the 2-norm of all their elements together exceeds ``clip_norm``.
 
     The norm is of what is given: before gradients are reduced it is this rank's own, and before they are unscaled that
-    of the scaled ones. Clip what is reduced and unscaled to clip what one device would. ``use_norm``: the norm, where
-    it is known already (the reference takes none).
+    of the scaled ones. Clip what is reduced and unscaled to clip what one device would. Of gradients whose parameters a
+    plan has split it is the norm of the whole ones, on every rank, which all call it. ``use_norm``: the norm, where it
+    is known already (the reference takes none). Raises ShardwiseError where parameters are split, for a tensor that
+    is not known as the gradient of one.
     """
     if isinstance(x, Tensor) or not all(isinstance(tensor, Tensor) for tensor in x) or not x:
         raise TypeError(problem(f"clip_by_global_norm of {type(x).__name__}", fix="give a tuple or list of tensors"))
@@ -28,14 +35,51 @@ def clip_by_global_norm(
         raise TypeError(problem(f"clip_norm is {clip_norm!r}, of type {type(clip_norm).__name__}", fix="give a number"))
     if clip_norm <= 0:
         raise ValueError(problem(f"clip_norm is {clip_norm}", fix="give a number above 0"))
-    if use_norm is None:
+    norm = torch.as_tensor(use_norm) if use_norm is not None else split_norm(x)
+    if norm is None:
         dtype = torch.promote_types(x[0].dtype, torch.float32)
         parts = [torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, dtype)) for tensor in x]
         norm = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
-    else:
-        norm = torch.as_tensor(use_norm)
     factor = clip_norm / norm.clamp(min=clip_norm)
-    return tuple((tensor * factor.to(tensor.device)).to(tensor.dtype) for tensor in x)
+    return tuple(as_gradient((t * factor.to(t.device)).to(t.dtype), parameter_of(t)) for t in x)
+
+
+def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
+    """Tensors scaled so that their common norm is at most ``max_norm``; of split gradients as in
+    ``clip_by_global_norm``."""
+    listed = [x] if isinstance(x, Tensor) else list(x)
+    norm = split_norm(listed, norm_type)
+    if norm is None:
+        parts = torch.stack([torch.linalg.vector_norm(t, norm_type) for t in listed])
+        norm = torch.linalg.vector_norm(parts, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(problem(f"the norm is {float(norm)}", fix="error_if_nonfinite=False"))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scaled = [as_gradient((t * factor).to(t.dtype), parameter_of(t)) for t in listed]
+    return scaled[0] if isinstance(x, Tensor) else type(x)(scaled)
+
+
+def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
+    """The norm of gradients whose parameters are split: that of the whole ones. None: no parameter is."""
+    if not (engine.is_split() and engine.is_outermost()):
+        return None
+    held_by_id = {id(parameter): own for parameter, own in held_parameters()}
+    if not held_by_id:
+        return None
+    own = [parameter_of(tensor) for tensor in x]
+    unknown = next((place for place, parameter in enumerate(own) if parameter is None), None)
+    if unknown is not None:
+        raise ShardwiseError(
+            problem(
+                f"a tensor (number {unknown}, of shape {list(x[unknown].shape)}) is to be clipped by a norm, and is "
+                "not known as the gradient of a parameter, while parameters are split: of which whole it is a part, "
+                "its norm on this rank does not say",
+                fix="clip what value_and_grad, a HyperMap over it or unscale returned, or clip_by_global_norm with "
+                "use_norm",
+            )
+        )
+    placed = [(tensor, held_by_id.get(id(parameter))) for tensor, parameter in zip(x, own, strict=True)]
+    return total_norm(placed, order, device=device_of(x), across_ranks=True, error_if_nonfinite=False)
 
 
 def clip_by_value(x: Any, clip_value_min: Bound = None, clip_value_max: Bound = None) -> Any:

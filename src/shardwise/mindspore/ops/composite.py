@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.functional import grad
 
@@ -21,11 +22,19 @@ class Map:
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         function, lists = (self.ops, args) if self.ops is not None else (args[0], args[1:])
         rows = list(zip(*lists, strict=True))
-        results = [self.apply(function, row) for row in (reversed(rows) if self.reverse else rows)]
+        results = [_known(self.apply(function, row), row) for row in (reversed(rows) if self.reverse else rows)]
         return tuple(reversed(results) if self.reverse else results)
 
     def apply(self, function: Callable[..., Any], row: tuple[Any, ...]) -> Any:
         return function(*row)
+
+
+def _known(result: Any, row: tuple[Any, ...]) -> Any:
+    """What a function made of gradients, known as one of the same parameter if it has the shape of it."""
+    if isinstance(result, torch.Tensor):
+        alike = (x for x in row if isinstance(x, torch.Tensor) and x.shape == result.shape)
+        return as_gradient(result, next((own for x in alike if (own := parameter_of(x)) is not None), None))
+    return result
 
 
 class HyperMap(Map):

@@ -12,7 +12,7 @@ from torch import nn, vmap
 from shardwise.errors import problem
 from shardwise.mindspore import context, engine, strict
 from shardwise.mindspore.engine import STRATEGIES
-from shardwise.mindspore.holding import averaged_over
+from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.storage import PARAMETERS
@@ -60,7 +60,7 @@ def differentiate(
         from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 
         grads = tuple(DistributedGradReducer(weights, options.gradients_mean)(grads))
-    return engine.detached(result), grads
+    return engine.detached(result), tuple(map(as_gradient, grads, weights))
 
 
 def value_and_grad(
@@ -111,7 +111,10 @@ def value_and_grad(
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
-        of_inputs, of_weights = as_tensors[: len(positions)], as_tensors[len(positions) :]
+        of_inputs, of_weights = (
+            as_tensors[: len(positions)],
+            tuple(map(as_gradient, as_tensors[len(positions) :], listed or ())),
+        )
         first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
         return (result if is_inner else engine.detached(result)), both

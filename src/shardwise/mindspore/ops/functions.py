@@ -17,6 +17,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import engine
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
+from shardwise.mindspore.ops.clip import clip_by_norm
 from shardwise.mindspore.ops.indexing import (
     Gather,
     GatherNd,
@@ -90,16 +91,6 @@ def _uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, seed: Any = None,
 
 def _dense_or(dtype: Any) -> torch.dtype:
     return _type(dtype) or torch.float32
-
-
-def _clipped_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
-    """Tensors scaled so that their common norm is at most ``max_norm``."""
-    listed = [x] if isinstance(x, Tensor) else list(x)
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, norm_type) for t in listed]), norm_type)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(problem(f"the norm is {float(norm)}", fix="error_if_nonfinite=False"))
-    scaled = [t * (max_norm / (norm + 1e-6)).clamp(max=1.0) for t in listed]
-    return scaled[0] if isinstance(x, Tensor) else type(x)(scaled)
 
 
 def _binary(function: Any) -> Function:
@@ -459,7 +450,7 @@ FUNCTIONS: dict[str, Function] = {
     "assign": lambda variable, value: _assigned(variable, lambda own: torch.as_tensor(value).to(own)),
     "assign_add": lambda variable, value: _assigned(variable, lambda own: own + value),
     "assign_sub": lambda variable, value: _assigned(variable, lambda own: own - value),
-    "clip_by_norm": _clipped_norm,
+    "clip_by_norm": clip_by_norm,
     "identity": lambda x: x,
     "dtype": lambda input_x: input_x.dtype,
     "is_tensor": lambda obj: isinstance(obj, Tensor),
