@@ -164,6 +164,23 @@ def test_the_rank_that_did_not_come_is_lost_and_not_the_one_that_gave_up(job: Jo
     assert "rank 0 did not come to a collective of the others; generation 1 goes on with slot 2" in outcome.stderr
 
 
+def test_a_rank_that_another_names_is_lost_and_not_a_third_that_waits_unseen(job: Job) -> None:
+    body = """
+    from shardwise.errors import CollectiveError
+    trail.write_to(os.environ[PAGE])
+    if generation == 0:
+        mark("ready")
+        if rank < 2: hang()
+        wait_for("ready", 3)
+        raise CollectiveError("activations from stage 1 timed out; rank 1 did not arrive", [1])
+    """
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(min_ranks=2))
+    assert outcome.exit_code == 0
+    assert "rank 1 did not come to a collective of the others; generation 1 goes on with 2 ranks, without slot 1" in (
+        outcome.stderr
+    )
+
+
 def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_less(job: Job) -> None:
     body = """
     from shardwise.errors import ReplicaError

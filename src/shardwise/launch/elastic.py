@@ -183,12 +183,12 @@ def culprit(job: Job, cause: Failure) -> Failure:
         return replace(cause, rank=cause.blames[0])
     if not cause.waited_in_vain:
         return cause
-    absent = [rank.number for rank in job.stopped if not rank.page.read().waits] or list(cause.blames)
-    if not absent:
+    absent = [rank.number for rank in job.stopped if not rank.page.read().waits]
+    named = [number for number in absent if number in cause.blames]  # stages of a pipeline wait without a page's word
+    lost = next(iter(named or absent or cause.blames), None)
+    if lost is None:
         return cause
-    return replace(
-        cause, rank=absent[0], killed_by="", traceback="", hangs="did not come to a collective of the others"
-    )
+    return replace(cause, rank=lost, killed_by="", traceback="", hangs="did not come to a collective of the others")
 
 
 @contextlib.contextmanager
