@@ -5,16 +5,19 @@ Ranks here load no torch; ``tests/train/test_recovery.py`` trains.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,10 +25,10 @@ from launch.jobs import PROMPTLY, Job, gone
 from shardwise.cli import main
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host
-from shardwise.launch import elastic, zygote
+from shardwise.launch import elastic, watching, zygote
 from shardwise.launch.elastic import Elastic
 from shardwise.launch.watching import Watch
-from shardwise.runtime.pages import Page
+from shardwise.runtime.pages import Page, Seen
 
 BODY = """
 from shardwise.runtime.generation import read_generation
@@ -51,6 +54,8 @@ def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_kille
 ) -> None:
     body = """
     print(generation, rank, size, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["LOCAL_RANK"])
+    mark(f"said{generation}")
+    wait_for(f"said{generation}", size)
     if rank == (1, 0, 1, -1)[generation]:
         os.kill(os.getpid(), signal.SIGKILL)
     if generation < 3:
@@ -66,10 +71,12 @@ def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_kille
         "shardwise: rank 0 was killed by SIGKILL; generation 2 goes on with 2 ranks, without slot 0",
         "shardwise: rank 1 was killed by SIGKILL; generation 3 goes on with a fresh process on slot 2",
     ]
-    lines = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()
-    # In generations 1 and 2 another rank may be gone, and this one stopped, before it has said anything.
-    assert set(lines) <= {"0 1 3 None 1", "1 1 3 0,3,2 1", "2 1 2 3,2 1", "3 1 2 3,2 1"}
-    assert (lines[0], lines[-1]) == ("0 1 3 None 1", "3 1 2 3,2 1")
+    assert (tmp_path / "logs" / "rank-1.log").read_text().splitlines() == [
+        "0 1 3 None 1",
+        "1 1 3 0,3,2 1",
+        "2 1 2 3,2 1",
+        "3 1 2 3,2 1",
+    ]
 
 
 def test_spares_are_devices_that_the_user_chose(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +167,23 @@ def test_the_rank_that_did_not_come_is_lost_and_not_the_one_that_gave_up(job: Jo
     assert "rank 0 did not come to a collective of the others; generation 1 goes on with slot 2" in outcome.stderr
 
 
+def test_a_rank_that_another_names_is_lost_and_not_a_third_that_waits_unseen(job: Job) -> None:
+    body = """
+    from shardwise.errors import CollectiveError
+    trail.write_to(os.environ[PAGE])
+    if generation == 0:
+        mark("ready")
+        if rank < 2: hang()
+        wait_for("ready", 3)
+        raise CollectiveError("activations from stage 1 timed out; rank 1 did not arrive", [1])
+    """
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(min_ranks=2))
+    assert outcome.exit_code == 0
+    assert "rank 1 did not come to a collective of the others; generation 1 goes on with 2 ranks, without slot 1" in (
+        outcome.stderr
+    )
+
+
 def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_less(job: Job) -> None:
     body = """
     from shardwise.errors import ReplicaError
@@ -229,6 +253,66 @@ def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:
     outcome = job(BODY + body, elastic=Elastic())
     assert outcome.exit_code == 0
     assert outcome.stdout.splitlines()[-1] == "1"
+
+
+def test_an_exit_that_nobody_asked_about_is_not_that_of_a_later_process_with_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends: list[int] = []
+    start = mock.Mock(side_effect=lambda *_, pass_fds, **__: ends.append(os.dup(pass_fds[0])) or mock.Mock())
+    monkeypatch.setattr(zygote.subprocess, "Popen", start)
+    with contextlib.closing(zygote.Zygote({})) as parent, socket.socket(fileno=ends[0]) as answers:
+        answers.sendall(b'{"pid": 7}\n{"pid": 7, "code": 3}\n')
+        parent.spawn([], {}, 1, 2)
+        answers.sendall(b'{"pid": 7}\n')
+        later = parent.spawn([], {}, 1, 2)
+        assert later.poll() is None
+        answers.sendall(b'{"pid": 7, "code": 0}\n')
+        assert later.wait() == 0
+        answers.sendall(b'{"pid": 7}\n{"pid": 7, "code": 5}\n')  # it had ended before its start was read
+        assert parent.spawn([], {}, 1, 2).poll() == 5
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, looks: Sequence[tuple[float, Sequence[float]]], idle_seconds: float | None = None
+) -> list[tuple[int, str] | None]:
+    """What a watch of 60 s says at some looks: (when, the ranks' latest signs of life). Rank 0 is in no collective."""
+    clock = Clock()
+    monkeypatch.setattr(watching, "time", clock)
+    watch, found = Watch(60.0, idle_seconds), list[tuple[int, str] | None]()
+    for clock.now, beats in looks:
+        found.append(watch({rank: Seen(beat, 3, 9, 100.0, bool(rank), "") for rank, beat in enumerate(beats)}))
+    return found
+
+
+def test_nobody_is_blamed_for_what_stops_all_ranks_or_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = [100 + 5.0 * i for i in range(40)]
+    assert watched(monkeypatch, [(now, (100.0, 100.4, 100.2)) for now in ticks]) == [None] * 40  # the job was stopped
+    one = watched(monkeypatch, [(now, (100.0, now, now)) for now in ticks])
+    assert one[:13] == [None] * 13
+    assert one[13] == (0, "gave no sign of life for 65 seconds")
+    # The machine was suspended between the second look and the third, after which rank 0 never comes back.
+    away = [(100.0, (100.0, 100.0)), (105.0, (105.0, 105.0)), (905.0, (105.0, 105.0)), (906.0, (105.0, 906.0))]
+    assert watched(monkeypatch, away, 20.0) == [None] * 4
+    later = [(now + 810, (105.0, now + 810)) for now in ticks]
+    assert watched(monkeypatch, [*away, *later])[4:] == [None] * 12 + [
+        (0, f"gave no sign of life for {seconds} seconds") for seconds in range(65, 205, 5)
+    ]
+    # All were stopped for 50 s, in which others waited for rank 0.
+    stood = [(now, (min(now, 101.0), min(now, 101.0))) for now in ticks[:11]] + [(151.0, (151.0, 151.0))]
+    assert watched(monkeypatch, stood, 20.0) == [None] * 12
+    idle = watched(monkeypatch, [(now, (now, now)) for now in ticks[:6]], 20.0)
+    assert idle == [None] * 5 + [(0, "came to no collective for 25 seconds, in which all others waited")]
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from shardwise.launch.elastic import Elastic
 from shardwise.runtime.generation import current
+from shardwise.runtime.pages import PAGE, Page
 from train.runs import batch, make
 
 SAVE_EVERY = 5
+Events = dict[int, dict[int, str]]  # ahead of a step, to a rank
 
 
 def data() -> TensorDataset:
@@ -30,13 +34,15 @@ def data() -> TensorDataset:
 
 
 class Written(sw.Trainer):
-    """Writes losses down, and does what is to happen ahead of a step."""
+    """Writes losses down, and does what is to happen ahead of a step, when all ranks have kept the one before."""
 
-    events: dict[int, str]
+    events: Events
     where: Path
 
     def _train_step(self, batches: Any) -> Any:
-        happens(self, self.events.get(self.step + 1, ""))
+        if event := self.events.get(self.step + 1):
+            dist.barrier()
+            happens(self, event.get(sw.rank(), ""))
         loss, norm, count = super()._train_step(batches)
         if sw.rank() == 0:
             with (self.where / "losses").open("a") as file:
@@ -49,11 +55,14 @@ def happens(trainer: sw.Trainer, what: str) -> None:
     if what == "differ":
         with torch.no_grad():
             next(trainer.par.parameters()).view(-1)[0] += 1e-9
+    elif what == "stopped for long":  # nobody must wait, nor a time be chosen that busy machines exceed
+        Page(os.environ[PAGE]).beat(time.monotonic() - 2 * Elastic().silent_seconds)
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif what:
         os.kill(os.getpid(), getattr(signal, what))
 
 
-def train(folder: Path, num_steps: int, kind: str, events: dict[int, str]) -> None:
+def train(folder: Path, num_steps: int, kind: str, events: Events) -> None:
     num_ranks = sw.world_size()
     how = {"zero": 1} if kind == "zero" else {}
     with warnings.catch_warnings():
@@ -87,12 +96,10 @@ def losses(folder: Path) -> dict[int, tuple[float, int, int]]:
 
 
 if __name__ == "__main__":
-    sw.init_ranks(timeout_seconds=60)
+    sw.init_ranks()
     generation = current.generation
-    told = [event.split(":") for event in sys.argv[4:]]
-    mine = {
-        int(step): what
-        for number, step, rank, what in told
-        if generation is not None and int(number) == generation.number and int(rank) == sw.rank()
-    }
-    train(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], mine)
+    told: Events = {}
+    for number, step, rank, what in (event.split(":") for event in sys.argv[4:]):
+        if generation is not None and int(number) == generation.number:
+            told.setdefault(int(step), {})[int(rank)] = what
+    train(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], told)

@@ -25,6 +25,7 @@ from shardwise.runtime.shards import shard
 from shardwise.train.files import Reader
 from shardwise.train.manifest import FILE, parse_manifest, read_manifest
 from shardwise.train.parts import Part
+from shardwise.train.retention import checkpoints_in, set_aside
 from shardwise.train.values import decode, encode
 
 
@@ -189,6 +190,18 @@ def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(sw.CheckpointError, match=r"no checkpoint in .* is complete"):
         sw.load_checkpoint(tmp_path / "empty", model)
+
+
+def test_what_is_set_aside_again_replaces_nothing(tmp_path: Path) -> None:
+    for _ in range(3):
+        saved(tmp_path, 2)
+        set_aside(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-2.1.damaged",
+        "step-2.2.damaged",
+        "step-2.damaged",
+    ]
+    assert checkpoints_in(tmp_path) == ({}, [])
 
 
 def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:

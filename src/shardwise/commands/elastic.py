@@ -26,13 +26,14 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
         "--silent-after",
         type=float,
         metavar="SECONDS",
-        help=f"a rank without a sign of life for so long is lost ({_DEFAULT.silent_seconds:g})",
+        help=f"a rank that alone gives no sign of life for so long is lost ({_DEFAULT.silent_seconds:g})",
     )
     add(
         "--idle-after",
         type=float,
         metavar="SECONDS",
-        help="so is one that comes to no collective for so long while all others wait in one (their time-out)",
+        help="so is one that comes to no collective for so long while all others wait in one (their time-out; "
+        "what stages of a pipeline send each other is no collective)",
     )
     add("--preload", metavar="MODULES", help="modules that are imported once for all ranks: transformers,datasets")
 

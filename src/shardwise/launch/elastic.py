@@ -40,13 +40,14 @@ _SAME_ERROR = 2  # times that an exception of the script may end a generation wi
 class Elastic:
     """``min_ranks``: fewer than these never run (None: as many as at the start); ``spares``: slots that take the places
     of lost ones; ``max_failures``: losses without a step in between after which the job ends; ``silent_seconds``: what
-    a rank may go without a sign of life; ``idle_seconds``: what it may stay out of the collective in which all others
-    wait (None: as long as the collective waits); ``preload``: further modules that are imported once for all ranks."""
+    a rank may go without a sign of life while others give some; ``idle_seconds``: what it may stay out of the
+    collective in which all others wait (None: as long as the collective waits; stages of a pipeline, which wait for
+    each other otherwise, are not counted); ``preload``: further modules that are imported once for all ranks."""
 
     min_ranks: int | None = None
     spares: int = 0
     max_failures: int = 10
-    silent_seconds: float = 10.0
+    silent_seconds: float = 60.0
     idle_seconds: float | None = None
     preload: Sequence[str] = ()
 
@@ -183,12 +184,12 @@ def culprit(job: Job, cause: Failure) -> Failure:
         return replace(cause, rank=cause.blames[0])
     if not cause.waited_in_vain:
         return cause
-    absent = [rank.number for rank in job.stopped if not rank.page.read().waits] or list(cause.blames)
-    if not absent:
+    absent = [rank.number for rank in job.stopped if not rank.page.read().waits]
+    named = [number for number in absent if number in cause.blames]  # stages of a pipeline wait without a page's word
+    lost = next(iter(named or absent or cause.blames), None)
+    if lost is None:
         return cause
-    return replace(
-        cause, rank=absent[0], killed_by="", traceback="", hangs="did not come to a collective of the others"
-    )
+    return replace(cause, rank=lost, killed_by="", traceback="", hangs="did not come to a collective of the others")
 
 
 @contextlib.contextmanager

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.runtime.pages import Seen
 
+_LATE_SECONDS = 1.0  # two signs of life
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Watch:
     """Finds a rank that hangs. ``silent_seconds``: without a sign of life, from the first one on (a stopped process, a
-    kernel that never returns); ``idle_seconds``: in no collective, while all others wait in one."""
+    call that never gives Python's lock back); ``idle_seconds``: in no collective, while all others wait in one.
+
+    What stops all of them is no rank's fault: a machine that is suspended, a job that somebody stops. The clock starts
+    anew when the watch itself was away for long, or no rank gave a sign of life."""
 
     silent_seconds: float
     idle_seconds: float | None = None
+    _looked: float = math.inf  # when it did so last
+    _since: float = 0.0  # what was before does not count
 
     def __call__(self, pages: dict[int, Seen]) -> tuple[int, str] | None:
         """(the rank, how it hangs)."""
         now = time.monotonic()
-        silent = {number: now - seen.beat for number, seen in pages.items() if seen.beat}
-        if silent and max(silent.values()) > self.silent_seconds:
-            number = max(silent, key=silent.__getitem__)
-            return number, f"gave no sign of life for {silent[number]:.0f} seconds"
+        heard = max((seen.beat for seen in pages.values() if seen.beat), default=now)
+        if now - min(self._looked, max(heard, self._since)) > self._long_seconds:
+            self._since = now
+        self._looked = now
+        return self._find_silent(pages, now) or self._find_idle(pages, now)
+
+    @property
+    def _long_seconds(self) -> float:
+        """Longer than ranks are late of themselves, and shorter than what a rank may."""
+        shorter = self.silent_seconds if self.idle_seconds is None else min(self.silent_seconds, self.idle_seconds)
+        return max(_LATE_SECONDS, shorter / 2)
+
+    def _find_silent(self, pages: dict[int, Seen], now: float) -> tuple[int, str] | None:
+        silent = {number: now - max(seen.beat, self._since) for number, seen in pages.items() if seen.beat}
+        number = max(silent, key=silent.__getitem__, default=None)
+        if number is None or silent[number] <= self.silent_seconds:
+            return None
+        return number, f"gave no sign of life for {silent[number]:.0f} seconds"
+
+    def _find_idle(self, pages: dict[int, Seen], now: float) -> tuple[int, str] | None:
         busy = [number for number, seen in pages.items() if not seen.waits]
         if self.idle_seconds is None or len(busy) != 1 or len(pages) < 2:
             return None
         (number,) = busy
-        longest = now - max(seen.since for seen in pages.values())  # since anybody entered or left a collective
+        changed = max(seen.since for seen in pages.values())  # somebody entered or left a collective
+        longest = now - max(changed, self._since)
         if pages[number].since and longest > self.idle_seconds:
             return number, f"came to no collective for {longest:.0f} seconds, in which all others waited"
         return None

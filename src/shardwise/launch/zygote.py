@@ -122,6 +122,7 @@ class Zygote:
                 if "code" in said:
                     self._exits[said["pid"]] = said["code"]
                 else:
+                    self._exits.pop(said.get("pid"), None)  # of an earlier process that nobody asked about
                     self._answers.append(said)
         return True
 

@@ -1,4 +1,4 @@
-"""A rank's page: a small file in memory where it writes what it is doing, and from which the launcher reads.
+"""A rank's page: a small mapped file where it writes what it is doing, and from which the launcher reads.
 
 A rank that hangs cannot be asked, and one that was killed leaves nothing; what stands on the page stays. Writing costs
 about a microsecond, so every collective is written down. Standard library only: the launcher does not load torch.

@@ -75,7 +75,11 @@ def set_aside(folder: Path, step: int) -> None:
     goes on from there may save under their names."""
     for path, manifest in checkpoints_in(folder)[0].items():
         if manifest.step > step:
-            path.rename(path.with_name(path.name + DAMAGED))
+            aside, turn = path.with_name(path.name + DAMAGED), 0
+            while aside.exists():  # one of an earlier turn, which stays
+                turn += 1
+                aside = path.with_name(f"{path.name}.{turn}{DAMAGED}")
+            path.rename(aside)
 
 
 def prune(new: Path, keep: Keep) -> Sequence[Path]:
