@@ -30,9 +30,17 @@ def prompts(length: int, count: int = 2) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+class Odd:
+    """A user's own: every second token is out."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.arange(0, VOCABULARY, 2), float("-inf"))
+
+
 CALLS: tuple[tuple[int, dict[str, Any]], ...] = (
     (5, {"max_new_tokens": 6, "do_sample": False}),
     (13, {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 1.3}),
+    (9, {"max_new_tokens": 2, "do_sample": False, "logits_processor": [Odd()]}),
     (8, {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 12}),
 )
 
@@ -62,6 +70,8 @@ def on_ranks() -> dict[str, Any]:
         writer.generate(**prompts(5, 3), max_new_tokens=2)
     with pytest.raises(sw.ShardwiseError, match="beams are not searched"):
         writer.generate(**prompts(5, 1), num_beams=2, max_new_tokens=2)
+    with pytest.raises(sw.ShardwiseError, match="3 tokens at once behind 3 others"):
+        writer.generate(**prompts(6), prefill_chunk_size=3, max_new_tokens=4, do_sample=False)
     before = texts(writer)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.5)
     par.step(**batch)
