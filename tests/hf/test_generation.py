@@ -45,6 +45,9 @@ CALLS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+
+
 def texts(model: Any) -> list[list[list[int]]]:
     found = []
     for length, settings in CALLS:
@@ -77,7 +80,12 @@ def on_ranks() -> dict[str, Any]:
     par.step(**batch)
     optimizer.step()
     after = texts(writer)
+    torch.manual_seed(0)
+    model = llama().double()
+    samples = sw.parallelize(model, sw.plan(model, batch, 2, mode="data_parallel", zero=3))
+    single = generation.generator(samples, batch_size=1, max_length=24, chunk=8)  # nothing to split by samples
     return {
+        "single": single.generate(**prompts(13, 1), **GREEDY).tolist(),
         "before": before,
         "after": after,
         "programs": len(steps[0].compiled),
@@ -93,6 +101,7 @@ def test_ranks_generate_what_one_device_does(run_ranks: RunRanks) -> None:
     torch.manual_seed(0)
     model = llama().double().eval()
     assert found[0]["before"] == texts(model)
+    assert found[0]["single"] == model.generate(**prompts(13, 1), **GREEDY).tolist()
     batch = padded([Sentences(4)[index] for index in range(4)])
     model(**batch).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()

@@ -26,6 +26,10 @@ from shardwise.runtime.parallelize import parallelize
 from shardwise.train.agreement import here
 from shardwise.transformers.one_process import check_same
 
+# Factors of products and tables, as their rules name them: of which the program that takes one token has 1, and of
+# which it has as many as there are samples.
+_TOKENS, _SAMPLES = {"b1"}, {"b", "b0", "m"}
+
 
 def generator(par: Parallel, *, batch_size: int, max_length: int, chunk: int = 64) -> Any:
     """A model whose ``generate`` is that of transformers, computed by the ranks of ``par``; called on every rank.
@@ -136,11 +140,14 @@ def _planned(step: _Step, par: Parallel, batch_size: int, length: int) -> Plan:
     plan the caches are whole, and it says how they are used; in the second they are kept so."""
     mesh = par.plan.mesh
     modules = {name for name, _ in step.model.named_modules()}
+    single = _TOKENS | (_SAMPLES if batch_size == 1 else set())
     strategies = {}
     for entry in par.plan.operators:
         path = entry.name.rpartition("/")[0]
         if path in modules and entry.target.split(".")[1] in ("linear", "embedding", "addmm") and entry.strategy:
-            strategies[f"model.{path}"] = entry.strategy
+            kept = [split for split in entry.strategy.split() if split.partition("@")[0] not in single]
+            if kept:
+                strategies[f"model.{path}"] = " ".join(kept)
     layouts: dict[str, Any] = {f"model.{p.name}": p.layout for p in par.plan.parameters}
     inputs = _inputs(batch_size, 1, length)
     settings: dict[str, Any] = {
