@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.costs.timeline import simulate
+from shardwise.errors import PlanError
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.prices import prices_of
@@ -140,6 +141,13 @@ def test_a_reduction_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(passes, "repeated", without_reductions)
     monkeypatch.setattr(passes, "check_program", lambda program: None)
     assert not sw.verify(net(), inputs(), planned()).ok
+
+
+def test_what_a_plan_says_is_done_once_and_cannot_be_is_refused() -> None:
+    plan = planned(zero=3)
+    wrong = plan.revised(parameters=tuple(replace(entry, once=True) for entry in plan.parameters))
+    with pytest.raises(PlanError, match=r"the plan converts .* once a step"):
+        sw.verify(net(), inputs(), wrong)
 
 
 class Lookup(nn.Module):

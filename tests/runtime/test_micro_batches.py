@@ -231,6 +231,16 @@ def calls_of_all_kinds() -> dict[str, Any]:
     checked = sw.parallelize(module, plan, check_replicas=1)
     checked.step(x, y)
     found["checked"] = gradients(checked)
+    compiled = sw.parallelize(module, plan, compile=True)
+    compiled.step(x, y)
+    found["compiled"] = gradients(compiled)
+    par.train().zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        par.step(x, y)
+    found["saved"] = gradients(par)
+    par.zero_grad()
+    with torch.no_grad(), pytest.raises(ShardwiseError, match="gradients, and they are disabled"):
+        par.step(x, y)
     return found
 
 
@@ -244,7 +254,7 @@ def test_every_way_to_pass_a_batch_gives_the_gradients_of_the_whole(run_ranks: R
         assert [found[key] for key in ("loss", "local loss", "uneven loss")] == pytest.approx(
             [loss.item()] * 3, rel=1e-12
         )
-        for key in ("step", "whole", "local", "uneven", "checked"):
+        for key in ("step", "whole", "local", "uneven", "checked", "compiled", "saved"):
             for own, expected in zip(found[key], want, strict=True):
                 torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-13, msg=key)
         for own, expected in zip(found["twice"], want, strict=True):

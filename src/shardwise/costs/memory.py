@@ -46,12 +46,15 @@ def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memo
     return memory_of_program(busiest_program(spmd, kinds or Kinds()), prices)
 
 
-def memory_of_program(program: Program, prices: Prices) -> Memory:
-    """The memory of one rank's training step."""
-    if prices.passes > 1 and program.spmd.lifetimes.once:
-        parts = repeated(program)
-        return _Walk(parts.each, prices, parts).run()
-    return _Walk(program, prices).run()
+def memory_of_program(program: Program, prices: Prices, parts: Repeated | None = None) -> Memory:
+    """The memory of one rank's training step. ``parts``: ``passes_of`` it, where they are there already."""
+    parts = parts or passes_of(program, prices)
+    return _Walk(program if parts is None else parts.each, prices, parts).run()
+
+
+def passes_of(program: Program, prices: Prices) -> Repeated | None:
+    """The passes of a step that converts parameters once; None: it is one pass, or does nothing once."""
+    return repeated(program) if prices.passes > 1 and program.spmd.lifetimes.once else None
 
 
 @dataclass
@@ -227,7 +230,7 @@ class _Walk:
             self._forget(name)
         if self.parts is not None:
             behind = self.parts.behind
-            for source, name in zip(behind.gradients, behind.saved, strict=True):
+            for source, name in self.parts.sums.items():
                 self.tensors[name] = Tensor(behind.forms[name], self.sums[source])
             self._once(behind.backward, behind.gradients.values())
         updated = [name for name in self.parameters if name in self.graph.updated]

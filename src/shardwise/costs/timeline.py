@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from shardwise.costs.compute import assumed_backward, is_one_kernel
 from shardwise.costs.kernels import Called, Priced, Work, work_of
 from shardwise.costs.ledger import Peak
-from shardwise.costs.memory import busiest_program, memory_of_program
+from shardwise.costs.memory import busiest_program, memory_of_program, passes_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
-from shardwise.programs.once import Repeated, repeated
+from shardwise.programs.once import Repeated
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
@@ -71,9 +71,10 @@ def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> Simulate
 def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
     """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well. Of several
     passes it is one of them, with its share of what the step does once."""
-    timeline = Timeline(program, prices)
+    parts = passes_of(program, prices)
+    timeline = Timeline(program, prices, parts)
     timeline.run()
-    peak = memory_of_program(program, prices).peak
+    peak = memory_of_program(program, prices, parts).peak
     waited = timeline.now - timeline.compute - timeline.starved
     exposed, events = max(waited, 0.0), tuple(timeline.events)
     return SimulatedStep(
@@ -87,10 +88,12 @@ class Timeline:
     them; ``starved``: how long they waited for it; ``free``: axes of a group -> when its messages so far are;
     ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the copies there are done so
     far, and likewise every copy by itself; ``recorded``: tape of a call that autograd keeps -> what its backward does;
-    ``fused``: operators that are one kernel each way, of which ``done`` are those that have run."""
+    ``fused``: operators that are one kernel each way, of which ``done`` are those that have run. ``parts``:
+    ``passes_of`` the program, where they are there already."""
 
     program: Program
     prices: Prices
+    parts: Repeated | None = None
     now: float = 0.0
     host: float = 0.0
     forward: float = 0.0
@@ -115,8 +118,8 @@ class Timeline:
     def halves(self) -> tuple[float, float, float, float]:
         """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, and of the update
         with what else a step does once (of several passes a pass's share of it)."""
-        if self.prices.passes > 1 and self.spmd.lifetimes.once:
-            parts = repeated(self.program)
+        parts = self.parts or passes_of(self.program, self.prices)
+        if parts is not None:
             self.program = parts.each
             self._share(parts)
         ahead = self.now

@@ -73,10 +73,7 @@ def program_of_choice(
         again = any(entry.again for entry in stage.parameters)
         spmd = fill(spmd, plan.bucket_bytes, original, by_block=again)
     spmd = replace(spmd, lifetimes=_lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None))
-    named = {source.value: source.names[0] for source in graph.sources}
-    said = {entry.name for entry in stage.parameters if entry.once}
-    once = converted_once(spmd, lambda value, _: named[value] in said) if said else frozenset[str]()
-    spmd = replace(spmd, lifetimes=replace(spmd.lifetimes, once=once))
+    spmd = _with_once(stage, spmd, graph, listed=is_planned and stage.conversions is not None)
     if is_planned and stage.conversions is not None:
         _check_strategies(stage, graph, choice)
         check_program(stage, spmd, widened=original is not None)
@@ -124,6 +121,24 @@ def _lifetimes(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Lifet
         if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators)
     }
     return Lifetimes(operators, frozenset(found), waiting)
+
+
+def _with_once(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Spmd:
+    """The program with the parameters that the stage converts once a step, as far as it can: ``listed`` (as in
+    ``_lifetimes``) all of them, else PlanError."""
+    said = {entry.name for entry in stage.parameters if entry.once}
+    if not said:
+        return spmd
+    named = {source.value: source.names[0] for source in graph.sources}
+    once = converted_once(spmd, lambda value, _: named[value] in said)
+    left = sorted(said - {named[value] for value in once})
+    if left and listed:
+        what = (
+            f"the plan converts {', '.join(left[:3])} once a step, which is used in several layouts or gathered again"
+        )
+        fix = 'write "once": false there, or make the plan again with sw.plan'
+        raise PlanError(problem(what, facts=[("count", str(len(left)))], fix=fix))
+    return replace(spmd, lifetimes=replace(spmd.lifetimes, once=once))
 
 
 def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:

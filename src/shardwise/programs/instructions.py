@@ -7,7 +7,7 @@ something else says that, too (``shares``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -198,6 +198,14 @@ def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
 
 def _renamed_shares(shares: tuple[str | None, ...], name_of: Callable[[str], str]) -> tuple[str | None, ...]:
     return tuple(None if name is None else name_of(name) for name in shares)
+
+
+def converts_only(instruction: Instruction, values: Collection[str]) -> bool:
+    """Whether it converts some of these values, and nothing else, for the first time. (What they are converted to has
+    another name.)"""
+    if not isinstance(instruction, (Convert, Depart, Arrive)) or instruction.origin.again:
+        return False
+    return all(conversion.value in values for conversion in instruction.conversions)
 
 
 def sent_by(instruction: Instruction) -> tuple[Collective, ...]:

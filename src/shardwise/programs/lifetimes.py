@@ -22,6 +22,7 @@ from shardwise.programs.instructions import (
     Convert,
     Depart,
     Instruction,
+    converts_only,
     forms_of,
     sent_by,
     with_operands,
@@ -59,11 +60,16 @@ def repeated(program: Program) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(operators), frozenset(conversions)
 
 
-def backward_collectives(program: Program) -> tuple[Collective, ...]:
-    """Every collective of one backward pass, in order."""
-    if not program.spmd.lifetimes:
-        return program.spmd.backward_collectives()
-    return tuple(collective for instruction in program.backward for collective in sent_by(instruction))
+def backward_collectives(program: Program, *, in_passes: bool = False) -> tuple[Collective, ...]:
+    """Every collective of one backward pass, in order. ``in_passes``: of one of several, and of what is done behind the
+    last."""
+    wanted = program.spmd.lifetimes
+    if not wanted:
+        return program.spmd.backward_collectives(in_passes=in_passes)
+    backward = list(program.backward)
+    if in_passes:
+        backward.sort(key=lambda instruction: converts_only(instruction, wanted.once))
+    return tuple(collective for instruction in backward for collective in sent_by(instruction))
 
 
 def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:

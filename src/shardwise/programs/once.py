@@ -17,7 +17,7 @@ from shardwise.layouts.text import format_dtype
 from shardwise.programs.casts import CAST, cast, computed_name
 from shardwise.programs.forms import Form
 from shardwise.programs.gradients import gradients_of
-from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, converts_only
 from shardwise.programs.moves import converted_form
 from shardwise.programs.passes import mark_overwrites
 from shardwise.programs.rank_program import Program
@@ -116,16 +116,8 @@ def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple
     rest: list[Instruction] = []
     for instruction in instructions:
         is_cast = isinstance(instruction, Compute) and bool(casts.intersection(instruction.results))
-        (chosen if is_cast or _is_exchange(instruction, once) else rest).append(instruction)
+        (chosen if is_cast or converts_only(instruction, once) else rest).append(instruction)
     return chosen, rest
-
-
-def _is_exchange(instruction: Instruction, once: frozenset[str]) -> bool:
-    """Whether it converts parameters that are converted once, and nothing else. (What they are converted to may be
-    converted further: that is another value.)"""
-    if not isinstance(instruction, (Convert, Depart, Arrive)) or instruction.origin.again:
-        return False
-    return all(conversion.value in once for conversion in instruction.conversions)
 
 
 @dataclass(frozen=True)
@@ -163,7 +155,7 @@ class _Reductions:
         landed: set[str] = set()
         for instruction in self.program.backward:
             follows = bool(instruction.operands) and landed.issuperset(instruction.operands)
-            if follows or _is_exchange(instruction, self.once):
+            if follows or converts_only(instruction, self.once):
                 reductions.append(instruction)
                 landed.update(instruction.results)
             else:
@@ -176,7 +168,7 @@ class _Reductions:
         return {
             conversion.value: casts.get(operand, operand)
             for instruction in reductions
-            if isinstance(instruction, (Convert, Depart)) and _is_exchange(instruction, self.once)
+            if isinstance(instruction, (Convert, Depart))
             for conversion, operand in zip(instruction.conversions, instruction.operands, strict=True)
         }
 

@@ -82,9 +82,13 @@ class Spmd:
         """All conversions in order, those that share their messages side by side."""
         return tuple(conversion for step in self.steps for conversion in conversions_of(step))
 
-    def forward_collectives(self) -> tuple[Collective, ...]:
+    def is_once(self, step: Step | Conversion | Bucket) -> bool:
+        """Whether a step of several passes makes these conversions once (``programs.once``)."""
+        return not isinstance(step, Step) and all(c.value in self.lifetimes.once for c in conversions_of(step))
+
+    def forward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
         """Every collective of one forward pass, in order: a bucket of parameters leaves before the one ahead of it is
-        waited for, the first at the start."""
+        waited for, the first at the start. ``in_passes``: of the first of several, and of what is done ahead of it."""
         leaving = [
             step for step in self.steps if isinstance(step, Bucket) and step.of_parameters and step.collectives()
         ]
@@ -94,14 +98,20 @@ class Spmd:
                 ordered += leaving[leaving.index(step) + 1 :][:1]
             elif not isinstance(step, Step):
                 ordered.append(step)
+        if in_passes:
+            ordered.sort(key=self.is_once, reverse=True)
         return tuple(c for step in ordered for c in step.collectives())
 
-    def backward_collectives(self) -> tuple[Collective, ...]:
+    def backward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
         """Every collective of one backward pass, in order: newest step first, of the conversions ahead of an operator
-        those of values before those of parameters, and only those through which a gradient of the loss flows."""
+        those of values before those of parameters, and only those through which a gradient of the loss flows.
+        ``in_passes``: of one of several, and of what is done behind the last."""
+        ordered = backward_order(self.steps)
+        if in_passes:
+            ordered.sort(key=self.is_once)
         return tuple(
             c
-            for step in backward_order(self.steps)
+            for step in ordered
             if not isinstance(step, Step) and any(map(self.receives_gradient, conversions_of(step)))
             for c in step.collectives(backward=True)
         )

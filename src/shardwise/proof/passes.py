@@ -125,8 +125,7 @@ class RanksOfPasses(Ranks):
                 self._write(rank, program, own, is_last=is_last)
         self.cluster.record.clear()
         summed = [
-            {name: own[source] for source, name in zip(p.gradients, p.saved, strict=True)}
-            for p, own in zip(behind, sums, strict=True)
+            {name: own[source] for source, name in one.sums.items()} for one, own in zip(parts, sums, strict=True)
         ]
         reduced = run_backward(self.cluster, behind, summed, [{} for _ in summed])
         backward += self._recorded()

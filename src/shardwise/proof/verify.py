@@ -156,9 +156,6 @@ def verify(
         for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
             compare(want, have, local_part(spmd), worst)
         earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
-    planned = [spmd.forward_collectives(), backward_collectives(ranks.programs[0])]
-    if spmd.lifetimes.once:  # what a step does once is not where one pass would do it
-        records, planned = list(map(_sorted, records)), list(map(_sorted, planned))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     in_own = None
@@ -174,8 +171,8 @@ def verify(
         tolerance=tolerance,
         forward=records[0],
         backward=records[1],
-        planned_forward=planned[0],
-        planned_backward=planned[1],
+        planned_forward=spmd.forward_collectives(in_passes=is_in_passes),
+        planned_backward=backward_collectives(ranks.programs[0], in_passes=is_in_passes),
         matches_plan=_listed(plan, spmd.graph if is_in_passes else graph, records),
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,
@@ -266,10 +263,6 @@ def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: floa
     values = run_forward(ranks.cluster, programs, ranks.bindings(0))
     found = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
     return found or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
-
-
-def _sorted(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
-    return tuple(sorted(collectives, key=lambda c: (c.kind, c.axes, c.num_bytes)))
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:

@@ -65,10 +65,8 @@ class Running:
         with torch.no_grad():
             forward = observed or emitted.forward.forward
             delivered, written, saved = forward(*tensors, *self.given)
-            kept = list(saved) if hooks is None else [_through(hooks[0], value) for value in saved]
+            kept = list(saved) if hooks is None else [_through(hooks, value) for value in saved]
             del saved
-            if hooks is not None:  # torch.utils.checkpoint, saving on the CPU
-                kept = [_through(hooks[1], value) for value in kept]
             named = zip(program.cotangents, delivered, strict=True)
             ones = [torch.ones_like(value) for name, value in named if name is not None]
             if not ones:
@@ -102,8 +100,10 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _through(hook: Any, value: Any) -> Any:
-    return hook(value) if isinstance(value, Tensor) else value
+def _through(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], value: Any) -> Any:
+    """A value as hooks for saved tensors (saving on the CPU, quantising) give it back: backward follows at once."""
+    pack, unpack = hooks
+    return unpack(pack(value)) if isinstance(value, Tensor) else value
 
 
 __all__ = ["RepeatedStep", "Running"]
