@@ -210,6 +210,20 @@ def test_what_is_not_made_by_parts_is_made_whole_and_the_same() -> None:
         pass
 
 
+def test_initialisers_of_a_model_on_meta_run_by_parts() -> None:
+    for way in (sw.deferred(seed=3), torch.device("meta")):
+        with way:
+            model = nn.Sequential(nn.Linear(260, 512), nn.Embedding(40, 8, padding_idx=1), nn.Conv2d(4, 8, 3))
+        for name, value in initial_values(model):
+            assert isinstance(value, Parts)
+            shape, before = value.ref.shape, value.regions.tally.num_drawn
+            half = value.box((0,) * len(shape), (shape[0] // 2, *shape[1:]))
+            if name == "0.weight":
+                assert value.regions.tally.num_drawn - before == math.prod(shape) // 2
+            assert torch.equal(half, value.whole()[: shape[0] // 2])
+            assert half.unique().numel() > 3
+
+
 def test_what_several_operators_read_is_drawn_once() -> None:
     """torch draws again until no element is out of bounds, and looks at each draw three times."""
     (value,) = parts_of(lambda: Initialised(lambda x: nn.init.trunc_normal_(x, 0.0, 1.0, -1.0, 1.0), 256, 512)).values()
