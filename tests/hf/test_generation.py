@@ -30,11 +30,22 @@ def prompts(length: int, count: int = 2) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+class Odd:
+    """A user's own: every second token is out."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.arange(0, VOCABULARY, 2), float("-inf"))
+
+
 CALLS: tuple[tuple[int, dict[str, Any]], ...] = (
     (5, {"max_new_tokens": 6, "do_sample": False}),
     (13, {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 1.3}),
+    (9, {"max_new_tokens": 2, "do_sample": False, "logits_processor": [Odd()]}),
     (8, {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 12}),
 )
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 
 
 def texts(model: Any) -> list[list[list[int]]]:
@@ -62,12 +73,19 @@ def on_ranks() -> dict[str, Any]:
         writer.generate(**prompts(5, 3), max_new_tokens=2)
     with pytest.raises(sw.ShardwiseError, match="beams are not searched"):
         writer.generate(**prompts(5, 1), num_beams=2, max_new_tokens=2)
+    with pytest.raises(sw.ShardwiseError, match="3 tokens at once behind 3 others"):
+        writer.generate(**prompts(6), prefill_chunk_size=3, max_new_tokens=4, do_sample=False)
     before = texts(writer)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.5)
     par.step(**batch)
     optimizer.step()
     after = texts(writer)
+    torch.manual_seed(0)
+    model = llama().double()
+    samples = sw.parallelize(model, sw.plan(model, batch, 2, mode="data_parallel", zero=3))
+    single = generation.generator(samples, batch_size=1, max_length=24, chunk=8)  # nothing to split by samples
     return {
+        "single": single.generate(**prompts(13, 1), **GREEDY).tolist(),
         "before": before,
         "after": after,
         "programs": len(steps[0].compiled),
@@ -83,6 +101,7 @@ def test_ranks_generate_what_one_device_does(run_ranks: RunRanks) -> None:
     torch.manual_seed(0)
     model = llama().double().eval()
     assert found[0]["before"] == texts(model)
+    assert found[0]["single"] == model.generate(**prompts(13, 1), **GREEDY).tolist()
     batch = padded([Sentences(4)[index] for index in range(4)])
     model(**batch).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 import shardwise as sw
-from hf.runs import Script, Sentences, adapted, bert, classified, history, llama, t5
+from hf.runs import LENGTH, VOCABULARY, Script, Sentences, adapted, bert, classified, history, llama, t5
 from shardwise.transformers import ShardwiseTrainer
 
 RunRanks = Callable[..., list[Any]]
@@ -60,6 +61,20 @@ BOUNDS = {"bert, samples": (3e-7, 1e-9), "float32": (1e-4, 1e-3), "bf16": (3e-2,
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says on the way
 
 
+class Uneven(Sentences):
+    """What no rank may have: sentences of its own."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index + dist.get_rank())
+
+
+class Shaken(Sentences):
+    """Sentences that are drawn when they are asked for."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": torch.randint(3, VOCABULARY, (LENGTH,))}
+
+
 def on_ranks(folder: str, scripts: dict[str, Script]) -> dict[str, Any]:
     """On a rank: what the scripts log."""
     logged = {}
@@ -75,6 +90,10 @@ def on_ranks(folder: str, scripts: dict[str, Script]) -> dict[str, Any]:
         communicated = any(c.forward or c.backward for c in par.plan.conversions)
         trainer.save_model()
         logged[name] = history(trainer), local / whole, communicated
+    with pytest.raises(sw.ShardwiseError, match="rank 1 has another batch than rank 0"):
+        trainer.evaluate(Uneven(4))
+    losses = {trainer.evaluate(Shaken(4))["eval_loss"] for _ in range(3)}
+    assert len(losses) == 3, "nothing was drawn"
     return logged
 
 
@@ -119,6 +138,11 @@ def saved(folder: str, resume: str | None, plan: dict[str, Any]) -> tuple[list[d
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_model()  # replaces the first
+    with (
+        mock.patch("shardwise.transformers.trainer.os.replace", side_effect=OSError("disk full")),
+        pytest.raises(sw.CheckpointError, match="disk full"),
+    ):
+        trainer.save_model()  # the second one stays
     return history(trainer), float(trainer.evaluate()["eval_loss"])
 
 
@@ -139,13 +163,6 @@ def test_a_run_goes_on_elsewhere(run_ranks: RunRanks, tmp_path: Path) -> None:
     model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64)
     for name, tensor in theirs.model.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-5, atol=1e-7)
-
-
-class Uneven(Sentences):
-    """What no rank may have: sentences of its own."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return super().__getitem__(index + dist.get_rank())
 
 
 class Stream(IterableDataset[dict[str, Any]]):

@@ -61,6 +61,24 @@ class Fused(nn.Module):
         nn.init.trunc_normal_(self.turned.t(), std=0.02)
 
 
+class Curved(nn.Module):
+    """Functions that torch's kernels compute with other last bits by vectors than one by one; tables of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = torch.rand(131, 277)
+        self.weight = nn.Parameter(torch.sigmoid(drawn) + nn.functional.softplus(drawn.t()).t() ** 2.5)
+        self.turned = nn.Parameter(torch.empty(277, 131))
+        with torch.no_grad():
+            self.turned.t().uniform_().pow_(1.7).exp2_()
+            self.turned[:50].sigmoid_()
+        self.low = nn.Parameter(torch.rand(301, 43).bfloat16())
+        self.low.data.add_(torch.rand(43).bfloat16(), alpha=0.37)
+        steps = torch.log(torch.arange(1, 42, dtype=torch.float32))  # as in Mamba
+        self.rows = nn.Parameter(steps[None].expand(300, -1).contiguous())
+        self.frequencies = nn.Parameter(torch.outer(torch.arange(70.0), 10_000.0 ** (-torch.arange(0, 64, 2) / 64)))
+
+
 BUILT: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: nn.Embedding(300, 270, padding_idx=2),
     "recurrent": lambda: nn.LSTM(200, 64, 2),
@@ -74,6 +92,7 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
     "bfloat16": lambda: Initialised(nn.init.normal_, 300, 500, dtype=torch.bfloat16),
     "float64": lambda: Initialised(nn.init.trunc_normal_, 300, 500, dtype=torch.float64),
     "experts": lambda: Initialised(nn.init.normal_, 3, 200, 300),
+    "curved": Curved,
     "gates": lambda: Initialised(_gates, 300, 40),
     "integers": lambda: Initialised(lambda x: x.data.random_(-5, 5), 300, 40),
 }
@@ -191,7 +210,79 @@ def test_what_is_not_made_by_parts_is_made_whole_and_the_same() -> None:
         pass
 
 
+def test_initialisers_of_a_model_on_meta_run_by_parts() -> None:
+    for way in (sw.deferred(seed=3), torch.device("meta")):
+        with way:
+            model = nn.Sequential(nn.Linear(260, 512), nn.Embedding(40, 8, padding_idx=1), nn.Conv2d(4, 8, 3))
+        for name, value in initial_values(model):
+            assert isinstance(value, Parts)
+            shape, before = value.ref.shape, value.regions.tally.num_drawn
+            half = value.box((0,) * len(shape), (shape[0] // 2, *shape[1:]))
+            if name == "0.weight":
+                assert value.regions.tally.num_drawn - before == math.prod(shape) // 2
+            assert torch.equal(half, value.whole()[: shape[0] // 2])
+            assert half.unique().numel() > 3
+
+
+def test_what_several_operators_read_is_drawn_once() -> None:
+    """torch draws again until no element is out of bounds, and looks at each draw three times."""
+    (value,) = parts_of(lambda: Initialised(lambda x: nn.init.trunc_normal_(x, 0.0, 1.0, -1.0, 1.0), 256, 512)).values()
+    num_rounds = sum(entry.draw is not None for entry in value.regions.tape.entries)
+    assert num_rounds > 3
+    assert value.box((0, 0), (128, 512)).abs().max() <= 1
+    assert value.regions.tally.num_drawn == num_rounds * 128 * 512
+
+
+def _bent(weight: torch.Tensor, times: int) -> torch.Tensor:
+    x = weight.data.uniform_(-1, 1)
+    for _ in range(times):
+        x = x + 0.01 * x * x
+    return weight.data.copy_(x)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda x: _bent(x, 120),
+        lambda x: [x.data.uniform_() if i == 0 else x.data.mul_(1.01) for i in range(150)],
+        lambda x: _numbered(x),
+    ],
+    ids=["120 steps", "150 steps", "1,200 rows"],
+)
+def test_what_would_take_long_by_parts_is_made_whole(fill: Callable[[torch.Tensor], object]) -> None:
+    (value,) = parts_of(lambda: Initialised(fill, 1200, 3)).values()
+    with pytest.raises(NotByParts, match=r"too many operators|written 1,20\d times"):
+        value.box((0, 0), (600, 3))
+    ((_, replayed),) = value.regions.tape.replay({"": value.ref}, 3, value.regions)
+    assert torch.equal(value.whole(), replayed)
+    assert value.whole().unique().numel() > 600
+
+
+def _numbered(weight: torch.Tensor) -> None:
+    """Row by row."""
+    with torch.no_grad():
+        for number, row in enumerate(weight):
+            row.fill_(number)
+
+
 # ----------------------------------------------------------------------------------------------------------- ranks
+
+
+class Rows(nn.Module):
+    """Rows that are written one by one, and a table of which the second half is not made by parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbered, self.mixed = nn.Parameter(torch.empty(1200, 4)), nn.Parameter(torch.empty(600, 64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _numbered(self.numbered)
+        nn.init.normal_(self.mixed)
+        nn.init.orthogonal_(self.mixed[300:])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.mixed[ids] * self.numbered[ids].mean(-1, keepdim=True)
 
 
 class Model(nn.Module):
@@ -201,9 +292,10 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 260, batch_first=True) for _ in range(2))
         self.head = nn.Linear(64, 600, bias=False)
         nn.init.orthogonal_(self.head.weight)
+        self.rows = Rows()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
+        x = self.tokens(ids) + self.rows(ids)
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
@@ -236,6 +328,9 @@ def values_under_every_plan() -> list[str]:
                 differ.append(f"{name}: {key}")
         if name in ("zero", "tp") and all(p.shape == expected[key].shape for key, p in held.items()):
             differ.append(f"{name} splits nothing")
+        numbers = expected["rows.numbered"][:, 0].tolist()
+        if numbers != list(range(1200)):
+            differ.append(f"{name}: rows are {numbers[:3]}, ...")
         if not math.isfinite(par.step(ids)):
             differ.append(f"{name}: no finite loss")
     return differ

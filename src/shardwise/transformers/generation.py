@@ -26,6 +26,10 @@ from shardwise.runtime.parallelize import parallelize
 from shardwise.train.agreement import here
 from shardwise.transformers.one_process import check_same
 
+# Factors of products and tables, as their rules name them: of which the program that takes one token has 1, and of
+# which it has as many as there are samples.
+_TOKENS, _SAMPLES = {"b1"}, {"b", "b0", "m"}
+
 
 def generator(par: Parallel, *, batch_size: int, max_length: int, chunk: int = 64) -> Any:
     """A model whose ``generate`` is that of transformers, computed by the ranks of ``par``; called on every rank.
@@ -136,11 +140,14 @@ def _planned(step: _Step, par: Parallel, batch_size: int, length: int) -> Plan:
     plan the caches are whole, and it says how they are used; in the second they are kept so."""
     mesh = par.plan.mesh
     modules = {name for name, _ in step.model.named_modules()}
+    single = _TOKENS | (_SAMPLES if batch_size == 1 else set())
     strategies = {}
     for entry in par.plan.operators:
         path = entry.name.rpartition("/")[0]
         if path in modules and entry.target.split(".")[1] in ("linear", "embedding", "addmm") and entry.strategy:
-            strategies[f"model.{path}"] = entry.strategy
+            kept = [split for split in entry.strategy.split() if split.partition("@")[0] not in single]
+            if kept:
+                strategies[f"model.{path}"] = " ".join(kept)
     layouts: dict[str, Any] = {f"model.{p.name}": p.layout for p in par.plan.parameters}
     inputs = _inputs(batch_size, 1, length)
     settings: dict[str, Any] = {
@@ -180,6 +187,7 @@ class _Generation:
     def __init__(self, par: Parallel, steps: Parallel, batch_size: int, max_length: int, length: int, chunk: int):
         self.par, self.steps = par, steps
         self.batch_size, self.max_length, self.length, self.chunk = batch_size, max_length, length, chunk
+        self._known: dict[int, torch.nn.Parameter] = {}  # by the ids of par's parameters
 
     def begin(self, prompt: Any, settings: dict[str, Any]) -> None:
         """Check what the ranks are asked, and take the parameters that there are now."""
@@ -195,12 +203,10 @@ class _Generation:
 
     def _shared(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """The same memory; one for all names of a tied parameter."""
-        known = self.__dict__.setdefault("_known", {})
-        found = known.get(id(parameter))
+        found = self._known.get(id(parameter))
         if found is None or found.data_ptr() != parameter.data_ptr():
-            found = known[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
-        shared: torch.nn.Parameter = found
-        return shared
+            found = self._known[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
+        return found
 
     def logits(self, cache: _Held, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> Any:
         """Behind the last of some more tokens, [samples, 1, vocabulary]. ``mask``: of all tokens so far."""
@@ -208,6 +214,10 @@ class _Generation:
         if ids.shape[0] != self.batch_size or past + count > self.max_length:
             what = f"{ids.shape[0]} sequences of {past + count} tokens; the generator is for {self.batch_size} of up to"
             raise ShardwiseError(problem(f"{what} {self.max_length}", fix="another batch_size= or max_length="))
+        if past and count > 1:
+            what = f"{count} tokens at once behind {past} others"
+            fix = "leave out what guesses tokens (prompt_lookup_num_tokens, assistant_model) or prefill_chunk_size"
+            raise ShardwiseError(problem(what + ": the generator takes a prompt, then token by token", fix=fix))
         if positions is None:
             positions = torch.arange(past, past + count).expand(self.batch_size, -1)
         known = torch.ones(self.batch_size, past + count, dtype=torch.int64) if mask is None else mask.to(torch.int64)
@@ -240,6 +250,7 @@ def _front(model: Any, generation: _Generation) -> Any:
         **others: Any,
     ) -> CausalLMOutputWithPast:
         wanted = sorted(k for k, v in others.items() if v is not None and k not in _UNDERSTOOD)
+        wanted += ["logits_to_keep"] if others.get("logits_to_keep") not in (None, 0, 1) else []
         if input_ids is None or not isinstance(past_key_values, _Held) or wanted:
             what = f"the generator does not know {wanted}" if wanted else "the generator takes tokens and keeps a cache"
             raise ShardwiseError(problem(what, fix="leave it out, or generate on one device"))

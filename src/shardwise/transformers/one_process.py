@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError, problem
 from shardwise.launch.ranks import init_ranks
 from shardwise.train.agreement import from_all, here
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def become_one_process() -> None:
@@ -59,7 +62,7 @@ def check_same(value: Any, what: str, fix: str) -> None:
 
 def _digest(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
+        return _ADDRESS.sub("", repr(leaf))  # objects of one kind are taken for alike
     content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(content).hexdigest()}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,12 @@ from transformers.training_args import OptimizerNames
 
 from shardwise.api import plan as make_plan
 from shardwise.costs.cluster import Cluster
-from shardwise.errors import PlanWarning, ShardwiseError, problem
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.precision import Precision
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
-from shardwise.train.agreement import from_all, here
+from shardwise.train.agreement import from_all, here, raise_first
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.pretrained import save_pretrained
 from shardwise.train.resuming import load_checkpoint
@@ -77,7 +78,7 @@ class ShardwiseTrainer(transformers.Trainer):
         self._weights: str | None = None  # a folder of a saved model to start from
         self._loss_only = False
         self._has_said_shapes = False
-        self._num_compared = 0
+        self._num_compared: Counter[str] = Counter()
         super().__init__(*args, **kwargs)
 
     # -- what is not theirs to do --------------------------------------------------------------------------------------
@@ -138,6 +139,7 @@ class ShardwiseTrainer(transformers.Trainer):
                 self._split(self.get_train_dataloader())  # the plan is for training
         else:
             self._split(dataloader)
+        self._num_compared["eval"] = 0  # data may be others than the last time
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
@@ -219,11 +221,15 @@ class ShardwiseTrainer(transformers.Trainer):
     ) -> torch.Tensor:
         """The Trainer's. The first batches are compared: a data set whose random numbers depend on the rank would give
         each another batch."""
-        if self._num_compared < COMPARED:
-            self._num_compared += 1
+        self._compare("train", inputs)
+        return super().training_step(self._known(model), inputs, num_items_in_batch)
+
+    def _compare(self, kind: str, inputs: dict[str, Any]) -> None:
+        """Raise ShardwiseError where one of the first batches (of training, of an evaluation) is not that of rank 0."""
+        if self._num_compared[kind] < COMPARED:
+            self._num_compared[kind] += 1
             fix = "let data sets and collators draw the same on every rank, from one seed"
             check_same(dict(inputs), "another batch", fix)
-        return super().training_step(self._known(model), inputs, num_items_in_batch)
 
     def _known(self, model: torch.nn.Module) -> torch.nn.Module:
         """What stands for a parallel model where its class and configuration count: in losses."""
@@ -253,6 +259,7 @@ class ShardwiseTrainer(transformers.Trainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
+        self._compare("eval", inputs)
         self._loss_only = prediction_loss_only
         try:
             return super().prediction_step(self._known(model), inputs, prediction_loss_only, *args, **kwargs)
@@ -295,7 +302,7 @@ class ShardwiseTrainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model to a folder, as ``from_pretrained`` reads it; called on every rank. What was there of a
-        model is replaced when the new one is complete."""
+        model is replaced, file by file, when the new one is complete; what the new one lacks is deleted last."""
         folder = Path(output_dir or str(self.args.output_dir))
         if self._parallel is None:
             super().save_model(str(folder), _internal_call=True)
@@ -306,19 +313,30 @@ class ShardwiseTrainer(transformers.Trainer):
                 folder.mkdir(parents=True, exist_ok=True)
             from_all(None)
             save_pretrained(self._parallel, new)
+            fault = None
             if here()[0] == 0:
-                for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
-                    old.unlink()
-                for file in new.iterdir():
-                    os.replace(file, folder / file.name)
-                new.rmdir()
-                processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-                if processing is not None:
-                    processing.save_pretrained(str(folder))
-                torch.save(self.args, folder / TRAINING_ARGS_NAME)
-            from_all(None)
+                try:
+                    self._replace_model(folder, new)
+                except OSError as error:
+                    what = f"{folder} cannot be written: {error}"
+                    fault = CheckpointError(problem(what, fix="make room, or give another folder"))
+            raise_first(CheckpointError, fault)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _replace_model(self, folder: Path, new: Path) -> None:
+        """Move the files of a complete model to their places, then delete what is left of another."""
+        names = sorted((file.name for file in new.iterdir()), key=lambda name: name.endswith(".index.json"))
+        for name in names:  # an index follows the files that it names
+            os.replace(new / name, folder / name)
+        for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+            if old.name not in names:
+                old.unlink()
+        new.rmdir()
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(str(folder))
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         where = Path(output_dir) / CHECKPOINT

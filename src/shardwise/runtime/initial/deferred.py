@@ -172,11 +172,12 @@ class Recorder(TorchDispatchMode):
             self._adopted.append((storage, link))
             link = (self.tape, self.tape.new_storage())
             setattr(storage, _LINK, link)
-            size = (storage.nbytes() // tensor.dtype.itemsize,)
-            whole = Ref(link[1], tensor.dtype, 0, size, (1,), True)
+            whole = _ref(tensor, link[1])
+            if not whole.covers:
+                whole = Ref(link[1], tensor.dtype, 0, (storage.nbytes() // tensor.dtype.itemsize,), (1,), True)
             self._append(
                 aten.empty_strided.default,
-                (size, (1,)),
+                (whole.shape, whole.stride),
                 {"dtype": tensor.dtype, "device": torch.device("cpu")},
                 (whole,),
             )

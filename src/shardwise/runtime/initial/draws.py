@@ -17,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # (tensor, generator) -> fills the tensor, element by element alike.
 Fill = Callable[[torch.Tensor, torch.Generator], object]
@@ -67,13 +70,18 @@ def draw_box(
                     numbers = numbers.narrow(dim, low - at, high - low)
                 target.copy_(numbers)
 
-    threads = min(torch.get_num_threads(), len(tiles))
-    if threads == 1:
-        draw(tiles)
+    in_threads(draw, tiles)
+    return drawn
+
+
+def in_threads(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> None:
+    """Calls ``work`` with a part of the items in each of as many threads as torch has."""
+    threads = min(torch.get_num_threads(), len(items))
+    if threads <= 1:
+        work(items)
     else:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(draw, [tiles[i::threads] for i in range(threads)]))
-    return drawn
+            list(pool.map(work, [items[i::threads] for i in range(threads)]))
 
 
 def _tile_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -105,4 +113,4 @@ def _tiles(
         yield number, offsets, tuple(map(min, tile, (s - at for s, at in zip(shape, offsets, strict=True))))
 
 
-__all__ = ["Fill", "Tally", "draw_box"]
+__all__ = ["Fill", "Tally", "draw_box", "in_threads"]

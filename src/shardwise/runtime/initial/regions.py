@@ -6,14 +6,18 @@ element asks for the same elements of its operands; a copy for those that were c
 write was there before. That covers the initialisers of torch and of transformers: normal, uniform, truncated normal,
 Xavier, Kaiming, constants, rows of zeros, fused projections that are copied together.
 
-Where an operator looks at more than one element (a QR decomposition, a sort), ``box`` raises ``NotByParts``, and
-``whole`` runs what the tensor needs of the tape, each draw with the same numbers. Both agree to the last bit.
+An operator that looks at more than one element (a QR decomposition, a sort) is run whole where its result is small;
+where it is not, ``box`` raises ``NotByParts``, and ``Tape.replay`` makes the tensor of what it needs of the tape, each
+draw with the same numbers. Both agree to the last bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -23,7 +27,8 @@ import torch
 
 from shardwise.layouts.boxes import Box
 from shardwise.runtime.initial.draws import Fill, Tally, draw_box
-from shardwise.runtime.initial.replay import SEEDED, Constant, Draw, Entry, GeneratorRef, Ref, Tape, leaves
+from shardwise.runtime.initial.elementwise import apply
+from shardwise.runtime.initial.replay import SEEDED, Constant, Draw, Entry, Ref, Tape, leaves, map_leaves
 
 # Draws that treat all elements alike, by what fills a tensor like them.
 _FILLS = frozenset(
@@ -34,6 +39,10 @@ _MADE_UNIFORM = frozenset({"rand", "rand_like"})
 _BLANK = frozenset({"empty_strided", "zeros", "zeros_like", "new_zeros", "zero_", "zero"})
 _COPIES = frozenset({"clone", "_to_copy", "lift_fresh"})
 _MOST_WRITERS = 200  # of one storage: it is read back through all of them
+_MOST_READS = 1000  # of one box
+_MOST_KEPT = 4  # boxes of values that several operators read
+_DEEPEST = 100  # operators behind each other
+_SMALL = 2**16  # elements of a result that is made whole for a part of it
 
 
 class NotByParts(Exception):
@@ -43,10 +52,11 @@ class NotByParts(Exception):
 @dataclass(frozen=True, slots=True)
 class _Window:
     """A tensor as a box of its storage's base: ``dims``: per dim of the tensor the base's dim, None where its size is
-    1."""
+    1 or where it repeats what it has (``expand``), as it does if ``repeats``."""
 
     box: Box
     dims: tuple[int | None, ...]
+    repeats: bool = False
 
 
 class Regions:
@@ -56,12 +66,17 @@ class Regions:
         self.tape, self.seed, self.tally = tape, seed, Tally()
         self._keys: dict[int, tuple[str, int]] = {}  # draw -> what its generator was seeded with, draws since
         self._writers: dict[int, list[int]] = {}
+        self._depth = self._num_reads = 0
+        self._kept: dict[tuple[int, int, Box], torch.Tensor] = {}  # while one box is made
+        self._num_readers = Counter(storage for entry in tape.entries for storage in entry.reads)
         for index, entry in enumerate(tape.entries):
             for storage in entry.writes | entry.creates:
                 self._writers.setdefault(storage, []).append(index)
 
     def box(self, ref: Ref, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Rows ``[offset, offset + size)`` of every dim of a tensor, at the end of the tape. Raises NotByParts."""
+        self._depth = self._num_reads = 0
+        self._kept.clear()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return self._part(ref, len(self.tape.entries), offsets, sizes)
 
@@ -98,7 +113,19 @@ class Regions:
             raise NotByParts("a lazy conjugate")
         base = self._base(ref.storage)
         window = _window(ref, base)
-        value = self._read(base, time, _inside(window, offsets, sizes, len(base.shape)))
+        wanted = _inside(window, offsets, sizes, len(base.shape))
+        key = ref.storage, bisect_left(self._writers[ref.storage], time), wanted
+        value = self._kept.pop(key, None)
+        if value is None:
+            self._depth, self._num_reads = self._depth + 1, self._num_reads + 1
+            if self._depth > _DEEPEST or self._num_reads > _MOST_READS:
+                raise NotByParts("it goes through too many operators")
+            value = self._read(base, time, wanted)
+            self._depth -= 1
+        if self._num_readers[ref.storage] > 1:
+            self._kept[key] = value.clone()
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
         return _as_window(value, window, sizes)
 
     def _base(self, storage: int) -> Ref:
@@ -112,36 +139,45 @@ class Regions:
         raise NotByParts("its storage began as something else")
 
     def _read(self, base: Ref, time: int, wanted: Box) -> torch.Tensor:
-        """A box of a storage, as it was ahead of entry ``time``."""
-        if len(self._writers[base.storage]) > _MOST_WRITERS:
-            raise NotByParts(f"it is written {len(self._writers[base.storage]):,} times, part by part")
-        index = max((i for i in self._writers[base.storage] if i < time), default=None)
-        if index is None:
-            return torch.zeros(wanted.sizes, dtype=base.dtype)
-        entry = self.tape.entries[index]
-        target = base if base.storage in entry.creates else _written(entry)
-        if target is None or target.storage != base.storage:
-            raise NotByParts(f"{entry.target} writes several tensors")
-        window = _window(target, base)
-        common = wanted.common(window.box.offsets, window.box.sizes)
-        if common is None:
-            return self._read(base, index, wanted)
-        offsets, sizes = _outside(window, common)
-        value = self._result(index, entry, target, offsets, sizes).to(base.dtype)
-        part = _as_base(value, window, common.sizes)
-        if common.sizes == wanted.sizes:
-            return part
-        before = self._read(base, index, wanted)
-        place = before
-        for dim, (at, size, first) in enumerate(zip(common.offsets, common.sizes, wanted.offsets, strict=True)):
-            place = place.narrow(dim, at - first, size)
-        place.copy_(part)
-        return before
+        """A box of a storage, as it was ahead of entry ``time``: in memory of its own."""
+        writers = self._writers[base.storage]
+        if len(writers) > _MOST_WRITERS:
+            raise NotByParts(f"it is written {len(writers):,} times, part by part")
+        written: list[tuple[int, Ref, _Window, Box]] = []  # the last first
+        is_covered = False
+        for index in reversed(writers[: bisect_left(writers, time)]):
+            entry = self.tape.entries[index]
+            target = base if base.storage in entry.creates else _written(entry)
+            if target is None or target.storage != base.storage:
+                raise NotByParts(f"{entry.target} writes several tensors")
+            window = _window(target, base)
+            if window.repeats:
+                raise NotByParts(f"{entry.target} writes an element several times")
+            common = wanted.common(window.box.offsets, window.box.sizes)
+            if common is not None:
+                written.append((index, target, window, common))
+                is_covered = common.sizes == wanted.sizes
+            if is_covered:
+                break
+        found = None if is_covered else torch.zeros(wanted.sizes, dtype=base.dtype)
+        for index, target, window, common in reversed(written):
+            offsets, sizes = _outside(window, common)
+            value = self._result(index, self.tape.entries[index], target, offsets, sizes).to(base.dtype)
+            part = _as_base(value, window, common.sizes)
+            if found is None:
+                found = part
+                continue
+            place = found
+            for dim, (at, size, first) in enumerate(zip(common.offsets, common.sizes, wanted.offsets, strict=True)):
+                place = place.narrow(dim, at - first, size)
+            place.copy_(part)
+        assert found is not None, "a box that is covered was written"
+        return found
 
     def _result(
         self, index: int, entry: Entry, target: Ref, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
-        """A box of what an entry writes into ``target``."""
+        """A box of what an entry writes into ``target``, in memory of its own."""
         name = _name(entry)
         if entry.draw is not None:
             fill = _fill_of(entry)
@@ -154,27 +190,39 @@ class Regions:
             return torch.ones(tuple(sizes), dtype=target.dtype)
         if name in ("full", "full_like", "new_full", "fill_", "fill"):
             value = entry.args[2] if name == "new_full" else entry.args[1]
-            return self._operand(value, index, target, offsets, sizes, target.dtype).expand(tuple(sizes)).clone()
+            return self._operand(value, index, target, offsets, sizes, target.dtype).expand(tuple(sizes)).contiguous()
         if name in ("copy_", *_COPIES):
             source = entry.args[1] if name == "copy_" else entry.args[0]
-            return self._operand(source, index, target, offsets, sizes).expand(tuple(sizes)).clone()
+            return self._operand(source, index, target, offsets, sizes).expand(tuple(sizes)).contiguous()
         if name == "cat":
             return self._joined(index, entry, offsets, sizes)
-        if torch.Tag.pointwise not in entry.target.tags or len(entry.results) > 1:
-            raise NotByParts(f"{entry.target} is not known to work element by element")
+        if not entry.is_elementwise:
+            return self._cut(index, entry, target, offsets, sizes)
         operands = [
             self._operand(arg, index, target, offsets, sizes) if isinstance(arg, (Ref, Constant)) else arg
             for arg in entry.args
         ]
-        if any(isinstance(leaf, (Ref, Constant, GeneratorRef)) for leaf in leaves((entry.kwargs, _nested(entry.args)))):
-            raise NotByParts(f"{entry.target} has tensors in lists")
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(entry.default_dtype)
-        try:
-            result: torch.Tensor = entry.target(*operands, **entry.kwargs)
-        finally:
-            torch.set_default_dtype(default)
-        return result.expand(tuple(sizes))
+        with _default_dtype(entry.default_dtype):
+            return apply(entry.target, operands, entry.kwargs, sizes)
+
+    def _cut(self, index: int, entry: Entry, target: Ref, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a small result of any operator, out of all of it."""
+        operands = [leaf for leaf in leaves((entry.args, entry.kwargs)) if isinstance(leaf, (Ref, Constant))]
+        counts = [prod(x.shape if isinstance(x, Ref) else x.tensor.shape) for x in (target, *operands)]
+        if entry.writes or len(entry.results) > 1 or max(counts) > _SMALL:
+            raise NotByParts(f"{entry.target} is not known to work element by element")
+
+        def whole(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return self._part(leaf, index, (0,) * len(leaf.shape), leaf.shape)
+            return leaf.value() if isinstance(leaf, Constant) else leaf
+
+        with _default_dtype(entry.default_dtype):
+            made: torch.Tensor = entry.target(
+                *map_leaves(entry.args, whole), **{key: map_leaves(arg, whole) for key, arg in entry.kwargs.items()}
+            )
+        rows = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        return made[rows].clone(memory_format=torch.contiguous_format)
 
     def _joined(self, index: int, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of tensors that are joined along a dim."""
@@ -215,12 +263,18 @@ class Regions:
         return arg.value()[rows].clone()
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _name(entry: Entry) -> str:
     return entry.target._schema.name.removeprefix("aten::")
-
-
-def _nested(args: Sequence[Any]) -> list[Any]:
-    return [arg for arg in args if isinstance(arg, (list, tuple))]
 
 
 def _written(entry: Entry) -> Ref | None:
@@ -267,15 +321,16 @@ def _window(ref: Ref, base: Ref) -> _Window:
         offsets[dim], rest = divmod(rest, step)
     at, sizes = dict(steps), [1] * len(base.shape)
     dims: list[int | None] = []
+    repeats = any(size > 1 and step == 0 for size, step in zip(ref.shape, ref.stride, strict=True))
     for size, step in zip(ref.shape, ref.stride, strict=True):
-        if size > 1 and step not in at:
+        if size > 1 and step and step not in at:
             raise NotByParts("it is no box of its storage")
-        dims.append(at.pop(step) if size > 1 else None)
+        dims.append(at.pop(step) if size > 1 and step else None)
         if (along := dims[-1]) is not None:
             sizes[along] = size
     if 0 in ref.shape or rest or any(o + s > n for o, s, n in zip(offsets, sizes, base.shape, strict=True)):
         raise NotByParts("it is no box of its storage")
-    return _Window(Box(tuple(offsets), tuple(sizes), tuple(offsets)), tuple(dims))
+    return _Window(Box(tuple(offsets), tuple(sizes), tuple(offsets)), tuple(dims), repeats)
 
 
 def _inside(window: _Window, offsets: Sequence[int], sizes: Sequence[int], num_dims: int) -> Box:
@@ -306,8 +361,8 @@ def _as_window(value: torch.Tensor, window: _Window, sizes: Sequence[int]) -> to
     kept = [dim for dim in window.dims if dim is not None]
     value = value.reshape([value.shape[dim] for dim in sorted(kept)])
     value = value.permute([sorted(kept).index(dim) for dim in kept])
-    assert value.numel() == prod(sizes), "a box has as many elements in every form"
-    return value.reshape(tuple(sizes))
+    value = value.reshape([1 if dim is None else size for dim, size in zip(window.dims, sizes, strict=True)])
+    return value.expand(tuple(sizes)).contiguous() if window.repeats else value
 
 
 __all__ = ["NotByParts", "Regions"]

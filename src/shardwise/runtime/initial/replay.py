@@ -30,6 +30,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.initial.elementwise import apply
 
 DEFAULT_GENERATOR = 0  # the index of torch's global CPU generator on every tape
 
@@ -117,6 +118,14 @@ class Entry:
     @property
     def creates(self) -> frozenset[int]:
         return frozenset(ref.storage for ref in self.results if ref is not None)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether an element of the one result depends on the same elements of the arguments alone."""
+        if torch.Tag.pointwise not in self.target.tags or len(self.results) > 1:
+            return False
+        nested = (self.kwargs, [arg for arg in self.args if isinstance(arg, (list, tuple))])
+        return not any(isinstance(leaf, (Ref, Constant, GeneratorRef)) for leaf in leaves(nested))
 
 
 class Draws(Protocol):
@@ -287,10 +296,10 @@ class _Run:
             self._seek(entry.draw, index)
         args = tuple(map_leaves(arg, self._real) for arg in entry.args)
         kwargs = {key: map_leaves(arg, self._real) for key, arg in entry.kwargs.items()}
-        drawn = self.draws.draw(index, entry) if self.draws is not None and entry.draw is not None else None
-        if drawn is not None and entry.writes:
-            drawn = args[0].copy_(drawn)
-        out = entry.target(*args, **kwargs) if drawn is None else drawn
+        made = None if self.draws is None else self._as_in_parts(self.draws, index, entry, args)
+        if made is not None and entry.writes:
+            made = args[0].copy_(made)
+        out = entry.target(*args, **kwargs) if made is None else made
         if any(ref is not None for ref in entry.results):
             inputs = {
                 leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
@@ -304,6 +313,19 @@ class _Run:
             self.at[entry.draw.generator] = index
             if save:
                 self.saved[index] = self.generators[entry.draw.generator].get_state()
+
+    @staticmethod
+    def _as_in_parts(draws: Draws, index: int, entry: Entry, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """The result with the bits that its parts have where they are made alone; None where that is not done."""
+        if entry.draw is not None:
+            return draws.draw(index, entry)
+        if not entry.is_elementwise:
+            return None
+        if entry.writes:
+            own = args[0].clone(memory_format=torch.contiguous_format)
+            return apply(entry.target, (own, *args[1:]), entry.kwargs, own.shape)
+        shape = next(ref.shape for ref in entry.results if ref is not None)
+        return apply(entry.target, args, entry.kwargs, shape)
 
     def free(self, storages: Iterable[int]) -> None:
         for storage in storages:

@@ -83,8 +83,9 @@ class InitialShards:
             if given is None:
                 full = value.whole() if isinstance(value, Parts) else value
                 held, printed = shard(full, layout, coordinates).detach(), full
-                if isinstance(value, Parts) and full.numel() >= _LARGE:
-                    whole.append(name)
+                if isinstance(value, Parts):  # another rank's part may be made without the rest
+                    printed = full[tuple(slice(_PRINTED) for _ in full.shape)]
+                    whole += [name] if full.numel() >= _LARGE else []
             else:
                 held, printed = given
             if printed.device not in fingerprints:
