@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import shardwise as sw
 from hf.runs import VOCABULARY, Sentences, llama, padded
@@ -28,6 +29,24 @@ def prompts(length: int, count: int = 2) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     ids[0, : length // 3], mask[0, : length // 3] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+class Biased(LlamaForCausalLM):
+    """Some tokens are likelier, as a buffer says."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("bias", torch.zeros(VOCABULARY))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.bias
+        return output
+
+
+def biased() -> Any:
+    torch.manual_seed(0)
+    return Biased(llama().config).double()
 
 
 class Odd:
@@ -84,7 +103,14 @@ def on_ranks() -> dict[str, Any]:
     model = llama().double()
     samples = sw.parallelize(model, sw.plan(model, batch, 2, mode="data_parallel", zero=3))
     single = generation.generator(samples, batch_size=1, max_length=24, chunk=8)  # nothing to split by samples
+    parts = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **TP, layouts={"bias": f"[{VOCABULARY}@tp]"}))
+    with pytest.raises(sw.ShardwiseError, match="the plan splits the buffer bias"):
+        generation.generator(parts, batch_size=2, max_length=24, chunk=8)
+    changed = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **TP))
+    changing = generation.generator(changed, batch_size=2, max_length=24, chunk=8)
+    changed.get_buffer("bias")[5::7] = 3.0
     return {
+        "changed": changing.generate(**prompts(5), **GREEDY).tolist(),
         "single": single.generate(**prompts(13, 1), **GREEDY).tolist(),
         "before": before,
         "after": after,
@@ -101,6 +127,10 @@ def test_ranks_generate_what_one_device_does(run_ranks: RunRanks) -> None:
     torch.manual_seed(0)
     model = llama().double().eval()
     assert found[0]["before"] == texts(model)
+    other = biased().eval()
+    other.bias[5::7] = 3.0
+    assert found[0]["changed"] == other.generate(**prompts(5), **GREEDY).tolist()
+    assert found[0]["changed"] != biased().eval().generate(**prompts(5), **GREEDY).tolist()
     assert found[0]["single"] == model.generate(**prompts(13, 1), **GREEDY).tolist()
     batch = padded([Sentences(4)[index] for index in range(4)])
     model(**batch).loss.backward()

@@ -23,6 +23,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
+from shardwise.runtime.shards import shard
 from shardwise.train.agreement import here
 from shardwise.transformers.one_process import check_same
 
@@ -52,11 +53,12 @@ def generator(par: Parallel, *, batch_size: int, max_length: int, chunk: int = 6
     step.requires_grad_(False)
     chosen = _planned(step, par, batch_size, length) if here()[0] == 0 else None
     own = dict(par.named_buffers())
+    _check_whole(original, own)
     empty = {*dict(step.named_parameters()), *dict(step.named_buffers(recurse=False))}
 
     def value(name: str, tensor: torch.Tensor) -> Any:
         found = own.get(name.removeprefix("model."))
-        if found is not None and found.shape == tensor.shape:
+        if found is not None:
             return found.detach().to("cpu", copy=True)
         if name in empty:
             return torch.zeros(tensor.shape, dtype=tensor.dtype)  # parameters become those of par; caches begin empty
@@ -79,6 +81,14 @@ def _check_kind(model: Any, length: int) -> None:
     if others:
         what = f"{type(model).__name__} has caches of another kind ({', '.join(others)}) than keys and values"
         raise ShardwiseError(problem(what, fix="generate on one device, from what sw.save_pretrained writes"))
+
+
+def _check_whole(model: Any, own: dict[str, torch.Tensor]) -> None:
+    """Raise ShardwiseError for a buffer of which ``own``, this rank's, has a part only."""
+    split = sorted(name for name, buffer in model.named_buffers() if name in own and own[name].shape != buffer.shape)
+    if split:
+        what = f"the plan splits the buffer {split[0]}, which a generator takes whole"
+        raise ShardwiseError(problem(what, fix=f"plan with it whole: layouts={{{split[0]!r}: ...}}"))
 
 
 class _Step(torch.nn.Module):
@@ -190,7 +200,7 @@ class _Generation:
         self._known: dict[int, torch.nn.Parameter] = {}  # by the ids of par's parameters
 
     def begin(self, prompt: Any, settings: dict[str, Any]) -> None:
-        """Check what the ranks are asked, and take the parameters that there are now."""
+        """Check what the ranks are asked, and take the parameters and buffers that there are now."""
         fix = "give every rank the same prompts and settings, after torch.manual_seed(...) of one seed"
         asked = prompt, sorted(settings.items()), torch.random.get_rng_state()
         check_same(asked, "other prompts, settings or random numbers", fix)
@@ -200,6 +210,12 @@ class _Generation:
             held = table[leaf]
             if held is None or held.data_ptr() != parameter.data_ptr():
                 table[leaf] = self._shared(parameter)
+        buffers, layouts = dict(self.steps.named_buffers()), self.steps.plan.layouts
+        with torch.no_grad():
+            for name, buffer in self.par.named_buffers():
+                if (own := buffers.get(f"model.{name}")) is not None:
+                    layout = layouts.get(f"model.{name}")
+                    own.copy_(buffer if layout is None else shard(buffer, layout, self.steps.coordinates))
 
     def _shared(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """The same memory; one for all names of a tied parameter."""
