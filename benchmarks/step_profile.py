@@ -24,8 +24,9 @@ import torch.distributed as dist
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from shardwise.modes import DispatchMode
 
 Times = dict[str, tuple[float, float]]  # name -> (calls per step, milliseconds of its own per step)
 OPERATORS = ("aten::", "shardwise::")
@@ -64,11 +65,11 @@ class StepProfile:
         return sum(calls for name, (calls, _) in self.functions.items() if not name.startswith("<"))
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(DispatchMode):
     """Counts collectives, and the bytes of the whole message of each."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: dict[str, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

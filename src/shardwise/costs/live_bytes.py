@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.modes import DispatchMode
 
-class LiveBytes(TorchDispatchMode):
+
+class LiveBytes(DispatchMode):
     """Bytes of the storages that appeared while the mode was on and are still there, and the most there were."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._counting = True

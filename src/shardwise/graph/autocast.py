@@ -15,9 +15,10 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import CaptureError, problem
+from shardwise.modes import DispatchMode
 
 DEVICES = ("cpu", "cuda")
 _Call = tuple[str, tuple[torch.dtype, ...]]  # a kernel and the dtypes of its operands
@@ -152,11 +153,11 @@ def _kernels(autocast: Autocast | None, target: OpOverload, call: Callable[..., 
     return _Seen(seen.calls, seen.computing, casts, [tensor.dtype for tensor in tensors])
 
 
-class _Kernels(TorchDispatchMode):
+class _Kernels(DispatchMode):
     """Writes down what reaches the kernels."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[_Call] = []
         self.computing: list[_Call] = []
         self.casts: dict[int, torch.dtype] = {}

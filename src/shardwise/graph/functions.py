@@ -28,13 +28,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd import Function
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.origins import LINE
 from shardwise.graph.trees import constant_key, is_constant, type_name
 from shardwise.graph.widen import widened_call
+from shardwise.modes import DispatchMode
 
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define("function(Tensor[] operands, str function, str arguments, ScalarType lowest) -> Tensor[]")
@@ -244,11 +245,11 @@ def functions_as_operators(line_of: Callable[[FrameType | None], str]) -> Iterat
             replacing.restore()
 
 
-class _Watched(TorchDispatchMode):
+class _Watched(DispatchMode):
     """Refuses what an operator may not do. ``operands``: it may not write into them."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.random: str = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

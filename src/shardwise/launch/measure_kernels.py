@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.costs.fit import KernelTime
 from shardwise.costs.kernels import Called, Work, work_of
 from shardwise.costs.optimizers import update_of
 from shardwise.graph.ir import Ref
+from shardwise.modes import DispatchMode
 from shardwise.programs.forms import Form
 
 Seconds = Callable[[Callable[[], Any]], float]
@@ -76,11 +76,11 @@ def host_bandwidth(seconds: Seconds, device: torch.device, num_bytes: int) -> fl
     return here.nbytes / slower
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(DispatchMode):
     """Keeps the calls whose kind of kernel has a figure of its own, each with its work."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: list[tuple[Callable[[], Any], Work]] = []
 
     def __torch_dispatch__(

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.graph.schema import is_random
+from shardwise.modes import DispatchMode
 from shardwise.programs.forms import Form
 
 aten = torch.ops.aten
@@ -156,11 +157,11 @@ def typed(call: Call) -> object:
 # ------------------------------------------------------------------------------------------------------------- tracing
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Writes down the kernels that are called. ``prefix``: of the names of their results."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: dict[int, str] = {}
         self.alive: list[torch.Tensor] = []  # so that no number in ``names`` is given twice
         self.kernels: list[Kernel] = []

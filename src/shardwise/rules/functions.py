@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.graph.functions import FUNCTION
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.graph.trees import constant_key, is_constant
+from shardwise.modes import DispatchMode
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.rule import OpRule
@@ -78,11 +78,11 @@ def _run(kernels: _Kernels, function: str, text: str, lowest: torch.dtype, opera
                 torch.autograd.grad(results, wanted, cotangents, allow_unused=True)
 
 
-class _Kernels(TorchDispatchMode):
+class _Kernels(DispatchMode):
     """Notes the kernels that are called, without the tensors, and the shapes of these."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[object] = []
         self.shapes: set[tuple[int, ...]] = set()
         self.known = True

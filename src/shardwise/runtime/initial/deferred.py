@@ -34,9 +34,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.modes import DispatchMode
 from shardwise.runtime.initial.regions import Regions
 from shardwise.runtime.initial.replay import (
     DEFAULT_GENERATOR,
@@ -140,11 +140,11 @@ def recorded_slot(module: nn.Module, name: str) -> tuple[Tape, Ref] | None:
     return (slots.tape, slots.refs[name]) if isinstance(slots, Slots) and name in slots.refs else None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Puts operators on a tape. ``adopt`` makes tensors from outside part of it, for as long as the recording lasts."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tape = tape
         self._paused = False
         self._adopted: list[tuple[torch.UntypedStorage, tuple[Tape, int] | None]] = []  # with their links before
