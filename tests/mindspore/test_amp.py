@@ -268,6 +268,8 @@ def clipped_step(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor], str
     try:
         clip_by_global_norm([grad * 2 for grad in grads])
     except ShardwiseError as error:
+        with pytest.raises(ShardwiseError, match="gradients of a plan, which has reduced them"):
+            DistributedGradReducer(parameters)(grads)
         refused = str(error)
     return [*once, *each], [*clip_by_global_norm(once, 0.125)], refused
 

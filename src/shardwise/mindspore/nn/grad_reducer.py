@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import problem
+from shardwise.errors import ShardwiseError, problem
 from shardwise.launch import rank_groups
-from shardwise.mindspore import context
+from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import GlobalComm, find_group
+from shardwise.mindspore.holding import parameter_of
 from shardwise.mindspore.options import Options
 
 Tensor = torch.Tensor
@@ -18,7 +19,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class DistributedGradReducer:
-    """Sums every gradient over the ranks; with ``mean`` divides it by ``degree``.
+    """Sums every gradient over the ranks; with ``mean`` divides it by ``degree``. Raises ShardwiseError for gradients
+    that a plan has split and reduced (semi_auto_parallel, auto_parallel).
 
     ``parameters``: those that the gradients belong to, in their order; a parameter with ``layerwise_parallel`` is
     every rank's own, and its gradient is left alone. ``mean`` is by default the option gradients_mean, ``degree`` the
@@ -56,6 +58,10 @@ class DistributedGradReducer:
         if missing := [i for i, grad in enumerate(grads) if not isinstance(grad, Tensor)]:
             what = f"DistributedGradReducer: gradient {missing[0]} is {grads[missing[0]]!r}, not a tensor"
             raise TypeError(problem(what, fix="give zeros for a parameter that is not used, as all ranks must agree"))
+        if engine.is_split() and any(parameter_of(grad) is not None for grad in grads):
+            what = "DistributedGradReducer is given gradients of a plan, which has reduced them: ranks hold their parts"
+            fix = "leave it out in semi_auto_parallel and auto_parallel; data_parallel is the mode that needs it"
+            raise ShardwiseError(problem(what, fix=fix))
         options, group = context.options(), find_group(self.group)
         results = list(grads)
         for positions in fill_messages(grads, self._shared, options):
