@@ -16,6 +16,7 @@ from shardwise.programs.instructions import (
     Copy,
     Instruction,
     Land,
+    Origin,
     forms_of,
     shares_of,
     with_operands,
@@ -33,10 +34,11 @@ ON_THEIR_WAY = 2
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A memory whose content waits on the host. ``value``: what is copied; ``views``: positions in forward of what
-    makes the other names that backward reads from it."""
+    makes the other names that backward reads from it; ``origin``: of the kernel whose memory it is."""
 
     value: str
     views: tuple[int, ...]
+    origin: Origin
 
 
 def offloaded(program: Program) -> Program:
@@ -80,7 +82,7 @@ def _waiting(program: Program) -> tuple[_Waiting, ...]:
         value = names[0] if len(names) == 1 else memory
         views = _views(forward, maker, names, value)
         if views is not None and _is_dense(program, value) and program.forms[value].num_bytes >= SMALLEST_BYTES:
-            found.append(_Waiting(value, views))
+            found.append(_Waiting(value, views, made.origin))
     return tuple(sorted(found, key=lambda own: maker[own.value]))
 
 
@@ -125,10 +127,9 @@ def _leaving(program: Program, waiting: Sequence[_Waiting]) -> tuple[Instruction
     maker = {name: i for i, instruction in enumerate(program.forward) for name in instruction.results}
     leaves: dict[int, list[Copy]] = {}
     for own in waiting:
-        origin = program.forward[maker[own.value]].origin
         form = program.forms[own.value]
-        at = max(maker[own.value], last_of.get(origin.op, 0))  # its kernels may write to what others of them made
-        leaves.setdefault(at, []).append(Copy(own.value, own.value + ON_HOST, "host", form, origin, apart=True))
+        at = max(maker[own.value], last_of.get(own.origin.op, 0))  # its kernels may write to what others of them made
+        leaves.setdefault(at, []).append(Copy(own.value, own.value + ON_HOST, "host", form, own.origin, apart=True))
     listed: list[Instruction] = []
     away: list[Copy] = []
     for i, instruction in enumerate(program.forward):
