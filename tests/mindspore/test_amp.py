@@ -248,6 +248,7 @@ class Clipping(nn.Cell):
 def clipped_step(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
     """Clipped gradients of a loop of one's own, of the same twice, and what is said of gradients that are computed
     with."""
+    ms.set_seed(1)  # alike on ranks and here, whatever ran before
     if kind == "stages":
         net: nn.Cell = Staged()
         parameters = [*net.first.get_parameters(), *net.last.get_parameters()]

@@ -36,6 +36,13 @@ RunRanks = Callable[..., list[Any]]
 SCRIPT = str(Path(elastic_run.__file__))
 
 
+@pytest.fixture(autouse=True)
+def scripts_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched imports from the folder of the tests, as pytest does."""
+    known = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), known))))
+
+
 def uninterrupted(folder: str, num_steps: int, kind: str) -> None:
     """On one rank: the same run, without losses."""
     elastic_run.train(Path(folder), num_steps, kind, {})
