@@ -349,7 +349,7 @@ class Pipeline(Split):
                 calls.create_groups(spmd)
                 if number in programs:
                     part = one.cut.parts[number]
-                    compiled = calls.compiled_of(spmd, captured, part, call, state)
+                    compiled = calls.compiled_of(spmd, captured, part, call, state, repeats=call.loss_only)
                     returned = {
                         *(part.cotangents or ()),
                         *(one.cut.parts[number - 1].cotangents or () if number else ()),
@@ -467,10 +467,12 @@ class Pipeline(Split):
             updated.update(name for s in part.sources if s.value in part.updated for name in s.names[:1])
         for worker in ready.workers:
             sources = ready.bound.cut.parts[worker.number].source_of
-            for value, gradient in worker.gradients.items():
+            ranks = self.plan.stages[worker.number].placement.ranks
+            with self._exchange(f"gradients of stage {worker.number}", ranks):
+                gradients = worker.end()
+            for value, gradient in gradients.items():
                 name = sources[value].names[0]
                 totals[name] = totals[name] + gradient if name in totals else gradient
-            worker.gradients = {}
         for name, group in self._shared.items():
             if name in updated and state[name].requires_grad:
                 parameter = state[name]

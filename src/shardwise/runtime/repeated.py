@@ -1,9 +1,9 @@
 """Passes of one size on this rank: what a step does once (``programs.once``) runs around them, and the gradients of
-passes add up on this rank alone."""
+passes add up on this rank alone. Passes follow each other, or are under way together, as those of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -63,8 +63,7 @@ class Running:
         program = emitted.program
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.no_grad():
-            forward = observed or emitted.forward.forward
-            delivered, written, saved = forward(*tensors, *self.given)
+            delivered, written, saved = self.forward(tensors, observed)
             kept = list(saved) if hooks is None else [_through(hooks, value) for value in saved]
             del saved
             named = zip(program.cotangents, delivered, strict=True)
@@ -74,15 +73,26 @@ class Running:
                     problem("the loss depends on no parameter that requires a gradient", fix="thaw a parameter")
                 )
             found = emitted.backward.forward(kept, *ones)
-            held = {_memory(tensor) for tensor in (*tensors, *self.given)} if not self.sums else set()
-            for source, gradient in zip(program.gradients, found, strict=True):
-                if source in self.sums:
-                    self.sums[source].add_(gradient)
-                    continue
-                # A compiler may return one tensor for two gradients: what is added to is nobody else's.
-                self.sums[source] = gradient.clone() if _memory(gradient) in held else gradient
-                held.add(_memory(gradient))
+            self.add(dict(zip(program.gradients, found, strict=True)), tensors)
         return delivered, written
+
+    def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
+        """Forward of a pass: (delivered, mutations, saved)."""
+        found: tuple[Any, Any, Any] = (observed or self.step.each.forward.forward)(*tensors, *self.given)
+        return found
+
+    def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
+        """Add the gradients that a pass has found. ``read``: what is read later; its memory is not added to."""
+        held: set[int] = set()
+        if not gradients.keys() <= self.sums.keys():
+            held = {_memory(tensor) for tensor in (*read, *self.given)}
+        for source, gradient in gradients.items():
+            if source in self.sums:
+                self.sums[source].add_(gradient)
+                continue
+            # A compiler may return one tensor for two gradients: what is added to is nobody else's.
+            self.sums[source] = gradient.clone() if _memory(gradient) in held else gradient
+            held.add(_memory(gradient))
 
     def end(self) -> dict[str, Tensor]:
         """Source -> the gradient of what is stored, of all passes together."""
