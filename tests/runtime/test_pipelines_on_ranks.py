@@ -86,6 +86,7 @@ def with_schedules(names: list[str]) -> dict[str, float]:
             assert kept == ([4] if name == "GPipe" else [2 if first else 1]), (name, kept)
         if name == "1F1B":
             check_calls(par, reference)
+            check_scaled(par, reference)
         if name == "Solved":
             check_solved(par, reference)
         if name == "ZBVZeroBubble":
@@ -124,6 +125,35 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
         split.step(*staged_batch(8))
     with pytest.raises(sw.PlanError, match="under a plan of stages there is no compile=True"):
         sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
+
+
+def check_scaled(par: Pipeline, reference: torch.nn.Module) -> None:
+    """A scaled loss: gradients are those of one device times a power of two; an infinity of one stage is one of all."""
+    ids, labels = staged_batch(7, seed=5)
+    optimizer = torch.optim.SGD(par.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    par.zero_grad()
+    reference.zero_grad()
+    loss = par.step(ids, labels, scaler=scaler)
+    wanted, _ = reference(ids, labels)
+    wanted.backward()
+    assert loss is not None
+    assert abs(float(loss - wanted)) < TOLERANCE
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in par.named_parameters():
+        want, have = gradients[name], parameter.grad
+        assert want is not None
+        assert have is not None
+        assert float((have / 2**10 - want).abs().max()) < TOLERANCE, name
+    before = [p.detach().clone() for p in par.parameters()]
+    if dist.get_rank() == 0:
+        next(p for p in par.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(a, b) for a, b in zip(before, par.parameters(), strict=True)), "all stages skip the step"
+    par.zero_grad()
+    reference.zero_grad()
 
 
 class no_warning:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
@@ -75,13 +73,6 @@ def pipeline_of(
     """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
     be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
     scheduled."""
-    if call.precision.compute == torch.float16:
-        raise PlanError(
-            problem(
-                "float16 needs a scaled loss, and under stages the loss is differentiated inside of par.step",
-                fix="compute in bfloat16, or plan without stages",
-            )
-        )
     schedule = schedule_of(asked.schedule or "1F1B")
     marks = marks_of(call.module)
     num_stages = _num_stages(asked.stages, marks)

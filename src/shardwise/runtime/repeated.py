@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.programs.rank_program import Program
@@ -55,10 +56,10 @@ class Running:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def run(
-        self, tensors: Sequence[Tensor], observed: Forward | None = None
+        self, tensors: Sequence[Tensor], scale: Tensor | None = None, observed: Forward | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Forward and backward of a pass: (delivered, mutations). ``observed``: runs forward instead of the plain
-        program's own. The cotangent of the loss is 1."""
+        """Forward and backward of a pass: (delivered, mutations). ``scale``: the cotangent of the loss (1);
+        ``observed``: runs forward instead of the plain program's own."""
         emitted = self.step.each if observed is None else self.step.plain
         program = emitted.program
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -67,12 +68,12 @@ class Running:
             kept = list(saved) if hooks is None else [_through(hooks, value) for value in saved]
             del saved
             named = zip(program.cotangents, delivered, strict=True)
-            ones = [torch.ones_like(value) for name, value in named if name is not None]
-            if not ones:
+            cotangents = [cotangent_of(value, scale) for name, value in named if name is not None]
+            if not cotangents:
                 raise ShardwiseError(
                     problem("the loss depends on no parameter that requires a gradient", fix="thaw a parameter")
                 )
-            found = emitted.backward.forward(kept, *ones)
+            found = emitted.backward.forward(kept, *cotangents)
             self.add(dict(zip(program.gradients, found, strict=True)), tensors)
         return delivered, written
 
@@ -106,6 +107,19 @@ class Running:
         return self.sums
 
 
+def cotangent_of(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """The cotangent of a loss that is multiplied by ``scale`` (None: 1) for backward."""
+    return torch.ones_like(loss) if scale is None else scale.to(loss.dtype).expand_as(loss).clone()
+
+
+def scale_of(scaler: GradScaler | None, device: torch.device) -> Tensor | None:
+    """By what a scaler multiplies losses now; None: by nothing."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return scale
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -116,4 +130,4 @@ def _through(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], val
     return unpack(pack(value)) if isinstance(value, Tensor) else value
 
 
-__all__ = ["RepeatedStep", "Running"]
+__all__ = ["RepeatedStep", "Running", "cotangent_of", "scale_of"]

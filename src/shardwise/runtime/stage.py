@@ -27,7 +27,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit_backward
 from shardwise.runtime.memory_of_outputs import written_back
 from shardwise.runtime.passes import rows_of_pass
-from shardwise.runtime.repeated import Running
+from shardwise.runtime.repeated import Running, cotangent_of
 from shardwise.runtime.shards import shard
 
 
@@ -133,13 +133,15 @@ class StageProgram:
 @dataclass
 class Step:
     """What the stages of this rank get for one step. ``inputs``: whole, by name; ``with_samples``: those that
-    micro-batches divide; ``whole``: the values of the prelude."""
+    micro-batches divide; ``whole``: the values of the prelude; ``scale``: by what the loss is multiplied for
+    backward."""
 
     inputs: Mapping[str, Tensor]
     with_samples: frozenset[str]
     whole: Mapping[str, Tensor]
     seed: Tensor
     device: torch.device
+    scale: Tensor | None = None
 
 
 @dataclass
@@ -286,7 +288,8 @@ class StageWorker:
                 form = own.program.forms[name]
                 assert value == own.part.loss, f"no cotangent of {value} has come"
                 assert self.step is not None, "a step has begun"
-                found[name] = torch.ones(form.shape, dtype=form.dtype, device=self.step.device)
+                loss = torch.empty(form.shape, dtype=form.dtype, device=self.step.device)
+                found[name] = cotangent_of(loss, self.step.scale)
         return found
 
     def end(self) -> dict[str, Tensor]:
