@@ -16,6 +16,7 @@ from models import zoo_transformers
 from models.tiny_models import gpt2, llama
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.schedule import SCHEDULES
+from shardwise.runtime.compiled import Kernels
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.shards import shard
 
@@ -87,10 +88,13 @@ def with_schedules(names: list[str]) -> dict[str, float]:
         if name == "1F1B":
             check_calls(par, reference)
             check_scaled(par, reference)
+            check_compiled(par.plan, reference)
         if name == "Solved":
             check_solved(par, reference)
         if name == "ZBVZeroBubble":
             check_outputs(par, reference)
+            with pytest.raises(sw.PlanError, match=r"weights apart, and compiled .*\n.*does not \(GPipe, 1F1B"):
+                sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
     return found
 
 
@@ -123,8 +127,32 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
     split.requires_grad_(True)
     with pytest.raises(sw.ShardwiseError, match="was frozen when the module was split"):
         split.step(*staged_batch(8))
-    with pytest.raises(sw.PlanError, match="under a plan of stages there is no compile=True"):
-        sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
+
+
+def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
+    """Compiled kernels in stages, over a batch that does not divide."""
+    ids, labels = staged_batch(7, seed=6)
+    compiled = sw.parallelize(copy.deepcopy(reference), plan, compile=True)
+    assert isinstance(compiled, Pipeline)
+    reference.zero_grad()
+    wanted, _ = reference(ids, labels)
+    wanted.backward()
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    for _ in range(2):
+        compiled.zero_grad()
+        loss = compiled.step(ids, labels)
+        assert loss is not None
+        assert abs(float(loss - wanted)) < TOLERANCE
+        for name, parameter in compiled.named_parameters():
+            want, have = gradients[name], parameter.grad
+            assert want is not None
+            assert have is not None
+            assert float((have - want).abs().max()) < TOLERANCE, name
+    programs = [own.program for ready in compiled._ready.values() for w in ready.workers for own in w.programs.values()]
+    assert len(programs) == 2, "of two sizes"
+    for program in programs:
+        assert any(isinstance(getattr(i, "target", None), Kernels) for i in (*program.forward, *program.backward))
+    reference.zero_grad()
 
 
 def check_scaled(par: Pipeline, reference: torch.nn.Module) -> None:
