@@ -87,7 +87,8 @@ def parallelize(
     size = dist.get_world_size()
     if agreed.is_pipeline:
         _check_pipeline(agreed, size, inputs, check_replicas, host, compile)
-        compile = False
+        if schedule_of(agreed.schedule, agreed.order).splits_backward:
+            compile = False
     else:
         _check_ranks(agreed, size)
     if device is None:
