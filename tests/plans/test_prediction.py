@@ -134,3 +134,12 @@ def test_a_plan_must_fit_beside_the_reserve_of_its_devices_and_says_so() -> None
         on(2 * peak, 1.9 * peak)
     given = on(2 * peak, 1.9 * peak, memory_bytes=2 * peak)
     assert given.prediction.peak_bytes <= 2 * peak, "what is given is clear of any reserve"
+
+
+def test_the_prediction_of_a_plan_that_was_not_priced_is_refused_with_the_mend() -> None:
+    model, inputs = FourConsumers(), (torch.randn(8, 16),)
+    plan = sw.plan(model, inputs, 2, mode="data_parallel")
+    assert plan.predicted is None
+    with pytest.raises(sw.PlanError, match=r"no prediction: it was not chosen by price(?s:.)*dynamic_programming"):
+        _ = plan.prediction
+    assert "predicted" not in sw.Plan.from_json(plan.to_json()).to_json(), "files keep their names"
