@@ -9,10 +9,11 @@ try:
     from shardwise.transformers.generation import generator
     from shardwise.transformers.trainer import ShardwiseTrainer
 except ModuleNotFoundError as error:
-    if error.name not in ("transformers", "accelerate"):
+    needed = (error.name or "").partition(".")[0]
+    if needed not in ("transformers", "accelerate"):
         raise
     raise ImportError(
-        problem(f"shardwise.transformers needs {error.name}: it is missing", fix='pip install "shardwise[hf]"')
+        problem(f"shardwise.transformers needs {needed}: {error}", fix='pip install "shardwise[hf]"')
     ) from error
 
 __all__ = ["ShardwiseTrainer", "generator"]
