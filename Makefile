@@ -45,7 +45,7 @@ SHELL := /bin/bash
 .PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
 
 TORCH := torch==2.13.0
-OLDEST := 2.12.0
+OLDEST := 2.12.1
 NEWEST := 2.14.1
 TORCH_INDEX ?=
 VENV := .venv
