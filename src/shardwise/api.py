@@ -39,7 +39,7 @@ from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.vjp import Kinds
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.joined import Joined
-from shardwise.report.planned import Planned
+from shardwise.report.planned import Planned, Staged
 from shardwise.runtime.agree import working
 from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, Search
@@ -191,7 +191,8 @@ def plan(
             )
             template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
             own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
-            return pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
+            found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
+            return Staged.of(found)
         samples = num_samples(call.arguments)
         batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
         wanted = Settings(
