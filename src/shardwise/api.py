@@ -37,10 +37,11 @@ from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.vjp import Kinds
+from shardwise.progress import doing
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.joined import Joined
 from shardwise.report.planned import Planned, Staged
-from shardwise.runtime.agree import working
+from shardwise.runtime.agree import shown_once, working
 from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, Search
 from shardwise.search.decide import decide
@@ -132,7 +133,7 @@ def plan(
         _check_mesh(mesh, cluster)
     precision = (precision or Precision()).at_hand
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision)
-    with working(), no_autocast():  # other ranks wait for rank 0
+    with shown_once("planning"), working(), no_autocast():  # other ranks wait for rank 0
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
@@ -140,6 +141,7 @@ def plan(
                 PlanWarning,
                 stacklevel=2,
             )
+        doing("capturing the model")
         captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
         if search is None:

@@ -32,6 +32,7 @@ from shardwise.plans.stages import bound, step_graph
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Spmd
+from shardwise.progress import each, shown
 from shardwise.proof.comparison import Difference, Key, compare
 from shardwise.proof.dtypes import InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
@@ -98,6 +99,7 @@ class Report:
         return "\n".join(lines)
 
 
+@shown("proving the plan")
 def verify(
     module: torch.nn.Module,
     example_inputs: Any,
@@ -148,7 +150,7 @@ def verify(
     worst: dict[Key, Difference] = {}
     records: list[tuple[Collective, ...]] = []
     earlier: list[tuple[Values, list[Values]]] = []
-    for step in range(steps):
+    for step in each(range(steps), lambda step: f"steps on one device and on {plan.num_ranks} virtual ranks"):
         expected = single.step(step)
         actual = ranks.step(step)
         if step == 0:

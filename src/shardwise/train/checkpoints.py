@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
+from shardwise.runtime.agree import shown_once
 from shardwise.runtime.split import Split
 from shardwise.texts import check_texts
 from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
@@ -103,6 +104,7 @@ class _Saver:
 _savers: WeakKeyDictionary[torch.nn.Module, _Saver] = WeakKeyDictionary()
 
 
+@shown_once("saving a checkpoint")
 def save_checkpoint(
     path: str | Path,
     par: torch.nn.Module,
