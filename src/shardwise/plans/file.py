@@ -360,6 +360,8 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     younger = {"weight": 0.0, "send": 0.0, "update": 0.0}  # than the version; so are bound and memory
     stages_seen = [{**younger, **one} if isinstance(one, dict) else one for one in listed]
     own = tuple(_entry(StagePrediction, one, f"pipeline.stages[{i}]") for i, one in enumerate(stages_seen))
+    if isinstance(data, dict) and len(own) != len(stages):
+        raise PlanError(f"pipeline.stages has {len(own)} entries, and the plan {len(stages)} stages")
     rest = {"bound_seconds": 0.0, "memory_bytes": 0.0, **data} if isinstance(data, dict) else data
     if isinstance(rest, dict):
         rest.pop("stages")

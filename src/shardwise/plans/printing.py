@@ -186,7 +186,7 @@ def _predicted(plan: Plan, own: Prediction) -> list[str]:
 
     passes = f" ({own.passes} passes of {format_seconds(own.pass_seconds)})" if own.passes > 1 else ""
     lines = [
-        f"  predicted step {measured(own.pass_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
+        f"  priced step {measured(own.pass_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
         f"communication {format_seconds(own.exposed)}, parameter traffic {format_seconds(own.traffic)} "
         "(overlaps with compute)",
         f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}",

@@ -104,7 +104,6 @@ class _Saver:
 _savers: WeakKeyDictionary[torch.nn.Module, _Saver] = WeakKeyDictionary()
 
 
-@shown_once("saving a checkpoint")
 def save_checkpoint(
     path: str | Path,
     par: torch.nn.Module,
@@ -175,7 +174,8 @@ def save_checkpoint(
     saving = Saving(Job(path, rank, num_ranks, files, manifest, keep, patience_seconds()))
     if blocking:
         try:
-            saving.wait()
+            with shown_once("saving a checkpoint"):
+                saving.wait()
         finally:
             saver.buffers.clear()
     else:

@@ -66,7 +66,7 @@ for (const part of document.querySelectorAll(".holdings")) {
     said.textContent = `${tensor.dataset.name}: ` + what.slice(0, 16).join(", ") + (what.length > 16 ? ` and ${what.length - 16} more` : "");
   };
   for (const tensor of part.querySelectorAll(".tensor")) {
-    tensor.addEventListener("mouseenter", () => show(tensor));
+    tensor.addEventListener("mousemove", () => tensor === now || show(tensor)); // not what a scroll brings under it
     tensor.querySelector("summary").addEventListener("focus", () => show(tensor));
   }
   const first = part.querySelector(".tensor");
