@@ -27,6 +27,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
+from shardwise.runtime.agree import shown_once
 from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned, check_frozen
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
@@ -338,7 +339,9 @@ class Parallel(Split):
             if batch is None:
                 check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
             call = Call(self._examples(flat, spec, shapes), *mode)
-            compiled = self._compiled[key] = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
+            with shown_once("writing the program of every rank"):
+                compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
+            self._compiled[key] = compiled
         if torch.is_grad_enabled():
             _check_gradients(compiled, tensors)
         if batch is None:  # of a batch on the host only this rank's part comes to the device
