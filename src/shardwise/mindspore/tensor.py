@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import problem
-from shardwise.mindspore.tensor_methods import METHODS, dtype_of
+from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
 class Tensor(torch.Tensor):
@@ -52,6 +52,11 @@ class Tensor(torch.Tensor):
         args, kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    @staticmethod
+    def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+        """A tensor that shares an array's memory."""
+        return from_numpy(array)
+
     vars().update(METHODS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -73,7 +78,10 @@ def plain(x: Any) -> Any:
 
 class Parameter(nn.Parameter):
     """A parameter with a name. ``name``: the one in checkpoints, by default the path of its attribute.
-    ``layerwise_parallel``: every rank has another one, so its gradient is not reduced."""
+    ``layerwise_parallel``: every rank has another one, so its gradient is not reduced. Assignments (``p += 1``,
+    ``p[0] = 1``) are no part of what is differentiated."""
+
+    vars().update(by_caller(Tensor))
 
     def __new__(
         cls,

@@ -131,11 +131,30 @@ class Cell(nn.Module):
         """Kept for programs that say the shapes of their inputs: calls of other shapes are captured as they come."""
         self._inputs = named or inputs
 
-    def add_flags(self, **flags: Any) -> Cell:
+    def add_flags(self, *values: Any, **flags: Any) -> Cell:
         """Kept for programs that call it."""
         return self
 
-    add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = add_flags
+    add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = set_acc = flatten_weights = add_flags
+    compile = update_cell_type = set_param_ps = offload = add_flags
+    phase = "train"  # kept for programs that read it
+
+    @property
+    def cls_name(self) -> str:
+        return type(self).__name__
+
+    def get_flags(self) -> dict[str, Any]:
+        return {}
+
+    def extend_repr(self) -> str:
+        """What is printed of the cell beside its name: torch's ``extra_repr``."""
+        return ""
+
+    def extra_repr(self) -> str:
+        return self.extend_repr()
+
+    def insert_param_to_cell(self, param_name: str, param: Any, check_name_contain_dot: bool = True) -> None:
+        setattr(self, param_name, param)
 
     def init_parameters_data(self, auto_parallel_mode: bool = False) -> dict[Any, Any]:
         """Parameters have their values already: each stands for itself."""
@@ -273,25 +292,47 @@ def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
 
 
 class SequentialCell(Cell):
-    """Cells one after the other: ``SequentialCell(a, b)`` or ``SequentialCell([a, b])``."""
+    """Cells one after the other: ``SequentialCell(a, b)``, ``SequentialCell([a, b])``, or with names
+    ``SequentialCell(OrderedDict([("first", a), ("second", b)]))``."""
 
     def __init__(self, *cells: Any) -> None:
         super().__init__()
-        listed = list(cells[0].values()) if len(cells) == 1 and isinstance(cells[0], dict) else cells
-        if len(listed) == 1 and isinstance(listed[0], (list, tuple)):
-            listed = listed[0]
-        for number, cell in enumerate(listed):
-            self.add_module(str(number), cell)
+        given: Any = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple, dict)) else cells
+        named = given.items() if isinstance(given, dict) else enumerate(given)
+        for name, cell in named:
+            self.add_module(str(name), cell)
+
+    @property
+    def cell_list(self) -> list[nn.Module]:
+        return list(self.children())
 
     def append(self, cell: nn.Module) -> SequentialCell:
         self.add_module(str(len(self._modules)), cell)
         return self
 
+    def insert(self, index: int, cell: nn.Module) -> None:
+        """Before the cell that is at ``index``; all are numbered anew."""
+        listed = self.cell_list
+        listed.insert(index, cell)
+        self._modules.clear()
+        for number, own in enumerate(listed):
+            self.add_module(str(number), own)
+
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self.children())[index]
+    def __getitem__(self, index: int | slice) -> Any:
+        found = self.cell_list[index]
+        return type(self)(*found) if isinstance(found, list) else found
+
+    def __setitem__(self, index: int, cell: nn.Module) -> None:
+        self.add_module(list(self._modules)[index], cell)
+
+    def __delitem__(self, index: int) -> None:
+        del self._modules[list(self._modules)[index]]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children())
 
     def construct(self, x: Any) -> Any:
         for cell in self.children():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,20 @@ def save_checkpoint(
     integrated_save: bool = False,
     append_dict: dict[str, Any] | None = None,
     optimizer: Optimizer | None = None,
+    *,
+    async_save: bool = False,
+    choice_func: Callable[[str], bool] | None = None,
+    format: str = "ckpt",
 ) -> None:
     """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them; with
     ``integrated_save`` whole: all ranks call it then.
 
     Buffers (running statistics) are saved, too, and the states of an optimizer: of ``optimizer``, or of a cell that
-    trains (``nn.TrainOneStepCell``).
+    trains (``nn.TrainOneStepCell``). ``choice_func``: whether a parameter of this name is saved. ``async_save`` is
+    taken; the file is written when this returns.
     """
+    if format != "ckpt":
+        raise ValueError(problem(f"format is {format!r}", fix="ckpt; safetensors.torch.save_file writes the other"))
     if isinstance(save_obj, nn.Module):
         trains = getattr(save_obj, "optimizer", None)
         optimizer = optimizer or (trains if isinstance(trains, Optimizer) else None)
@@ -54,6 +61,8 @@ def save_checkpoint(
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
+    if choice_func is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if choice_func(name)}
     kept: dict[str, tuple[torch.Tensor, Held | None, torch.Tensor | None]] = {}  # a tensor, and whose state it is
     for name, tensor in tensors.items():
         if integrated_save:
@@ -112,13 +121,39 @@ def entry_of(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
     return entry
 
 
-def load_checkpoint(ckpt_file_name: str, net: nn.Module | None = None, strict_load: bool = False) -> dict[str, Any]:
-    """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. Raises ValueError for another kind
-    of file."""
+def load_checkpoint(
+    ckpt_file_name: str,
+    net: nn.Module | None = None,
+    strict_load: bool = False,
+    filter_prefix: str | Sequence[str] | None = None,
+    specify_prefix: str | Sequence[str] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+) -> dict[str, Any]:
+    """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. ``filter_prefix``: beginnings of
+    names that are left out; ``specify_prefix``: of those that are read; ``choice_func``: whether a name is. Raises
+    ValueError for another kind of file, or if nothing is left of it."""
     parameters, info, _ = read(ckpt_file_name)
+    without, only = (() if own is None else (own,) if isinstance(own, str) else tuple(own)
+                     for own in (filter_prefix, specify_prefix))  # fmt: skip
+    kept = {
+        name: entry
+        for name, entry in parameters.items()
+        if not name.startswith(without) and (not only or name.startswith(only))
+        and (choice_func is None or choice_func(name))
+    }  # fmt: skip
+    if parameters and not kept:
+        what = f"none of the {len(parameters)} parameters of {ckpt_file_name} is chosen"
+        raise ValueError(problem(what, fix=f"prefixes of {', '.join(list(parameters)[:3])}, ..."))
+    parameters = kept
+    info = {name: _as_value(name, own) for name, own in info.items()}
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
     return {**parameters, **info}
+
+
+def _as_value(name: str, value: Any) -> Any:
+    """What was appended; a number as a parameter, which is no part of a network."""
+    return Parameter(torch.tensor(value), name, requires_grad=False) if isinstance(value, (int, float)) else value
 
 
 def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
@@ -206,7 +241,7 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
 
 
 def load_param_into_net(
-    net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
+    net: Any, parameter_dict: dict[str, Any], strict_load: bool = False, *, remove_redundancy: bool = False
 ) -> tuple[list[str], list[str]]:
     """Give a network, or an optimizer, what is its own in a checkpoint. Returns the names that the checkpoint lacks and
     those that the network lacks.
