@@ -1,6 +1,8 @@
 """DLRM: tables whose rows lie on different devices, a pairwise interaction, and products split over columns (rows A9,
 B9, D5)."""
 
+import itertools
+
 import numpy as np
 
 import shardwise.mindspore as ms
@@ -13,7 +15,7 @@ class MLP(nn.Cell):
     def __init__(self, sizes, last=None):
         super().__init__()
         layers = []
-        for place, (ins, outs) in enumerate(zip(sizes[:-1], sizes[1:])):
+        for place, (ins, outs) in enumerate(itertools.pairwise(sizes)):
             is_last = place == len(sizes) - 2
             layers.append(nn.Dense(ins, outs, weight_init="XavierUniform", activation=last if is_last else "relu"))
         self.layers = nn.SequentialCell(*layers)
@@ -50,7 +52,9 @@ def main(steps=4):
     init()
     ranks = get_group_size()
     if ranks > 1:
-        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=ranks, dataset_strategy="full_batch")
+        ms.set_auto_parallel_context(
+            parallel_mode="semi_auto_parallel", device_num=ranks, dataset_strategy="full_batch"
+        )
     ms.set_seed(6)
     net = DLRM(devices=ranks)
     loss_fn = nn.BCEWithLogitsLoss()

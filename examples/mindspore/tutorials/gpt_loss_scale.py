@@ -2,13 +2,13 @@
 A7, B9, B11, B24, C6)."""
 
 import numpy as np
+from shardwise.mindspore.nn.learning_rate_schedule import CosineDecayLR, LearningRateSchedule, WarmUpLR
+from shardwise.mindspore.nn.wrap.loss_scale import TrainOneStepWithLossScaleCell
 
 import shardwise.mindspore as ms
 from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from shardwise.mindspore.common.initializer import Normal, TruncatedNormal, initializer
 from shardwise.mindspore.communication import get_group_size, init
-from shardwise.mindspore.nn.learning_rate_schedule import CosineDecayLR, LearningRateSchedule, WarmUpLR
-from shardwise.mindspore.nn.wrap.loss_scale import TrainOneStepWithLossScaleCell
 from shardwise.mindspore.ops import composite as C
 from shardwise.mindspore.ops import functional as F
 from shardwise.mindspore.ops import operations as P

@@ -1,5 +1,5 @@
-"""ResNet on CIFAR-10's files in automatic parallelism: strategies by a search, a loss with smoothed labels, parameters in
-groups, a rate per step and a fixed loss scale (rows A11, B8, B16, B18, D9).
+"""ResNet on CIFAR-10's files in automatic parallelism: strategies by a search, a loss with smoothed labels, parameters
+in groups, a rate per step and a fixed loss scale (rows A11, B8, B16, B18, D9); and in two stages (D10).
 
 shardwise run -n 8 examples/mindspore/tutorials/resnet_cifar.py FOLDER
 """
@@ -7,6 +7,9 @@ shardwise run -n 8 examples/mindspore/tutorials/resnet_cifar.py FOLDER
 import sys
 
 import numpy as np
+from shardwise.mindspore.nn.loss.loss import LossBase
+from shardwise.mindspore.nn.optim import Momentum
+from shardwise.mindspore.train.loss_scale_manager import FixedLossScaleManager
 
 import shardwise.mindspore as ms
 import shardwise.mindspore.common.initializer as weight_init
@@ -16,12 +19,9 @@ import shardwise.mindspore.dataset.vision as C
 from shardwise.mindspore import Tensor, context, nn
 from shardwise.mindspore import dtype as mstype
 from shardwise.mindspore.communication.management import get_group_size, get_rank, init
-from shardwise.mindspore.nn.loss.loss import LossBase
-from shardwise.mindspore.nn.optim import Momentum
 from shardwise.mindspore.ops import functional as F
 from shardwise.mindspore.ops import operations as P
 from shardwise.mindspore.train.callback import Callback, LossMonitor, TimeMonitor
-from shardwise.mindspore.train.loss_scale_manager import FixedLossScaleManager
 from shardwise.mindspore.train.model import Model
 
 
@@ -64,7 +64,7 @@ class ResNet(nn.Cell):
         super(ResNet, self).__init__()
         self.conv1, self.bn1, self.relu = conv(3, in_channels[0], 3, 2), bn(in_channels[0]), P.ReLU()
         self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, pad_mode="same")
-        stages = zip(layer_nums, in_channels, out_channels, strides)
+        stages = zip(layer_nums, in_channels, out_channels, strides, strict=True)
         self.layers = nn.SequentialCell([self._make_layer(block, *stage) for stage in stages])
         self.mean, self.flatten = P.ReduceMean(keep_dims=True), nn.Flatten()
         self.end_point = nn.Dense(out_channels[-1], num_classes, has_bias=True, bias_init=0)
@@ -146,6 +146,30 @@ def main(folder):
     callbacks = [TimeMonitor(data_size=step_size), LossMonitor(), seen]
     model.train(2, dataset, callbacks=callbacks, sink_size=step_size, dataset_sink_mode=True)
     return seen.losses
+
+
+def staged(steps=2):
+    """The same network in two stages of a pipeline (row D10): the losses of two micro-batches together. Their
+    statistics are each micro-batch's own."""
+    init()
+    if get_group_size() > 1:
+        context.set_auto_parallel_context(parallel_mode="semi_auto_parallel", pipeline_stages=2, full_batch=True)
+    ms.set_seed(2)
+    net = ResNet(ResidualBlock, [2, 1], [8, 16], [16, 32], [1, 2], 10)
+    for cell in (net.conv1, net.bn1, net.layers[0]):
+        cell.pipeline_stage = 0
+    for cell in (net.layers[1], net.end_point):
+        cell.pipeline_stage = 1
+    loss = CrossEntropySmooth(reduction="mean", smooth_factor=0.1, num_classes=10)
+    train = nn.TrainOneStepCell(
+        nn.PipelineCell(nn.WithLossCell(net, loss), 2), Momentum(net.trainable_params(), 0.05, 0.9)
+    )
+    train.set_train()
+    numbers, losses = np.random.RandomState(4), []
+    for _ in range(steps):
+        images = numbers.normal(size=(16, 3, 16, 16)).astype(np.float32)
+        losses.append(float(train(Tensor(images), Tensor(numbers.randint(0, 10, 16), mstype.int32))))
+    return losses
 
 
 if __name__ == "__main__":

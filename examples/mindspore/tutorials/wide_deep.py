@@ -1,7 +1,10 @@
-"""Wide & Deep with two optimizers in one training cell, as recommenders are trained: the wide part by FTRL, the deep one
-by LazyAdam (rows B14, B19, B24)."""
+"""Wide & Deep with two optimizers in one training cell, as recommenders are trained: the wide part by FTRL, the deep
+one by LazyAdam (rows B14, B19, B24)."""
+
+import itertools
 
 import numpy as np
+from shardwise.mindspore.nn.wrap.grad_reducer import DistributedGradReducer
 
 import shardwise.mindspore as ms
 import shardwise.mindspore.dataset as ds
@@ -9,7 +12,6 @@ from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn
 from shardwise.mindspore.common.initializer import Uniform, initializer
 from shardwise.mindspore.communication.management import get_group_size, get_rank, init
 from shardwise.mindspore.context import ParallelMode
-from shardwise.mindspore.nn.wrap.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.ops import composite as C
 from shardwise.mindspore.ops import functional as F
 from shardwise.mindspore.ops import operations as P
@@ -44,7 +46,7 @@ class WideDeepModel(nn.Cell):
         self.wide_b = init_method("zeros", [1], name="Wide_b")
         self.embedding_table = init_method("normal", [vocab_size, emb_dim], name="V_l2")
         sizes = [field_size * emb_dim, *deep_layers]
-        self.deep_layers = nn.CellList([DenseLayer(*pair) for pair in zip(sizes[:-1], sizes[1:])])
+        self.deep_layers = nn.CellList([DenseLayer(*pair) for pair in itertools.pairwise(sizes)])
         self.head = DenseLayer(sizes[-1], 1, use_activation=False)
         self.gather, self.mul, self.reshape = P.Gather(), P.Mul(), P.Reshape()
         self.reduce_sum, self.tile, self.concat = P.ReduceSum(keep_dims=False), P.Tile(), P.Concat(axis=1)

@@ -199,8 +199,9 @@ def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "c
     """The elements, or slices along ``axis``, at some places."""
     places = torch.as_tensor(indices).long()
     if axis is None:
-        return TORCHS["take"](x, places)
-    return torch.index_select(x, axis, places.reshape(-1)).unflatten(axis, places.shape or (1,))
+        return torch.take(x, places)
+    chosen = torch.index_select(x, axis, places.reshape(-1))
+    return chosen.reshape(*x.shape[:axis], *places.shape, *x.shape[axis % x.dim() + 1 :])
 
 
 def single(x: torch.Tensor, index: Any = None) -> Any:

@@ -42,7 +42,7 @@ def _drawn(low: float, high: float) -> float:
 
 
 def _span(degrees: Any) -> tuple[float, float]:
-    return (-degrees, degrees) if np.isscalar(degrees) else (degrees[0], degrees[1])
+    return (-degrees, degrees) if isinstance(degrees, (int, float)) else (degrees[0], degrees[1])
 
 
 def _table(image: Any, change: Any) -> Any:
@@ -86,7 +86,7 @@ def _affine(image: Any, degrees: Any, translate: Any, scale: Any, shear: Any, re
         forward = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
         back = np.linalg.inv(forward @ np.array([[1, skew], [0, 1]]))
         middle = np.array(own.size) / 2
-        offset = middle - back @ (middle + (x, y))
+        offset = middle - back @ (middle + np.array([x, y]))
         rows = (*back[0], offset[0], *back[1], offset[1])
         filters = Image.Resampling.BILINEAR if int(resample) else Image.Resampling.NEAREST
         return own.transform(own.size, Image.Transform.AFFINE, rows, filters, fillcolor=fill_value)
@@ -150,7 +150,7 @@ EFFECTS: dict[str, Function] = {
     "RandomSolarize": lambda image, *, threshold=(0, 255): _solarized(image, sorted(
         np.random.randint(threshold[0], threshold[1] + 1, 2))),
     "Solarize": lambda image, *, threshold: _solarized(
-        image, (threshold, threshold) if np.isscalar(threshold) else threshold),
+        image, (threshold, threshold) if isinstance(threshold, (int, float)) else threshold),
     "SwapRedBlue": lambda image: np.asarray(image)[..., ::-1],
 }  # fmt: skip
 
@@ -161,16 +161,15 @@ def _at_times(probability: float, image: Any, change: Any) -> Any:
 
 def _sigma(kernel_size: Any, sigma: Any) -> float:
     """Of a kernel without a sigma OpenCV's."""
-    size = kernel_size if np.isscalar(kernel_size) else kernel_size[0]
-    given = None if sigma is None else sigma if np.isscalar(sigma) else sigma[0]
+    size, given = (own[0] if isinstance(own, (tuple, list)) else own for own in (kernel_size, sigma))
     return float(given if given else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
 
 
 def _solarized(image: Any, threshold: Any) -> Any:
     """Values within the threshold (of one number: from it on) inverted."""
     low, high = threshold
-    inside = (lambda x: x >= low) if low == high else (lambda x: (low <= x) & (x <= high))
-    return _table(image, lambda x: np.where(inside(x), 255 - x, x))
+    end = 255 if low == high else high
+    return _table(image, lambda x: np.where((low <= x) & (x <= end), 255 - x, x))
 
 
 class Effect:
@@ -190,6 +189,3 @@ CLASSES = {
                                  "__doc__": "As the reference has it."})
     for name, function in EFFECTS.items()
 }  # fmt: skip
-globals().update(CLASSES)
-
-__all__ = ["ConvertMode", *CLASSES]

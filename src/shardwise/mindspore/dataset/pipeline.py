@@ -358,7 +358,6 @@ class PaddedBatch(_Batch):
         sizes = [own if size is None else size for own, size in zip(longest, asked, strict=False)]
         return np.stack([PadEnd([int(size) for size in sizes], value)(part) for part in parts])
 
-
     def filled(self, size: int | None) -> int | None:
         """The size of a dim, if anything but the longest."""
         return size

@@ -254,8 +254,8 @@ class AddToken:
         self.token, self.begin = token, begin
 
     def __call__(self, words: Any) -> Array:
-        ends = [[self.token], np.asarray(words)] if self.begin else [np.asarray(words), [self.token]]
-        return np.concatenate(ends)
+        own = _texts(words)
+        return np.array([self.token, *own] if self.begin else [*own, self.token])
 
 
 class SlidingWindow:

@@ -14,8 +14,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset import effects
-from shardwise.mindspore.dataset.effects import *
+from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode
 from shardwise.mindspore.dataset.transforms import Array, TypeCast
 from shardwise.mindspore.named import absent
 
@@ -371,10 +370,11 @@ class ToType(TypeCast):
 
 
 __all__ = [
-    "HWC2CHW", "Border", "CenterCrop", "Crop", "Decode", "Grayscale", "HorizontalFlip", "Inter", "Invert",
-    "Normalize", "Pad", "RandomColorAdjust", "RandomCrop", "RandomCropDecodeResize", "RandomHorizontalFlip",
-    "RandomResizedCrop", "RandomRotation", "RandomVerticalFlip", "Rescale", "Resize", "Rotate", "ToNumpy",
-    "ToPIL", "ToTensor", "ToType", "VerticalFlip",
+    "HWC2CHW", "Border", "CenterCrop", "ConvertMode", "Crop", "Decode", "Grayscale", "HorizontalFlip", "Inter",
+    "Invert", "Normalize", "Pad", "RandomColorAdjust", "RandomCrop", "RandomCropDecodeResize",
+    "RandomHorizontalFlip", "RandomResizedCrop", "RandomRotation", "RandomVerticalFlip", "Rescale", "Resize",
+    "Rotate", "ToNumpy", "ToPIL", "ToTensor", "ToType", "VerticalFlip",
 ]  # fmt: skip
-__all__ += effects.__all__
+globals().update(CLASSES)
+__all__ += CLASSES
 __getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "vision itself"})

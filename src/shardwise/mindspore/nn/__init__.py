@@ -28,8 +28,8 @@ from shardwise.mindspore.nn.wrap import *
 from shardwise.mindspore.nn.wrapped import *
 
 __all__ = [
-    "ASGD", "SGD", "Cell", "CellDict", "CellList", "DistributedGradReducer", "GraphCell", "Momentum", "Optimizer", "Rprop",
-    "SequentialCell",
+    "ASGD", "SGD", "Cell", "CellDict", "CellList", "DistributedGradReducer", "GraphCell", "Momentum", "Optimizer",
+    "Rprop", "SequentialCell",
 ]  # fmt: skip
 for _family in (activations, adaptive, layers, learning_rates, loss, norms, simple, wrap, wrapped):
     __all__ += _family.__all__

@@ -195,6 +195,6 @@ def _check_range(low: float, high: float) -> None:
 
 __all__ = [
     "CosineDecayLR", "ExponentialDecayLR", "InverseDecayLR", "LearningRateSchedule", "NaturalExpDecayLR",
-    "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr", "exponential_decay_lr", "inverse_decay_lr", "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr",
-    "warmup_lr",
+    "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr", "exponential_decay_lr", "inverse_decay_lr",
+    "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr", "warmup_lr",
 ]  # fmt: skip

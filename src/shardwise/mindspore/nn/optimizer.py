@@ -348,9 +348,9 @@ class ASGD(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(learning_rate, params, weight_decay)
-        self.settings = {"lambd": lambd, "alpha": alpha, "t0": t0}
+        self.lambd, self.alpha, self.t0 = lambd, alpha, t0
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:
             group["lr"] = float(self.get_lr())
-        return torch.optim.ASGD(groups, **self.settings)
+        return torch.optim.ASGD(groups, lambd=self.lambd, alpha=self.alpha, t0=self.t0)

@@ -6,7 +6,7 @@ all taken (``named.WORDS``).
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -79,6 +79,10 @@ def _assigned(variable: Any, change: Any) -> Any:
     return variable
 
 
+def _changed(change: Any, input_x: Any, indices: Any, updates: Any) -> Any:
+    return _assigned(input_x, lambda own: change(own, indices, updates))
+
+
 def _normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, seed: Any = None, dtype: Any = None) -> Any:
     numbers = torch.randn(sizes_of(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
     return numbers * stddev + mean
@@ -101,17 +105,20 @@ def _binary(function: Any) -> Function:
 
 
 # One argument, called input; and two, called input and other.
-_UNARY = """
-    abs acos acosh angle asin asinh atan atanh ceil cos cosh deg2rad det digamma erf erfc erfinv exp exp2 expm1
-    floor frac i0 inverse isfinite isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not neg numel
-    rad2deg reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square t tan tanh trace trunc conj real
-    imag fliplr flipud nonzero atleast_1d atleast_2d atleast_3d signbit logdet view_as_real
-""".split()
-_BINARY = """
-    add atan2 bitwise_and bitwise_or bitwise_xor copysign dot eq floor_divide fmax fmin fmod ge gt hypot inner
-    kron le logaddexp logaddexp2 logical_and logical_or logical_xor lt matmul maximum minimum mul ne outer
-    remainder sub true_divide xlogy gcd lcm heaviside float_power
-""".split()
+_UNARY = [
+    "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "det",
+    "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "inverse", "isfinite",
+    "isinf", "isnan", "isneginf", "isposinf", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "neg",
+    "numel", "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sigmoid", "sign", "sin", "sinc", "sinh", "sqrt",
+    "square", "t", "tan", "tanh", "trace", "trunc", "conj", "real", "imag", "fliplr", "flipud", "nonzero",
+    "atleast_1d", "atleast_2d", "atleast_3d", "signbit", "logdet", "view_as_real",
+]  # fmt: skip
+_BINARY = [
+    "add", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "copysign", "dot", "eq", "floor_divide", "fmax",
+    "fmin", "fmod", "ge", "gt", "hypot", "inner", "kron", "le", "logaddexp", "logaddexp2", "logical_and",
+    "logical_or", "logical_xor", "lt", "matmul", "maximum", "minimum", "mul", "ne", "outer", "remainder", "sub",
+    "true_divide", "xlogy", "gcd", "lcm", "heaviside", "float_power",
+]  # fmt: skip
 _SAME = {
     "absolute": "abs", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arccosh": "acosh", "arcsinh": "asinh",
     "arctanh": "atanh", "arctan2": "atan2", "negative": "neg", "inv": "reciprocal", "multiply": "mul",
@@ -370,8 +377,7 @@ FUNCTIONS: dict[str, Function] = {
     "tuple_to_array": lambda input_x: torch.tensor(input_x),
 }  # fmt: skip
 FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()} | OF_TORCH
-FUNCTIONS |= {name: (lambda own: lambda input_x, *args: _assigned(input_x, lambda x: own(x, *args)))(own)
-              for name, own in SCATTERS.items()}  # fmt: skip
+FUNCTIONS |= {name: partial(_changed, own) for name, own in SCATTERS.items()}
 
 
 def _ours(name: str, function: Function) -> Function:

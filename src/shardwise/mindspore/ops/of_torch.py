@@ -11,12 +11,13 @@ from shardwise.mindspore.named import Function
 
 _HOMES: dict[Any, str] = {
     torch: """
-        adjoint aminmax argwhere bartlett_window blackman_window block_diag cartesian_prod cdist cholesky_inverse
-        cholesky_solve combinations corrcoef cov cumulative_trapezoid diag_embed diagflat diagonal_scatter hamming_window
-        hann_window is_complex is_floating_point is_nonzero isreal kaiser_window ldexp logcumsumexp lu_solve lu_unpack
-        masked_scatter matrix_exp msort mvlgamma nanmean nanmedian nanquantile nextafter polar polygamma positive quantile
-        renorm scatter_reduce select_scatter sgn slice_scatter tensordot trapz tril_indices triu_indices unravel_index
-        vander""",
+                adjoint aminmax argwhere bartlett_window blackman_window block_diag cartesian_prod cdist
+        cholesky_inverse         cholesky_solve combinations corrcoef cov cumulative_trapezoid diag_embed
+        diagflat diagonal_scatter hamming_window         hann_window is_complex is_floating_point is_nonzero
+        isreal kaiser_window ldexp logcumsumexp lu_solve lu_unpack         masked_scatter matrix_exp msort
+        mvlgamma nanmean nanmedian nanquantile nextafter polar polygamma positive quantile         renorm
+        scatter_reduce select_scatter sgn slice_scatter tensordot trapz tril_indices triu_indices
+        unravel_index         vander""",
     torch.linalg: "cholesky eig eigvals lstsq matrix_power pinv qr slogdet solve_triangular vecdot",
     F: """
         adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool3d affine_grid avg_pool1d avg_pool3d conv_transpose2d

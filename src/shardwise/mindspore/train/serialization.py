@@ -26,10 +26,10 @@ FORMAT = "shardwise-rank-checkpoint"
 
 class Slice(Parameter):
     """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one. ``is_state``: of an
-    optimizer. ``path``: where it is, or its parameter, in the network that was saved."""
+    optimizer; ``is_info``: appended. ``path``: where it is, or its parameter, in the network that was saved."""
 
     held: Held | None = None
-    is_state = False
+    is_state = is_info = False
     path = ""
 
 
@@ -153,7 +153,11 @@ def load_checkpoint(
 
 def _as_value(name: str, value: Any) -> Any:
     """What was appended; a number as a parameter, which is no part of a network."""
-    return Parameter(torch.tensor(value), name, requires_grad=False) if isinstance(value, (int, float)) else value
+    if not isinstance(value, (int, float)):
+        return value
+    entry = Slice(torch.tensor(value), name, requires_grad=False)
+    entry.is_info = True
+    return entry
 
 
 def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
@@ -206,7 +210,7 @@ def load_distributed_checkpoint(
     found, info = joined_files(checkpoint_filenames)
     if network is not None:
         load_param_into_net(network, found, strict_load)
-    return {**found, **info}
+    return {**found, **{name: _as_value(name, own) for name, own in info.items()}}
 
 
 def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]]:
@@ -249,7 +253,11 @@ def load_param_into_net(
     A part of a parameter fits a network that is split in the same way, or not yet split: it is split so then. Whole
     parameters fit every network. Raises RuntimeError for other shapes; nothing is changed then.
     """
-    entries = {name: entry for name, entry in parameter_dict.items() if isinstance(entry, torch.Tensor)}
+    entries = {
+        name: entry
+        for name, entry in parameter_dict.items()
+        if isinstance(entry, torch.Tensor) and not getattr(entry, "is_info", False)
+    }
     if isinstance(net, Optimizer):
         taken = net.load_states({name: entry for name, entry in entries.items() if getattr(entry, "is_state", False)})
         return [name for name in net.states() if name not in taken], [name for name in entries if name not in taken]
