@@ -30,7 +30,6 @@ class DLRM(nn.Cell):
         self.tables = ms.ParameterTuple(
             Parameter(initializer(Uniform(0.3), [rows, width], ms.float32), name=f"table_{i}") for i in range(tables)
         )
-        self.table_0, self.table_1, self.table_2 = self.tables
         self.bottom, self.top = MLP([dense, 16, width], "relu"), MLP([width + 6, 16, 1])
         self.gather = ops.Gather().shard(((devices, 1), (1, 1)))
         self.interact = ops.BatchMatMul(transpose_b=True)
@@ -41,8 +40,7 @@ class DLRM(nn.Cell):
 
     def construct(self, dense, ids):
         bottom = self.bottom(dense)
-        tables = (self.table_0, self.table_1, self.table_2)
-        pooled = [self.gather(table, ids[:, i], 0).sum(axis=1) for i, table in enumerate(tables)]
+        pooled = [self.gather(table, ids[:, i], 0).sum(axis=1) for i, table in enumerate(self.tables)]
         features = self.stack((bottom, *pooled))
         products = self.interact(features, features)[:, self.rows, self.columns]
         return self.top(self.concat((bottom, products))).squeeze(-1)

@@ -25,7 +25,7 @@ DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values(
 Axes = int | Sequence[int] | None
 _NAMES = (
     "size", "__getitem__", "__setitem__", "transpose", "split", "repeat", "gather", "max", "min", "mean", "sum", "prod",
-    "all", "any", "std", "var", "take", "item",
+    "all", "any", "std", "var", "take", "item", "view", "clone",
 )  # fmt: skip
 TORCHS: dict[str, Callable[..., Any]] = {
     name: getattr(torch.Tensor, name) for name in _NAMES
@@ -204,6 +204,14 @@ def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "c
     return chosen.reshape(*x.shape[:axis], *places.shape, *x.shape[axis % x.dim() + 1 :])
 
 
+def viewed(x: torch.Tensor, *shape: Any) -> torch.Tensor:
+    """Another shape of the same elements, also where they do not lie in order; of a dtype torch's."""
+    if len(shape) == 1 and not isinstance(shape[0], (int, tuple, list)):
+        of_dtype: torch.Tensor = TORCHS["view"](x, *shape)
+        return of_dtype
+    return x.reshape(*shape)
+
+
 def single(x: torch.Tensor, index: Any = None) -> Any:
     """An element as Python's number: that of ``index``, a place or one per dim; else the only one."""
     if index is None:
@@ -259,6 +267,7 @@ METHODS: dict[str, Any] = {
     "max": _extreme("max"),
     "min": _extreme("min"),
     "take": taken,
+    "view": viewed,
     "item": single,
     "argmax_with_value": _with_value("max"),
     "argmin_with_value": _with_value("min"),
@@ -299,9 +308,9 @@ def _is_torchs(frame: Any) -> bool:
     return isinstance(owner, torch.nn.Module) and not hasattr(owner, "construct")
 
 
-def _otherwise(name: str) -> Any:
+def _otherwise(name: str, own: Any) -> Any:
     """A method that torch has too, by who calls it."""
-    own, torchs = METHODS[name], TORCHS[name]
+    torchs = TORCHS[name]
 
     def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (torchs if _is_torchs(sys._getframe(1)) else own)(x, *args, **kwargs)
@@ -309,9 +318,9 @@ def _otherwise(name: str) -> Any:
     return method
 
 
-def by_caller(kind: type[torch.Tensor]) -> dict[str, Any]:
-    """Methods of parameters: the reference's, for code that means them; and operators, whose results are of ``kind``
-    there, outside of cells."""
+def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, Any]:
+    """Methods of parameters: the reference's, ``clone`` among them, for code that means them; and operators, whose
+    results are of ``kind`` there, outside of cells."""
 
     def operator(name: str) -> Any:
         torchs = getattr(torch.Tensor, name)
@@ -334,17 +343,24 @@ def by_caller(kind: type[torch.Tensor]) -> dict[str, Any]:
 
         return method
 
+    def data(x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = torchs_data.__get__(x)
+        return values if _is_torchs(sys._getframe(1)) else values.as_subclass(kind)
+
+    torchs_data: Any = vars(torch._C.TensorBase)["data"]
     operators = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
     return {
         **NEW,
         **OTHERWISE,
+        "clone": _otherwise("clone", clone),
+        "data": property(data, torchs_data.__set__),
         **{name: operator(name) for name in (*operators, "__neg__", "__matmul__", "__getitem__")},
         **{f"__{name}__": in_place(f"__{name}__") for name in ("iadd", "isub", "imul", "itruediv", "setitem")},
     }
 
 
 # Torch asks its class for ``size``, which stays its own.
-OTHERWISE = {name: _otherwise(name) for name in METHODS if name not in NEW and name != "size"}
+OTHERWISE = {name: _otherwise(name, METHODS[name]) for name in METHODS if name not in NEW and name != "size"}
 _active = [0]  # how many calls are inside of each other
 
 

@@ -17,7 +17,7 @@ from shardwise.mindspore import engine
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.tensor import Parameter
+from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import in_words
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
@@ -93,9 +93,27 @@ class Cell(nn.Module):
             value.instance_name = name
         if isinstance(value, nn.Module) and not isinstance(value, Cell):
             value.train(self.training)
+        if isinstance(value, ParameterTuple) and self._takes(value):
+            vars(self).setdefault("_tuples", {})[name] = tuple(own.name for own in value)
+            return
         super().__setattr__(name, value)
         if isinstance(value, Parameter) and value.param_name is None:
             value.param_name = name
+
+    def __getattr__(self, name: str) -> Any:
+        tuples = vars(self).get("_tuples", {})
+        if name in tuples:  # of the parameters that the cell has now: others stand for them where it is captured
+            return ParameterTuple(getattr(self, own) for own in tuples[name])
+        return super().__getattr__(name)
+
+    def _takes(self, parameters: ParameterTuple) -> bool:
+        """Whether these are parameters of this cell itself, by their own names. Those that are in no cell inside become
+        so."""
+        known = {id(parameter) for parameter in self.parameters()}
+        for own in parameters:
+            if id(own) not in known and own.name and "." not in own.name and not hasattr(self, own.name):
+                setattr(self, own.name, own)
+        return bool(parameters) and all(self._parameters.get(own.name) is own for own in parameters)
 
     # Parameters under the reference's names.
 

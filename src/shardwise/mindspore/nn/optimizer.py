@@ -110,6 +110,9 @@ class Optimizer:
     def is_group(self) -> bool:
         return len(self.groups) > 1
 
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Kept for programs that call it: states have the names of their parameters."""
+
     def trainable_params(self) -> list[nn.Parameter]:
         return list(self.parameters)
 
