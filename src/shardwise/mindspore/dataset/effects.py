@@ -7,10 +7,19 @@ import enum
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
+from shardwise.errors import problem
 from shardwise.mindspore.dataset.transforms import Array
 from shardwise.mindspore.named import Function, bound
+
+try:
+    from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+except ImportError as error:
+    raise ImportError(
+        problem(
+            "the MindSpore dialect reads images with Pillow: it is missing", fix='pip install "shardwise[mindspore]"'
+        )
+    ) from error
 
 
 class ConvertMode(enum.Enum):
@@ -189,3 +198,5 @@ CLASSES = {
                                  "__doc__": "As the reference has it."})
     for name, function in EFFECTS.items()
 }  # fmt: skip
+
+__all__ = ["CLASSES", "ConvertMode", "Image", "ImageEnhance", "ImageOps"]

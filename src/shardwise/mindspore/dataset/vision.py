@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageEnhance, ImageOps
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode
+from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode, Image, ImageEnhance, ImageOps
 from shardwise.mindspore.dataset.transforms import Array, TypeCast
 from shardwise.mindspore.named import absent
 

@@ -1,5 +1,7 @@
 """Operators: primitives (objects), functions, and communication."""
 
+from typing import TYPE_CHECKING, Any
+
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import functions, operations
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
@@ -20,11 +22,16 @@ from shardwise.mindspore.ops.functional import (
 from shardwise.mindspore.ops.functions import *
 from shardwise.mindspore.ops.operations import *
 
-__all__ = [
-    "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "clip_by_global_norm", "clip_by_value", "depend", "grad",
-    "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad", "vjp", "vmap",
-]  # fmt: skip
-__all__ += functions.__all__
-__all__ += operations.__all__
-_OWN_KERNELS = "a function of torch's operators, which can be split: a kernel of one's own is torch.library.custom_op"
-__getattr__ = absent(__name__, lambda: __all__, {"Custom": _OWN_KERNELS, "CustomRegOp": _OWN_KERNELS})
+if not TYPE_CHECKING:  # as in ``operations``
+    __all__ = [
+        "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "clip_by_global_norm", "clip_by_value", "depend",
+        "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad", "vjp", "vmap",
+    ]  # fmt: skip
+    __all__ += functions.__all__
+    __all__ += operations.__all__
+    _OWN = "a function of torch's operators, which can be split: a kernel of one's own is torch.library.custom_op"
+    __getattr__ = absent(__name__, lambda: __all__, {"Custom": _OWN, "CustomRegOp": _OWN})
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Names that are made from tables (``simple``, ``functions``)."""
