@@ -181,7 +181,7 @@ class StageWorker:
                 given = list(tensors)
                 for position in compiled.written:  # later micro-batches write it before backward reads what it was
                     given[position] = tensors[position].clone()
-                delivered, written, saved = compiled.step.emitted.forward.forward(*given)
+                delivered, written, saved = compiled.step.forward(given)
                 self._saved[micro_batch] = dict(zip(own.program.saved, saved, strict=True))
                 self.most_kept = max(self.most_kept, len(self._saved))
             else:
