@@ -54,8 +54,7 @@ class Settings:
     up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
     keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
-    they would be copied; ``converts_once``: whether a step of several passes converts parameters once
-    (``programs.once``; stages do in every pass)."""
+    they would be copied."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -65,7 +64,6 @@ class Settings:
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     levers: Levers = field(default_factory=Levers)
     zero: Zero | None = None
-    converts_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class Planner:
         """The choices on a mesh and their prices."""
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
         axes = Axes.of(mesh, separate_axes(fixed, mesh))
-        again = replace(self.settings.levers.priced(self.graph), converts_once=self.settings.converts_once)
+        again = self.settings.levers.priced(self.graph)
         return cost_graph(self.graph, self.factored, fixed, axes, self.prices(mesh), again)
 
     def prices(self, mesh: Mesh) -> Prices:
@@ -283,10 +281,14 @@ def built(
         choice = stored_apart(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **said})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    spmd = with_levers(spmd, graph, settings.levers, kinds)
-    if settings.passes > 1 and settings.converts_once:
-        spmd = with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
-    return choice, spmd
+    return choice, in_passes(with_levers(spmd, graph, settings.levers, kinds), settings)
+
+
+def in_passes(spmd: Spmd, settings: Settings) -> Spmd:
+    """The program with what a step of several passes does once."""
+    if settings.passes == 1:
+        return spmd
+    return with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
 
 
 def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
