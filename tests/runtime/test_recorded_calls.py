@@ -98,7 +98,7 @@ def recording(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     def gather(received: Any, sent: Any, group: Any, async_op: bool) -> Any:
         return own.note("all_gather", sent, received, group, async_op)
 
-    def scatter(received: Any, sent: Any, group: Any, async_op: bool) -> Any:
+    def scatter(received: Any, sent: Any, op: Any, group: Any, async_op: bool) -> Any:
         return own.note("reduce_scatter", sent, received, group, async_op)
 
     def exchange(received: Any, sent: Any, gets: Any, gives: Any, group: Any, async_op: bool) -> Any:
