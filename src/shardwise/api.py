@@ -37,10 +37,11 @@ from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.vjp import Kinds
+from shardwise.progress import doing
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.joined import Joined
-from shardwise.report.planned import Planned
-from shardwise.runtime.agree import working
+from shardwise.report.planned import Planned, Staged
+from shardwise.runtime.agree import shown_once, working
 from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch, Search
 from shardwise.search.decide import decide
@@ -133,7 +134,7 @@ def plan(
         _check_mesh(mesh, cluster)
     precision = (precision or Precision()).at_hand
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision)
-    with working(), no_autocast():  # other ranks wait for rank 0
+    with shown_once("planning"), working(), no_autocast():  # other ranks wait for rank 0
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
@@ -141,6 +142,7 @@ def plan(
                 PlanWarning,
                 stacklevel=2,
             )
+        doing("capturing the model")
         captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
         if search is None:
@@ -192,7 +194,8 @@ def plan(
             )
             template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
             own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
-            return pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
+            found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
+            return Staged.of(found)
         samples = num_samples(call.arguments)
         batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
         wanted = Settings(

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from shardwise.commands.models import add_model, model_of
-from shardwise.commands.progress import doing
+from shardwise.progress import shown
 
 
 def run_rank_alone(rank: int, arguments: Sequence[str]) -> int:
@@ -23,7 +23,7 @@ def run_rank_alone(rank: int, arguments: Sequence[str]) -> int:
 
     plan = Plan.load(chosen.plan)
     model = model_of(chosen)
-    with doing(f"running rank {rank} of {plan.num_ranks}"):
+    with shown(f"running rank {rank} of {plan.num_ranks}"):
         measured = run_alone(
             model.module,
             model.inputs,

@@ -28,12 +28,13 @@ from shardwise.programs.vjp import Kinds
 class Memory:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
     backward at the end of forward; ``host_bytes``: of that, what waits in the memory of the host, not in the
-    device's."""
+    device's; ``over``: the most at every operator in turn, where that was asked for."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
     kept_bytes: int
     host_bytes: int = 0
+    over: tuple[Peak, ...] = ()
 
 
 def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:
@@ -47,11 +48,17 @@ def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memo
     return memory_of_program(busiest_program(spmd, kinds or Kinds()), prices)
 
 
-def memory_of_program(program: Program, prices: Prices, parts: Repeated | None = None) -> Memory:
-    """The memory of one rank's training step. ``parts``: ``passes_of`` it, where they are there already."""
+def memory_of_program(
+    program: Program, prices: Prices, parts: Repeated | None = None, *, over_time: bool = False
+) -> Memory:
+    """The memory of one rank's training step. ``parts``: ``passes_of`` it, where they are there already; ``over_time``:
+    whether to keep what is held at every operator, and not only the most."""
     parts = parts or passes_of(program, prices)
-    divided = with_constants_apart(program if parts is None else parts.each)
-    return _Walk(divided.step, prices, divided.constants, parts).run()
+    divided, ledger = (
+        with_constants_apart(program if parts is None else parts.each),
+        Ledger(over=[] if over_time else None),
+    )
+    return _Walk(divided.step, prices, divided.constants, parts, ledger=ledger).run()
 
 
 def passes_of(program: Program, prices: Prices) -> Repeated | None:
@@ -119,7 +126,11 @@ class _Walk:
             self._run(index, instruction)
         self._update()
         return Memory(
-            max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept, self.host_bytes
+            max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes),
+            self.ledger.peaks,
+            kept,
+            self.host_bytes,
+            tuple(self.ledger.over or ()),
         )
 
     def _persistent(self) -> None:
