@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +30,7 @@ class Turning(nn.Module):
         both = torch.cat((angles, angles), -1)
         return both.cos().to(dtype), both.sin().to(dtype)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Any:
         self.calls.add_(1)
         cos, sin = self.tables(x.dtype)
         for qkv, out in zip(self.qkv, self.out, strict=True):
@@ -48,7 +50,7 @@ class Turning(nn.Module):
 class Summing(Turning):
     """The same as a sum over samples, which passes and stages ask for: no count of calls, the loss alone."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Any:
         cos, sin = self.tables(x.dtype)
         for qkv, out in zip(self.qkv, self.out, strict=True):
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in qkv(x).chunk(3, -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def place(tmp_path: Path) -> Path:
 
 
 def built(place: Path) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    scope: dict[str, object] = {}
+    scope: dict[str, Any] = {}
     exec((place / "model.py").read_text(), scope)
-    made: tuple[nn.Module, tuple[torch.Tensor, ...]] = scope["build"]()  # type: ignore[operator]
+    made: tuple[nn.Module, tuple[torch.Tensor, ...]] = scope["build"]()
     return made
 
 
