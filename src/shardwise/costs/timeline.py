@@ -17,6 +17,7 @@ from shardwise.costs.memory import busiest_program, memory_of_program, passes_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.constants import with_constants_apart
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.once import Repeated
 from shardwise.programs.opaque import Differentiate, Record
@@ -122,6 +123,7 @@ class Timeline:
         if parts is not None:
             self.program = parts.each
             self._share(parts)
+        self.program = with_constants_apart(self.program).step  # these take no time in a step
         ahead = self.now
         self._walk(self.program.forward)
         self.forward = self.now - ahead
