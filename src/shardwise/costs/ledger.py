@@ -55,12 +55,14 @@ class Tensor:
 
 @dataclass
 class Ledger:
-    """``phase`` and ``op``: what goes on; ``live``: bytes per category; ``peaks``: the most so far, per phase."""
+    """``phase`` and ``op``: what goes on; ``live``: bytes per category; ``peaks``: the most so far, per phase;
+    ``held``: per phase and operator."""
 
     phase: str = "forward"
     op: str = ""
     live: Counter[Category] = field(default_factory=Counter)
     peaks: dict[str, Peak] = field(default_factory=dict)
+    held: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def new(self, num_bytes: int, category: Category = "temporaries") -> Storage:
         """A storage that someone is about to hold."""
@@ -82,6 +84,9 @@ class Ledger:
     def note(self, transient: int = 0) -> None:
         """What is live now, and ``transient`` bytes more, may be the most."""
         total = sum(self.live.values()) + transient
+        where = self.phase, self.op
+        if total > self.held.get(where, -1):
+            self.held[where] = total
         known = self.peaks.get(self.phase)
         if known is None or total > known.num_bytes:
             parts: dict[str, int] = {name: self.live[name] for name in CATEGORIES}

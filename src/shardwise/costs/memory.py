@@ -27,12 +27,13 @@ from shardwise.programs.vjp import Kinds
 class Memory:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
     backward at the end of forward; ``host_bytes``: of that, what waits in the memory of the host, not in the
-    device's."""
+    device's; ``held``: (phase, operator) -> the most while it runs."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
     kept_bytes: int
     host_bytes: int = 0
+    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:
@@ -110,9 +111,8 @@ class _Walk:
         for index, instruction in enumerate(self.program.backward, len(self.program.forward)):
             self._run(index, instruction)
         self._update()
-        return Memory(
-            max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes), self.ledger.peaks, kept, self.host_bytes
-        )
+        peak = max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes)
+        return Memory(peak, self.ledger.peaks, kept, self.host_bytes, self.ledger.held)
 
     def _persistent(self) -> None:
         """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
