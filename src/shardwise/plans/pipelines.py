@@ -111,6 +111,7 @@ def pipeline_of(
         asked.offload,
         order,
     )
+    kinds = Kinds() if call.known is None else call.known.kinds
     best: Plan | None = None
     failure: PlanError | None = None
     statistics: frozenset[str] = frozenset()
@@ -118,7 +119,8 @@ def pipeline_of(
         sizes = passes.sizes
         own = replace(how, settings=replace(settings, passes=len(sizes), converts_once=False))
         try:
-            found = plan_pipeline(own, passes.graphs[sizes[0]], passes, replace(template, micro_batches=len(sizes)))
+            own_template = replace(template, micro_batches=len(sizes))
+            found = plan_pipeline(own, passes.graphs[sizes[0]], passes, own_template, kinds)
         except PlanError as error:
             failure = failure or error
             if not by_price:
@@ -132,7 +134,7 @@ def pipeline_of(
     if best is None:
         assert failure is not None, "something was tried"
         raise failure
-    announce_statistics(sorted(statistics), stacklevel=4)
+    announce_statistics(sorted(statistics), stacklevel=5)
     return best
 
 
@@ -190,10 +192,10 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
     full = [size for size in batches.candidates if not how.schedule.fault(how.num_places, batches.step // size)]
     whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
     for size in full or batches.candidates[-1:]:
-        yield Passes.single(whole) if size == batches.step else Passes.over(call.module, whole, size, call.graph)
+        yield Passes.single(whole) if size == batches.step else call.passes(whole, size, staged=True)
 
 
-def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan) -> Plan:
+def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan, kinds: Kinds) -> Plan:
     """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at.
     Raises PlanError where it can not be."""
     num_passes = len(passes.sizes)
@@ -212,7 +214,6 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan)
     cut = cut_for_stages(graph, parts, passes.prelude)
     check_last(cut, graph)
     _check_parameters(cut)
-    kinds = Kinds()
     limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
     chooser = Chooser(how, kinds)
     chosen = chooser.of_all(cut.parts, flying, limits[0])
