@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import shardwise as sw
+from search.deep_model import LAYERS, Deep
 from shardwise.costs.timeline import simulate
 from shardwise.graph.capture import capture
 from shardwise.graph.folding import Folding
@@ -21,38 +20,10 @@ from shardwise.search.fitting import plan_within
 from shardwise.search.levers import Levers
 from shardwise.search.planner import Planner, Settings
 
-LAYERS, WIDTH = 9, 2048
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Deep(nn.Module):
-    def __init__(self, skips: bool = False) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(512, WIDTH)
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(LAYERS))
-        self.head, self.skips = nn.Linear(WIDTH, 512), skips
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
-        middle = x
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            middle = x if number == LAYERS // 2 else middle
-        x = x + middle if self.skips else x
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
 
 def graph_of(skips: bool = False) -> Graph:
     with torch.device("meta"):
-        model, ids = Deep(skips), torch.zeros(16, 256, dtype=torch.int64)
+        model, ids = Deep(skips=skips), torch.zeros(16, 256, dtype=torch.int64)
     return capture(model, (ids, ids)).graph
 
 

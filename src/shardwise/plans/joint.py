@@ -32,7 +32,7 @@ from shardwise.search.micro_batch import Batches
 
 TRIES = 24  # settings that are planned at most
 OPERATORS = 12_000  # of large models fewer, so that these are all their operators; two at least
-REFINED = 24  # pairs of a number of places and a micro-batch that are estimated by a search
+REFINED = 16  # pairs of a number of places and a micro-batch that are estimated by a search
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")  # where the user names none
 _Found = TypeVar("_Found", bound=Plan)
 

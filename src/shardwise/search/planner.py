@@ -32,9 +32,10 @@ from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
-from shardwise.search.auto import Search, cost_graph, searched, separate_axes
+from shardwise.search.auto import Search, domains_of, searched, separate_axes
 from shardwise.search.candidates import MAX_OPERATORS, NEAR, Candidate, candidates
-from shardwise.search.cost_graph import CostGraph
+from shardwise.search.cost_graph import CostGraph, build
+from shardwise.search.domains import Domains
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
 from shardwise.search.folded import Folded
@@ -97,7 +98,7 @@ class Answer:
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
     ``factored``: the same, divided; ``folded``: estimates for models of many equal blocks (None: every candidate is
-    built as a whole)."""
+    built as a whole); ``domains``: of the meshes so far, which depend on no lever."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -108,6 +109,7 @@ class Planner:
     settings: Settings
     kinds: Kinds = field(default_factory=Kinds)
     folded: Folded | None = None
+    domains: dict[Mesh, Domains] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -168,9 +170,11 @@ class Planner:
     def cost_graph(self, mesh: Mesh) -> CostGraph:
         """The choices on a mesh and their prices."""
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
-        axes = Axes.of(mesh, separate_axes(fixed, mesh))
+        if mesh not in self.domains:
+            axes = Axes.of(mesh, separate_axes(fixed, mesh))
+            self.domains[mesh] = domains_of(self.graph, self.factored, axes, self.prices(mesh))
         again = replace(self.settings.levers.priced(self.graph), converts_once=self.settings.converts_once)
-        return cost_graph(self.graph, self.factored, fixed, axes, self.prices(mesh), again)
+        return build(self.domains[mesh], fixed, again=again)
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
