@@ -256,7 +256,7 @@ def plan(
             def seconds_of(own: Setting) -> float:
                 if not shallow:
                     whole = step_graph(graph if samples == step else call.graph(step))
-                    priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, converts_once=False)
+                    priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
                     shallow.append(Shallow(whole, pass_of, meshes_of, cluster, priced))
                 return shallow[0].seconds(own)
 

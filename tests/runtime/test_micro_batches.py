@@ -239,6 +239,9 @@ def calls_of_all_kinds() -> dict[str, Any]:
         par.step(x, y)
     found["saved"] = gradients(par)
     par.zero_grad()
+    found["scaled loss"] = par.step(x, y, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8)).item()
+    found["scaled"] = [gradient / 2**8 for gradient in gradients(par)]
+    par.zero_grad()
     with torch.no_grad(), pytest.raises(ShardwiseError, match="gradients, and they are disabled"):
         par.step(x, y)
     return found
@@ -251,10 +254,10 @@ def test_every_way_to_pass_a_batch_gives_the_gradients_of_the_whole(run_ranks: R
     loss.backward()
     want = [p.grad for p in module.parameters()]
     for rank, found in enumerate(ranks):
-        assert [found[key] for key in ("loss", "local loss", "uneven loss")] == pytest.approx(
-            [loss.item()] * 3, rel=1e-12
+        assert [found[key] for key in ("loss", "local loss", "uneven loss", "scaled loss")] == pytest.approx(
+            [loss.item()] * 4, rel=1e-12
         )
-        for key in ("step", "whole", "local", "uneven", "checked", "compiled", "saved"):
+        for key in ("step", "whole", "local", "uneven", "checked", "compiled", "saved", "scaled"):
             for own, expected in zip(found[key], want, strict=True):
                 torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-13, msg=key)
         for own, expected in zip(found["twice"], want, strict=True):

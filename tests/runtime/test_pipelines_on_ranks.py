@@ -16,6 +16,7 @@ from models import zoo_transformers
 from models.tiny_models import gpt2, llama
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.schedule import SCHEDULES
+from shardwise.runtime.compiled import Kernels
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.shards import shard
 
@@ -86,10 +87,14 @@ def with_schedules(names: list[str]) -> dict[str, float]:
             assert kept == ([4] if name == "GPipe" else [2 if first else 1]), (name, kept)
         if name == "1F1B":
             check_calls(par, reference)
+            check_scaled(par, reference)
+            check_compiled(par.plan, reference)
         if name == "Solved":
             check_solved(par, reference)
         if name == "ZBVZeroBubble":
             check_outputs(par, reference)
+            with pytest.raises(sw.PlanError, match=r"weights apart, and compiled .*\n.*does not \(GPipe, 1F1B"):
+                sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
     return found
 
 
@@ -122,8 +127,61 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
     split.requires_grad_(True)
     with pytest.raises(sw.ShardwiseError, match="was frozen when the module was split"):
         split.step(*staged_batch(8))
-    with pytest.raises(sw.PlanError, match="under a plan of stages there is no compile=True"):
-        sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
+
+
+def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
+    """Compiled kernels in stages."""
+    ids, labels = staged_batch(8, seed=6)
+    compiled = sw.parallelize(copy.deepcopy(reference), plan, compile=True)
+    assert isinstance(compiled, Pipeline)
+    reference.zero_grad()
+    wanted, _ = reference(ids, labels)
+    wanted.backward()
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    for _ in range(2):
+        compiled.zero_grad()
+        loss = compiled.step(ids, labels)
+        assert loss is not None
+        assert abs(float(loss - wanted)) < TOLERANCE
+        for name, parameter in compiled.named_parameters():
+            want, have = gradients[name], parameter.grad
+            assert want is not None
+            assert have is not None
+            assert float((have - want).abs().max()) < TOLERANCE, name
+    programs = [own.program for ready in compiled._ready.values() for w in ready.workers for own in w.programs.values()]
+    assert programs
+    for program in programs:
+        assert any(isinstance(getattr(i, "target", None), Kernels) for i in (*program.forward, *program.backward))
+    reference.zero_grad()
+
+
+def check_scaled(par: Pipeline, reference: torch.nn.Module) -> None:
+    """A scaled loss: gradients are those of one device times a power of two; an infinity of one stage is one of all."""
+    ids, labels = staged_batch(7, seed=5)
+    optimizer = torch.optim.SGD(par.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    par.zero_grad()
+    reference.zero_grad()
+    loss = par.step(ids, labels, scaler=scaler)
+    wanted, _ = reference(ids, labels)
+    wanted.backward()
+    assert loss is not None
+    assert abs(float(loss - wanted)) < TOLERANCE
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in par.named_parameters():
+        want, have = gradients[name], parameter.grad
+        assert want is not None
+        assert have is not None
+        assert float((have / 2**10 - want).abs().max()) < TOLERANCE, name
+    before = [p.detach().clone() for p in par.parameters()]
+    if dist.get_rank() == 0:
+        next(p for p in par.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(a, b) for a, b in zip(before, par.parameters(), strict=True)), "all stages skip the step"
+    par.zero_grad()
+    reference.zero_grad()
 
 
 class no_warning:
@@ -204,10 +262,10 @@ def trains(name: str, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_pipeline_by_data_parallel_with_zero(name: str, run_ranks: Callable[..., list[Any]]) -> None:
-    """Two stages, each on two ranks that store parameters in parts."""
-    options = {"stages": 2, "micro_batch": 2, "mode": "data_parallel", "mesh": sw.Mesh(dp=2), "zero": 2}
+@pytest.mark.parametrize(("name", "zero"), [("gpt2", 1), ("gpt2", 2), ("llama", 1), ("t5", 2)])
+def test_pipeline_by_data_parallel_with_zero(name: str, zero: int, run_ranks: Callable[..., list[Any]]) -> None:
+    """Two stages, each on two ranks that store parameters in parts: gathered once a step, or in every micro-batch."""
+    options = {"stages": 2, "micro_batch": 2, "mode": "data_parallel", "mesh": sw.Mesh(dp=2), "zero": zero}
     found = max(run_ranks(trains, 4, name, options, time_limit_seconds=500.0))
     assert found < (1e-6 if name == "t5" else 1e-9)
 

@@ -65,13 +65,17 @@ def on_ranks(folder: str) -> list[float]:
         return {"validation": par(*(t[:12] for t in data().tensors)).item()}
 
     settings: dict[str, Any] = {"evaluate": evaluate, "evaluate_every": 4, "save_every": 2, "tensorboard": True}
-    first = trainer(where, keep=sw.Keep(last=2, best="validation"), **settings)
+
+    def scaler() -> torch.amp.GradScaler:  # powers of two change no bit of a gradient
+        return torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=3)
+
+    first = trainer(where, keep=sw.Keep(last=2, best="validation"), scaler=scaler(), **settings)
     real = first.par.step
 
-    def told(*batch: Any) -> torch.Tensor:
+    def told(*batch: Any, **scaled: Any) -> torch.Tensor:
         if first.step == 4 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank only
-        return real(*batch)
+        return real(*batch, **scaled)
 
     with mock.patch.object(first.par, "step", told):
         first.fit(9)
@@ -79,8 +83,9 @@ def on_ranks(folder: str) -> list[float]:
     assert first.stopped
     assert first.step == 5
     assert {path.name for path in where.glob("step-*")} == {"step-4", "step-5"}
-    second = trainer(where, keep=sw.Keep(last=1), **settings)
+    second = trainer(where, keep=sw.Keep(last=1), scaler=scaler(), **settings)
     second.fit(9)
+    assert second.scaler.get_scale() == 2.0**9, "three growths in nine steps, some of them before it was resumed"
     dist.barrier()
     assert (second.step, second.stopped) == (9, False)
     assert {path.name for path in where.glob("step-*")} == {"step-9"}

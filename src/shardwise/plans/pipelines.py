@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
@@ -45,12 +43,12 @@ from shardwise.plans.quantities import format_bytes
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.spmd import Choice, Lifetimes, Spmd, build_spmd
+from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import Work, least_seconds, solve_order
-from shardwise.search.planner import Settings
+from shardwise.search.planner import Settings, in_passes
 from shardwise.search.stages import balanced_parts
 
 TRIES = 3  # to fit what crosses, too
@@ -70,13 +68,6 @@ def pipeline_of(
     """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
     be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
     scheduled."""
-    if call.precision.compute == torch.float16:
-        raise PlanError(
-            problem(
-                "float16 needs a scaled loss, and under stages the loss is differentiated inside of par.step",
-                fix="compute in bfloat16, or plan without stages",
-            )
-        )
     schedule = schedule_of(asked.schedule or "1F1B")
     marks = marks_of(call.module)
     num_stages = _num_stages(asked.stages, marks)
@@ -117,7 +108,7 @@ def pipeline_of(
     statistics: frozenset[str] = frozenset()
     for passes in _divided(call, captured.graph, asked, how):
         sizes = passes.sizes
-        own = replace(how, settings=replace(settings, passes=len(sizes), converts_once=False))
+        own = replace(how, settings=replace(settings, passes=len(sizes)))
         try:
             own_template = replace(template, micro_batches=len(sizes))
             found = plan_pipeline(own, passes.graphs[sizes[0]], passes, own_template, kinds)
@@ -218,7 +209,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     chooser = Chooser(how, kinds)
     chosen = chooser.of_all(cut.parts, flying, limits[0])
     for left in reversed(range(TRIES)):
-        choices, spmds = _together(cut, chosen, how.settings.bucket_bytes)
+        choices, spmds = _together(cut, chosen, how.settings)
         timed = _timed(how, cut, spmds, num_passes, kinds) if how.by_price or how.schedule.is_solved else []
         over = _excess(how, timed, order, num_passes) if how.by_price else {}
         if not over:
@@ -256,16 +247,14 @@ def _check_parameters(cut: Cut) -> None:
             )
 
 
-def _together(cut: Cut, chosen: Sequence[Chosen], bucket_bytes: int) -> tuple[list[Choice], list[Spmd]]:
+def _together(cut: Cut, chosen: Sequence[Chosen], settings: Settings) -> tuple[list[Choice], list[Spmd]]:
     """Choices and programs whose ends meet: what crosses, and parameters of several stages."""
     own = _stored_alike(cut, chosen)
     choices = meeting(
         cut, [(one.factored, choice) for one, choice in zip(chosen, own, strict=True)], [one.mesh for one in chosen]
     )
-    spmds = [
-        _rebuilt(part, one, choice, bucket_bytes) for part, one, choice in zip(cut.parts, chosen, choices, strict=True)
-    ]
-    return choices, spmds
+    ends = zip(cut.parts, chosen, choices, strict=True)
+    return choices, [_rebuilt(part, one, choice, settings) for part, one, choice in ends]
 
 
 def _stored_alike(cut: Cut, chosen: Sequence[Chosen]) -> list[Choice]:
@@ -289,14 +278,16 @@ def _stored_alike(cut: Cut, chosen: Sequence[Chosen]) -> list[Choice]:
     return choices
 
 
-def _rebuilt(part: Graph, one: Chosen, choice: Choice, bucket_bytes: int) -> Spmd:
-    """The program of a choice with other ends, which makes again what it made again before."""
+def _rebuilt(part: Graph, one: Chosen, choice: Choice, settings: Settings) -> Spmd:
+    """The program of a choice with other ends, which makes again and offloads what it did before."""
     again = {(c.origin, c.target) for c in one.spmd.conversions if c.result in one.spmd.lifetimes.conversions}
     parameters = {source.value for source in part.sources if source.kind == "parameter"}
     by_block = any(origin in parameters for origin, _ in again)
-    spmd = build_spmd(part, one.factored.rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
+    rules, bucket_bytes = one.factored.rules, settings.bucket_bytes
+    spmd = build_spmd(part, rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
     conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
-    return replace(spmd, lifetimes=Lifetimes(one.spmd.lifetimes.operators, conversions))
+    spmd = replace(spmd, lifetimes=replace(one.spmd.lifetimes, conversions=conversions, once=frozenset()))
+    return in_passes(spmd, settings)
 
 
 def _listed(how: Pipelining, cut: Cut, number: int, one: Chosen, choice: Choice, spmd: Spmd) -> Stage:

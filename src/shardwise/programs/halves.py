@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.programs.check import check_program
-from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction
+from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Land
 from shardwise.programs.passes import mark_overwrites_of_backward, memories
 from shardwise.programs.rank_program import Program
 
@@ -66,7 +66,8 @@ def _needed_by_cotangents(program: Program) -> list[bool]:
             instruction = program.backward[index]
             is_flight = isinstance(instruction, Depart) and instruction.flight in flights
             fills = isinstance(instruction, Compute) and any(root.get(x, x) in read for x in instruction.writes)
-            if chosen[index] or is_flight or fills or wanted.intersection(instruction.results):
+            lands = isinstance(instruction, Land) and instruction.copy in wanted
+            if chosen[index] or is_flight or fills or lands or wanted.intersection(instruction.results):
                 chosen[index] = True
                 wanted.update(instruction.operands)
                 read.update(root.get(name, name) for name in instruction.operands)

@@ -146,7 +146,9 @@ class _Reductions:
         left = [i for i in repeated if not _is_cast(i) or read.intersection(i.results)]
         written, gradients = gradients_of(self.graph, cotangents, left, self.forms)
         behind = self._of_sums(reductions, {source: gradients[source] for source in final})
-        return _Half(tuple(written), gradients), _Half(tuple(behind), final), self.forms
+        # What was reduced in a pass of other sizes may be a part of the sum: a view.
+        reduced, final = gradients_of(self.graph, final, behind, self.forms)
+        return _Half(tuple(written), gradients), _Half(tuple(reduced), final), self.forms
 
     def _divided(self) -> tuple[list[Instruction], list[Instruction]]:
         """What a pass does; the reductions, and what is made of what they give."""

@@ -30,6 +30,7 @@ from shardwise.programs.halves import split_backward
 from shardwise.programs.instructions import sent_by
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes, values_of_step
+from shardwise.programs.once import repeated
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
@@ -57,7 +58,12 @@ class Pipelined:
         self.order = order_of(self.schedule, len(self.places), len(passes.sizes))
         kinds = Kinds()
         self.clusters = [VirtualCluster(stage.mesh) for stage in plan.stages]
-        self.programs = {size: [self._programs(spmd, kinds) for spmd in one.spmds] for size, one in bounds.items()}
+        plain = {size: [self._programs(spmd, kinds) for spmd in one.spmds] for size, one in bounds.items()}
+        self.parts = {size: [list(map(repeated, programs)) for programs in stages] for size, stages in plain.items()}
+        for parts in (part for stages in self.parts.values() for programs in stages for part in programs):
+            for program in (parts.ahead, parts.each, parts.behind):
+                check_program(program)
+        self.first = [programs[0] for programs in plain[passes.sizes[0]]]  # per stage, of a micro-batch by itself
         self._halves: dict[tuple[int, int], list[tuple[Program, Program]]] = {}
         named = {**dict(start.module.named_parameters()), **dict(start.module.named_buffers())}
         self.full = {name: tensor.detach() for name, tensor in named.items()}
@@ -89,15 +95,17 @@ class Pipelined:
     def halves(self, size: int, stage: int) -> list[tuple[Program, Program]]:
         """Per device of a stage its backward in two parts."""
         if (size, stage) not in self._halves:
-            self._halves[size, stage] = list(map(split_backward, self.programs[size][stage]))
+            self._halves[size, stage] = [split_backward(parts.each) for parts in self.parts[size][stage]]
         return self._halves[size, stage]
 
     def planned_backward(self, stage: int) -> tuple[Collective, ...]:
-        """The collectives that a stage's program lists for backward, in the order in which the schedule asks for it."""
+        """The collectives that a stage's program lists for backward, of the first micro-batch and behind the last, in
+        the order in which the schedule asks for them."""
         size = self.passes.sizes[0]
         if not self.schedule.splits_backward:
-            return backward_collectives(self.programs[size][stage][0])
-        return tuple(c for half in self.halves(size, stage)[0] for i in half.backward for c in sent_by(i))
+            return backward_collectives(self.first[stage], in_passes=True)
+        programs = (*self.halves(size, stage)[0], self.parts[size][stage][0].behind)
+        return tuple(c for program in programs for i in program.backward for c in sent_by(i))
 
     def whole(self) -> dict[str, Tensor]:
         """The values of the prelude."""
@@ -133,6 +141,7 @@ class Pipelined:
         self.backward_records = [()] * len(self.clusters)
         run = _Run(self, step)
         run.execute()
+        run.end()
         self._add_shared()
         gradients = {
             ranks: [
@@ -206,6 +215,8 @@ class _Run:
         self.values: dict[tuple[int, int], list[VirtualValues]] = {}  # of a stage and a micro-batch, per device
         self.sent: dict[tuple[int, int], Held] = {}
         self.returned: dict[tuple[int, int], Held] = {}
+        self.given: dict[tuple[int, int], list[VirtualValues]] = {}  # what is made ahead, of a stage and a size
+        self.sums: dict[tuple[int, int], Held] = {}  # gradients of micro-batches, by source
         self.losses = [torch.zeros((), dtype=torch.float64) for _ in ranks.plan.stages[-1].placement.ranks]
 
     def execute(self) -> None:
@@ -233,7 +244,7 @@ class _Run:
         if action.kind == "forward":
             self._forward(stage, micro_batch, size)
         elif action.kind == "backward":
-            programs = self.ranks.programs[size][stage]
+            programs = [parts.each for parts in self.ranks.parts[size][stage]]
             self._backward(stage, micro_batch, size, programs)
         else:
             position = 0 if action.kind == "input" else 1
@@ -243,7 +254,8 @@ class _Run:
     def _forward(self, stage: int, micro_batch: int, size: int) -> None:
         ranks = self.ranks
         one, cluster = ranks.bounds[size], ranks.clusters[stage]
-        part, spmd, programs = one.cut.parts[stage], one.spmds[stage], ranks.programs[size][stage]
+        part, spmd, parts = one.cut.parts[stage], one.spmds[stage], ranks.parts[size][stage]
+        programs = [own.each for own in parts]
         held = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
         bindings = []
         for device, own in enumerate(held):
@@ -251,6 +263,12 @@ class _Run:
             received = self.sent[stage - 1, micro_batch][device] if stage else {}
             bindings.append({**binding, **{s.value: received[s.value] for s in part.sources if s.kind == "activation"}})
         cluster.record.clear()
+        if (stage, size) not in self.given:
+            made = run_forward(cluster, [own.ahead for own in parts], bindings)
+            self.given[stage, size] = [
+                {name: own[name] for name in program.given} for program, own in zip(programs, made, strict=True)
+            ]
+        bindings = [{**own, **made} for own, made in zip(bindings, self.given[stage, size], strict=True)]
         values = run_forward(cluster, programs, bindings)
         if micro_batch == 0:
             ranks.forward_records[stage] = tuple(cluster.record)
@@ -320,9 +338,8 @@ class _Run:
         if micro_batch == 0:
             ranks.backward_records[stage] += tuple(cluster.record)
         returned: Held = []
-        for own, values_of_device, gradients in zip(
-            ranks.tensors[ranks.plan.stages[stage].placement.ranks], values, found, strict=True
-        ):
+        sums = self.sums.setdefault((stage, size), [{} for _ in values])
+        for total, values_of_device, gradients in zip(sums, values, found, strict=True):
             returned.append({})
             for name, gradient in gradients.items():
                 source = part.source_of.get(name)
@@ -331,8 +348,7 @@ class _Run:
                 elif source.kind == "activation":
                     returned[-1][name] = gradient.clone()
                 else:
-                    tensor = own[source.names[0]]
-                    tensor.grad = gradient.clone() if tensor.grad is None else tensor.grad + gradient
+                    total[name] = total[name] + gradient if name in total else gradient.clone()
         if not is_weight:
             layouts = spmd.layouts
             for device, own in enumerate(returned):
@@ -341,6 +357,26 @@ class _Run:
                         shape = layouts[name].local_shape(spmd.mesh.coordinates(device))
                         own[name] = torch.zeros(shape, dtype=part.by_name[name].dtype)
             self.returned[stage, micro_batch] = returned
+
+    def end(self) -> None:
+        """Reduce the sums of gradients, and add them to those of the parameters."""
+        ranks = self.ranks
+        for (stage, size), sums in self.sums.items():
+            cluster, parts = ranks.clusters[stage], ranks.parts[size][stage]
+            sources = ranks.bounds[size].cut.parts[stage].source_of
+            summed = [
+                {name: total[source] for source, name in own.sums.items()}
+                for own, total in zip(parts, sums, strict=True)
+            ]
+            cluster.record.clear()
+            reduced = run_backward(cluster, [own.behind for own in parts], summed, [{} for _ in summed])
+            if size == self.sizes[0]:
+                ranks.backward_records[stage] += tuple(cluster.record)
+            held = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
+            for own, total, found in zip(held, sums, reduced, strict=True):
+                for name, gradient in {**total, **found}.items():
+                    tensor = own[sources[name].names[0]]
+                    tensor.grad = gradient.clone() if tensor.grad is None else tensor.grad + gradient
 
     @staticmethod
     def _wanted_back(one: Bound, stage: int) -> tuple[str, ...]:

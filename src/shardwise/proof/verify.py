@@ -219,10 +219,10 @@ def _pipeline_report(
         tolerance=tolerance,
         forward=forward,
         backward=backward,
-        planned_forward=tuple(c for spmd in first.spmds for c in spmd.forward_collectives()),
+        planned_forward=tuple(c for spmd in first.spmds for c in spmd.forward_collectives(in_passes=True)),
         planned_backward=tuple(c for number in range(len(plan.stages)) for c in ranks.planned_backward(number)),
         matches_plan=listed,
-        untraceable={k: v for programs in ranks.programs[passes.sizes[0]] for k, v in programs[0].untraceable.items()},
+        untraceable={name: why for program in ranks.first for name, why in program.untraceable.items()},
         in_float64_only=not plan.precision.is_models,
     )
 

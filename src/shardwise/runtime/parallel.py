@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.batch import num_samples
@@ -35,7 +36,7 @@ from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
-from shardwise.runtime.repeated import RepeatedStep
+from shardwise.runtime.repeated import RepeatedStep, scale_of
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
@@ -109,16 +110,18 @@ class Parallel(Split):
         return unflatten(outputs, compiled.captured.out_spec)
 
     @as_planned
-    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached).
+    def step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached). ``scaler``: what
+        is differentiated is the loss as it scales it (what is returned is not scaled); its ``step`` and ``update``
+        remain the caller's.
 
         Under a plan of several micro-batches it takes the batch of the optimizer step, of any number of samples, in
         passes over as many as a micro-batch has (the last may have fewer); what comes out is that of one pass over the
         whole. With ``inputs="local"`` every pass takes its share of every rank's part."""
         if self._is_in_passes(args, kwargs):
-            return self._step_in_passes(args, kwargs)
+            return self._step_in_passes(args, kwargs, scale_of(scaler, self.device))
         loss = self._loss(args, kwargs)
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         return loss.detach()
 
     @as_planned
@@ -228,10 +231,12 @@ class Parallel(Split):
             )
         self._has_said_whole = True
 
-    def _step_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _step_in_passes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """Forward and backward of a whole batch, micro-batch by micro-batch."""
         if torch.compiler.is_compiling():
-            loss: torch.Tensor = torch.compiler.disable(self._step_in_passes)(args, kwargs)
+            loss: torch.Tensor = torch.compiler.disable(self._step_in_passes)(args, kwargs, scale)
             return loss
         flat, spec = self._flattened(args, kwargs)
         named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
@@ -269,7 +274,7 @@ class Parallel(Split):
             return found
 
         check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
-        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check)
+        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
 
     def _cuts_parts(self, step: StepInPasses, batch: Batch, split: frozenset[str]) -> bool:
         """Whether a pass takes the same share of every rank's part of a batch, as its program wants it; else the parts

@@ -15,6 +15,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
 from shardwise.plans.precision import only_priced
+from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.agree import from_rank_zero, meet_rank_zero
 from shardwise.runtime.calls import Inputs, Settings
 from shardwise.runtime.hooks import announce_hooks
@@ -86,7 +87,8 @@ def parallelize(
     size = dist.get_world_size()
     if agreed.is_pipeline:
         _check_pipeline(agreed, size, inputs, check_replicas, host, compile)
-        compile = False
+        if schedule_of(agreed.schedule, agreed.order).splits_backward:
+            compile = False
     else:
         _check_ranks(agreed, size)
     if device is None:
@@ -143,7 +145,6 @@ def _check_pipeline(
             ('inputs="local"', inputs == "local"),
             ("check_replicas", check_replicas),
             ("host", host),
-            ("compile=True", compile),
         )
         if is_asked
     ]
@@ -152,6 +153,14 @@ def _check_pipeline(
             problem(
                 f"under a plan of stages there is no {listed(asked)}",
                 fix="pass the whole batch on every rank and leave these out, or plan without stages",
+            )
+        )
+    if compile and schedule_of(plan.schedule, plan.order).splits_backward:
+        whole = listed([name for name, schedule in SCHEDULES.items() if not schedule.splits_backward])
+        raise PlanError(
+            problem(
+                f"{plan.schedule} works on cotangents and on weights apart, and compiled kernels do both at once",
+                fix=f"plan with a schedule that does not ({whole}), or leave compile=True out",
             )
         )
 

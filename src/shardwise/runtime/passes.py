@@ -45,9 +45,11 @@ class StepInPasses:
         programs = (*self.programs.values(), *(() if self.prelude is None else (self.prelude,)))
         return any(compiled.seed is not None for compiled in programs)
 
-    def run(self, parts: Parts, seed: Tensor, device: torch.device, check: ReplicaCheck | None) -> Tensor:
+    def run(
+        self, parts: Parts, seed: Tensor, device: torch.device, check: ReplicaCheck | None, scale: Tensor | None
+    ) -> Tensor:
         """Forward and backward of all passes: adds to ``.grad`` and returns the loss of the whole batch. ``check``:
-        compares what the ranks compute."""
+        compares what the ranks compute; ``scale``: by what the loss is multiplied for backward."""
         if not torch.is_grad_enabled():
             what = "par.step computes gradients, and they are disabled here"
             raise ShardwiseError(problem(what, fix="call par.step outside torch.no_grad() and torch.inference_mode()"))
@@ -63,7 +65,7 @@ class StepInPasses:
                 tensors = _filled(compiled, parts(compiled, start, size), given, seed)
                 running = running or compiled.in_passes.begin(tensors)
                 observed = None if check is None else check.observed(compiled.in_passes.plain, ())
-                delivered, written = running.run(tensors, observed)
+                delivered, written = running.run(tensors, scale, observed)
                 loss, _ = compiled.results(delivered)
                 assert loss is not None, "a step in passes has a loss"
                 self._write(compiled, tensors, written, is_last=start + size == sum(self.passes.sizes))

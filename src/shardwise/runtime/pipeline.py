@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import CollectiveError, PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
@@ -51,6 +52,7 @@ from shardwise.runtime.hooks import gathered
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
+from shardwise.runtime.repeated import scale_of
 from shardwise.runtime.signatures import Signature, check_equal
 from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
@@ -187,10 +189,11 @@ class Pipeline(Split):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     @as_planned
-    def step(self, *args: Any, loss: LossOn = "all", **kwargs: Any) -> Tensor | None:
+    def step(self, *args: Any, loss: LossOn = "all", scaler: GradScaler | None = None, **kwargs: Any) -> Tensor | None:
         """Forward and backward of the whole batch, of any number of samples, in micro-batches: adds to ``.grad`` and
         returns the loss (detached). ``loss``: ``"all"`` ranks get it, or those of the ``"last"`` stage (the others
-        None), which sends it nowhere."""
+        None), which sends it nowhere. ``scaler``: what is differentiated is the loss as it scales it (what is returned
+        is not scaled); its ``step`` and ``update`` remain the caller's."""
         if loss not in ("all", "last"):
             raise ShardwiseError(
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
@@ -209,7 +212,7 @@ class Pipeline(Split):
         for worker in ready.workers:
             for program in worker.programs.values():
                 check_frozen(program.compiled)
-        losses = self._run(ready, tensors, keeps=True)
+        losses = self._run(ready, tensors, keeps=True, scale=scale_of(scaler, self.device))
         self._add_gradients(ready)
         last = self.plan.stages[-1].placement.ranks
         total = sum(losses[1:], losses[0]).detach() if losses else None
@@ -349,7 +352,7 @@ class Pipeline(Split):
                 calls.create_groups(spmd)
                 if number in programs:
                     part = one.cut.parts[number]
-                    compiled = calls.compiled_of(spmd, captured, part, call, state)
+                    compiled = calls.compiled_of(spmd, captured, part, call, state, repeats=call.loss_only)
                     returned = {
                         *(part.cotangents or ()),
                         *(one.cut.parts[number - 1].cotangents or () if number else ()),
@@ -378,11 +381,13 @@ class Pipeline(Split):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _run(self, ready: _Ready, tensors: Mapping[str, Tensor], *, keeps: bool) -> list[Tensor]:
+    def _run(
+        self, ready: _Ready, tensors: Mapping[str, Tensor], *, keeps: bool, scale: Tensor | None = None
+    ) -> list[Tensor]:
         """Run the schedule: the losses of micro-batches, where the last stage is."""
         seed = self._seed_of_call(draws=ready.draws)
         whole = self._whole(ready, tensors)
-        step = Step(tensors, with_samples_in(self.plan), whole, seed, self.device)
+        step = Step(tensors, with_samples_in(self.plan), whole, seed, self.device, scale)
         for worker in ready.workers:
             worker.begin(step, keeps=keeps)
         try:
@@ -467,10 +472,12 @@ class Pipeline(Split):
             updated.update(name for s in part.sources if s.value in part.updated for name in s.names[:1])
         for worker in ready.workers:
             sources = ready.bound.cut.parts[worker.number].source_of
-            for value, gradient in worker.gradients.items():
+            ranks = self.plan.stages[worker.number].placement.ranks
+            with self._exchange(f"gradients of stage {worker.number}", ranks):
+                gradients = worker.end()
+            for value, gradient in gradients.items():
                 name = sources[value].names[0]
                 totals[name] = totals[name] + gradient if name in totals else gradient
-            worker.gradients = {}
         for name, group in self._shared.items():
             if name in updated and state[name].requires_grad:
                 parameter = state[name]

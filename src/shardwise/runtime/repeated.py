@@ -1,15 +1,16 @@
 """Passes of one size on this rank: what a step does once (``programs.once``) runs around them, and the gradients of
-passes add up on this rank alone."""
+passes add up on this rank alone. Passes follow each other, or are under way together, as those of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.programs.rank_program import Program
@@ -55,34 +56,44 @@ class Running:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def run(
-        self, tensors: Sequence[Tensor], observed: Forward | None = None
+        self, tensors: Sequence[Tensor], scale: Tensor | None = None, observed: Forward | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Forward and backward of a pass: (delivered, mutations). ``observed``: runs forward instead of the plain
-        program's own. The cotangent of the loss is 1."""
+        """Forward and backward of a pass: (delivered, mutations). ``scale``: the cotangent of the loss (1);
+        ``observed``: runs forward instead of the plain program's own."""
         emitted = self.step.each if observed is None else self.step.plain
         program = emitted.program
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.no_grad():
-            forward = observed or emitted.forward.forward
-            delivered, written, saved = forward(*tensors, *self.given)
+            delivered, written, saved = self.forward(tensors, observed)
             kept = list(saved) if hooks is None else [_through(hooks, value) for value in saved]
             del saved
             named = zip(program.cotangents, delivered, strict=True)
-            ones = [torch.ones_like(value) for name, value in named if name is not None]
-            if not ones:
+            cotangents = [cotangent_of(value, scale) for name, value in named if name is not None]
+            if not cotangents:
                 raise ShardwiseError(
                     problem("the loss depends on no parameter that requires a gradient", fix="thaw a parameter")
                 )
-            found = emitted.backward.forward(kept, *ones)
-            held = {_memory(tensor) for tensor in (*tensors, *self.given)} if not self.sums else set()
-            for source, gradient in zip(program.gradients, found, strict=True):
-                if source in self.sums:
-                    self.sums[source].add_(gradient)
-                    continue
-                # A compiler may return one tensor for two gradients: what is added to is nobody else's.
-                self.sums[source] = gradient.clone() if _memory(gradient) in held else gradient
-                held.add(_memory(gradient))
+            found = emitted.backward.forward(kept, *cotangents)
+            self.add(dict(zip(program.gradients, found, strict=True)), tensors)
         return delivered, written
+
+    def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
+        """Forward of a pass: (delivered, mutations, saved)."""
+        found: tuple[Any, Any, Any] = (observed or self.step.each.forward.forward)(*tensors, *self.given)
+        return found
+
+    def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
+        """Add the gradients that a pass has found. ``read``: what is read later; its memory is not added to."""
+        held: set[int] = set()
+        if not gradients.keys() <= self.sums.keys():
+            held = {_memory(tensor) for tensor in (*read, *self.given)}
+        for source, gradient in gradients.items():
+            if source in self.sums:
+                self.sums[source].add_(gradient)
+                continue
+            # A compiler may return one tensor for two gradients: what is added to is nobody else's.
+            self.sums[source] = gradient.clone() if _memory(gradient) in held else gradient
+            held.add(_memory(gradient))
 
     def end(self) -> dict[str, Tensor]:
         """Source -> the gradient of what is stored, of all passes together."""
@@ -96,6 +107,19 @@ class Running:
         return self.sums
 
 
+def cotangent_of(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """The cotangent of a loss that is multiplied by ``scale`` (None: 1) for backward."""
+    return torch.ones_like(loss) if scale is None else scale.to(loss.dtype).expand_as(loss).clone()
+
+
+def scale_of(scaler: GradScaler | None, device: torch.device) -> Tensor | None:
+    """By what a scaler multiplies losses now; None: by nothing."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return scale
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -106,4 +130,4 @@ def _through(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], val
     return unpack(pack(value)) if isinstance(value, Tensor) else value
 
 
-__all__ = ["RepeatedStep", "Running"]
+__all__ = ["RepeatedStep", "Running", "cotangent_of", "scale_of"]

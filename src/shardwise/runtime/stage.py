@@ -27,6 +27,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit_backward
 from shardwise.runtime.memory_of_outputs import written_back
 from shardwise.runtime.passes import rows_of_pass
+from shardwise.runtime.repeated import Running, cotangent_of
 from shardwise.runtime.shards import shard
 
 
@@ -88,8 +89,8 @@ class StageProgram:
 
     @cached_property
     def program(self) -> Program:
-        """This rank's."""
-        return self.compiled.step.emitted.program
+        """This rank's, of a micro-batch."""
+        return self.compiled.runs.emitted.program
 
     @cached_property
     def received(self) -> tuple[Crossing, ...]:
@@ -132,13 +133,15 @@ class StageProgram:
 @dataclass
 class Step:
     """What the stages of this rank get for one step. ``inputs``: whole, by name; ``with_samples``: those that
-    micro-batches divide; ``whole``: the values of the prelude."""
+    micro-batches divide; ``whole``: the values of the prelude; ``scale``: by what the loss is multiplied for
+    backward."""
 
     inputs: Mapping[str, Tensor]
     with_samples: frozenset[str]
     whole: Mapping[str, Tensor]
     seed: Tensor
     device: torch.device
+    scale: Tensor | None = None
 
 
 @dataclass
@@ -146,7 +149,8 @@ class StageWorker:
     """A stage as a schedule asks for it (``torch_schedules.Worker``). ``sizes``: the samples of every micro-batch;
     ``programs``: by size; ``statistics``: names of the buffers that every micro-batch writes.
 
-    ``gradients``: source -> what a step has added up; ``outputs``: of calls without backward, what the stage delivers.
+    ``outputs``: of calls without backward, what the stage delivers. What a step does once is done ahead of the first
+    micro-batch of a size, and at the ``end``.
     """
 
     number: int
@@ -156,9 +160,9 @@ class StageWorker:
     statistics: frozenset[str]
     step: Step | None = None
     keeps: bool = True
-    gradients: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
+    _running: dict[int, Running] = field(default_factory=dict)  # by size
     _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,7 +173,7 @@ class StageWorker:
     def begin(self, step: Step, *, keeps: bool) -> None:
         """A step begins. ``keeps``: backward follows."""
         self.step, self.keeps = step, keeps
-        self.gradients, self.outputs, self._saved, self.most_kept = {}, {}, {}, 0
+        self.outputs, self._running, self._saved, self.most_kept = {}, {}, {}, 0
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
         """Forward of a micro-batch: what is sent, or the loss."""
@@ -181,7 +185,10 @@ class StageWorker:
                 given = list(tensors)
                 for position in compiled.written:  # later micro-batches write it before backward reads what it was
                     given[position] = tensors[position].clone()
-                delivered, written, saved = compiled.step.emitted.forward.forward(*given)
+                size = self.sizes[micro_batch]
+                if size not in self._running:
+                    self._running[size] = compiled.in_passes.begin(tensors)
+                delivered, written, saved = self._running[size].forward(given)
                 self._saved[micro_batch] = dict(zip(own.program.saved, saved, strict=True))
                 self.most_kept = max(self.most_kept, len(self._saved))
             else:
@@ -233,10 +240,11 @@ class StageWorker:
 
     def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Backward of a micro-batch, or a part of it: the cotangents of what was received."""
-        own = self.programs[self.sizes[micro_batch]]
+        size = self.sizes[micro_batch]
+        own = self.programs[size]
         if kind != "weight":
             self._saved[micro_batch].update(self._cotangents(own, cotangents))
-        program, run = own.program, own.compiled.step.emitted.backward
+        program, run = own.program, own.compiled.in_passes.each.backward
         if kind != "backward":
             program, run = own.halves[0 if kind == "input" else 1]
         values = self._saved[micro_batch] if kind == "input" else self._saved.pop(micro_batch)
@@ -252,9 +260,10 @@ class StageWorker:
             handed = {name: found[name] for name in found if name not in sources}
             self._saved[micro_batch] = {name: handed[name] if name in handed else values[name] for name in read}
         received = [found.get(crossing.value) for crossing in own.received]
-        for name, gradient in found.items():
-            if name in sources and sources[name].kind != "activation":
-                self._add(name, gradient)
+        gradients = {n: g for n, g in found.items() if n in sources and sources[n].kind != "activation"}
+        kept = self._saved.get(micro_batch, {}).values() if kind == "input" else ()
+        in_use = (*own.compiled.tensors, *given, *kept, *received)
+        self._running[size].add(gradients, (value for value in in_use if isinstance(value, Tensor)))
         if kind == "weight":
             return ()
         packed = zip(own.received, received, self.receives, strict=False)
@@ -279,14 +288,18 @@ class StageWorker:
                 form = own.program.forms[name]
                 assert value == own.part.loss, f"no cotangent of {value} has come"
                 assert self.step is not None, "a step has begun"
-                found[name] = torch.ones(form.shape, dtype=form.dtype, device=self.step.device)
+                loss = torch.empty(form.shape, dtype=form.dtype, device=self.step.device)
+                found[name] = cotangent_of(loss, self.step.scale)
         return found
 
-    def _add(self, name: str, gradient: Tensor) -> None:
-        if name in self.gradients:
-            self.gradients[name].add_(gradient)
-        else:
-            self.gradients[name] = gradient
+    def end(self) -> dict[str, Tensor]:
+        """Source -> the gradient of what is stored, of all micro-batches together."""
+        gradients: dict[str, Tensor] = {}
+        for running in self._running.values():
+            for name, gradient in running.end().items():
+                gradients[name] = gradients[name].add_(gradient) if name in gradients else gradient
+        self._running = {}
+        return gradients
 
 
 _TOKEN = (torch.empty(1, device="meta"),)  # where nothing crosses, a schedule still wants something to wait for

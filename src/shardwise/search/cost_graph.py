@@ -198,14 +198,12 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
 @dataclass(frozen=True, slots=True)
 class Again:
     """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
-    parameters are gathered again; ``offloaded``: operators whose results wait on the host; ``converts_once``: as in the
-    planner's settings. Conversions of values that are done again, and copies to the host, are left to the simulation.
-    """
+    parameters are gathered again; ``offloaded``: operators whose results wait on the host. Conversions of values that
+    are done again, and copies to the host, are left to the simulation."""
 
     operators: frozenset[str] = frozenset()
     gathers: bool = False
     offloaded: frozenset[str] = frozenset()
-    converts_once: bool = True
 
 
 # A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
@@ -431,7 +429,7 @@ class _Builder:
         """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
         that is no smaller than what operators use, unless it is gathered again (``programs.once``)."""
         passes = self.domains.prices.passes
-        if not is_once or passes == 1 or self.again.gathers or not self.again.converts_once:
+        if not is_once or passes == 1 or self.again.gathers:
             return 1.0
         keeps_size = routes.numel[made][:, None] == routes.numel[nodes][None, :]
         return np.where(keeps_size, 1 / passes, 1.0)

@@ -56,8 +56,7 @@ class Settings:
     up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
     keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
-    they would be copied; ``converts_once``: whether a step of several passes converts parameters once
-    (``programs.once``; stages do in every pass)."""
+    they would be copied."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -67,7 +66,6 @@ class Settings:
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     levers: Levers = field(default_factory=Levers)
     zero: Zero | None = None
-    converts_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,8 +171,7 @@ class Planner:
         if mesh not in self.domains:
             axes = Axes.of(mesh, separate_axes(fixed, mesh))
             self.domains[mesh] = domains_of(self.graph, self.factored, axes, self.prices(mesh))
-        again = replace(self.settings.levers.priced(self.graph), converts_once=self.settings.converts_once)
-        return build(self.domains[mesh], fixed, again=again)
+        return build(self.domains[mesh], fixed, again=self.settings.levers.priced(self.graph))
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
@@ -345,10 +342,14 @@ def built(
         choice = stored_apart(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **said})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    spmd = with_levers(spmd, graph, settings.levers, kinds)
-    if settings.passes > 1 and settings.converts_once:
-        spmd = with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
-    return choice, spmd
+    return choice, in_passes(with_levers(spmd, graph, settings.levers, kinds), settings)
+
+
+def in_passes(spmd: Spmd, settings: Settings) -> Spmd:
+    """The program with what a step of several passes does once."""
+    if settings.passes == 1:
+        return spmd
+    return with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
 
 
 def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:

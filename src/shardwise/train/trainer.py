@@ -29,13 +29,13 @@ class Trainer:
     """Trains a parallel module on the batches of a loader; made and used on every rank alike.
 
     ``loader``: its batches are the arguments of ``par.step`` (a dict: by name). ``scheduler``: stepped after every step
-    of the optimizer. ``accumulate``: batches whose mean gradient a step is made of (a plan with micro-batches does this
-    within one batch, exactly). ``clip_norm``: the largest norm of the whole gradient. ``evaluate``: every
-    ``evaluate_every`` steps and at the end, in eval mode and without gradients; it returns metrics, the same on all
-    ranks. ``folder``: for checkpoints, ``step-N`` every ``save_every`` steps and at the end, written beside training;
-    ``keep`` says which stay. ``log_every``: steps between lines of ``log.jsonl`` in the folder (on rank 0: loss,
-    learning rate, norm of the gradient, seconds, metrics). ``tensorboard``: the same for TensorBoard.
-    ``progress``: a bar on rank 0's terminal.
+    of the optimizer. ``scaler``: scales losses for backward, as float16 needs. ``accumulate``: batches whose mean
+    gradient a step is made of (a plan with micro-batches does this within one batch, exactly). ``clip_norm``: the
+    largest norm of the whole gradient. ``evaluate``: every ``evaluate_every`` steps and at the end, in eval mode and
+    without gradients; it returns metrics, the same on all ranks. ``folder``: for checkpoints, ``step-N`` every
+    ``save_every`` steps and at the end, written beside training; ``keep`` says which stay. ``log_every``: steps between
+    lines of ``log.jsonl`` in the folder (on rank 0: loss, learning rate, norm of the gradient, seconds, metrics).
+    ``tensorboard``: the same for TensorBoard. ``progress``: a bar on rank 0's terminal.
 
     ``step`` is the number of optimizer steps done, ``metrics`` the latest ones, ``stopped`` whether a signal ended it.
     """
@@ -47,6 +47,7 @@ class Trainer:
         loader: DataLoader,
         *,
         scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         evaluate: Evaluate | None = None,
@@ -70,6 +71,7 @@ class Trainer:
         if folder is None and (save_every or keep or tensorboard):
             raise ShardwiseError(problem("there is no folder to save to", fix="give folder="))
         self.par, self.optimizer, self.loader, self.scheduler = par, optimizer, loader, scheduler
+        self.scaler = torch.amp.GradScaler(par.device.type, enabled=False) if scaler is None else scaler
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.evaluate, self.evaluate_every = evaluate, evaluate_every
         self.folder, self.save_every, self.keep = None if folder is None else Path(folder), save_every, keep
@@ -78,7 +80,8 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.stopped = False
         schedulers: Any = () if scheduler is None else scheduler
-        self._recovery = Recovery(par, optimizer, folder=self.folder, schedulers=schedulers, data=loader)
+        self._given = {"schedulers": schedulers, "scaler": scaler, "data": loader}
+        self._recovery = Recovery(par, optimizer, folder=self.folder, **self._given)
         self._saved: int | None = None
         self._signalled = False
 
@@ -125,8 +128,7 @@ class Trainer:
             self.par,
             self.optimizer,
             step=self.step,
-            schedulers=() if self.scheduler is None else self.scheduler,
-            data=self.loader,
+            **self._given,
             metrics=self.metrics,
             keep=self.keep,
             blocking=False,
@@ -165,15 +167,17 @@ class Trainer:
         for _ in range(self.accumulate):
             args, kwargs = _arguments(next(batches))
             samples += num_samples((args, kwargs)) or 0
-            losses.append(self.par.step(*args, **kwargs))
+            losses.append(self.par.step(*args, scaler=self.scaler, **kwargs))
         if self.accumulate > 1:
             for parameter in self.par.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= self.accumulate
         norm = None
         if self.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.par.parameters(), self.clip_norm)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
