@@ -74,7 +74,7 @@ class Shallow:
             return inf
         compute = float(totals.seconds[COMPUTE])
         seconds = float(totals.seconds[EXPOSED]) + max(compute, float(totals.seconds[TRAFFIC]))
-        flying = 1 if places == 1 else setting.passes if setting.schedule == "GPipe" else min(setting.passes, places)
+        flying = _in_flight(setting)
         given = self.settings.memory_bytes
         limit = ROOM * (self.cluster.device.usable_bytes if given is None else given)
         too_much = (totals.stays + flying * totals.kept) / places - limit
@@ -120,6 +120,17 @@ class Shallow:
             else:
                 kept += own[BYTES]
         return Totals(seconds, float(stays), float(kept))
+
+
+def _in_flight(setting: Setting) -> float:
+    """How many micro-batches the fullest place keeps, in shares of all its stages (Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2)."""
+    if setting.schedule == "GPipe":
+        return setting.passes
+    places, per_place = setting.places, setting.stages // setting.places
+    if per_place == 1:
+        return min(setting.passes, places)
+    return min(setting.passes, (2 * (places - 1) + (per_place - 1) * places + 1) / per_place)
 
 
 __all__ = ["Shallow"]
