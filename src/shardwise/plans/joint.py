@@ -139,12 +139,12 @@ class Floor:
         return self.seconds * setting.stages / setting.passes / (1 - steady**setting.stages)
 
     def estimate(self, setting: Setting, cluster: Cluster) -> float:
-        """About how long a step takes: products, gradients that every pass reduces, kernels to start, and bubbles."""
+        """About how long a step takes: products, gradients that are reduced once, kernels to start, and bubbles."""
         places = setting.places
         per_place = setting.stages // places
         level = cluster.levels[-1]
         bandwidth = level.link_bandwidth(level.size) / level.shared_by if cluster.num_devices > 1 else inf
-        reduced = setting.passes * 2 * self.parameter_bytes / setting.stages / bandwidth
+        reduced = 2 * self.parameter_bytes / setting.stages / bandwidth
         started = setting.passes * self.kernels / places * cluster.device.kernel_latency
         return max(2 * self.seconds, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
 
@@ -274,7 +274,9 @@ def _in_order(
     refined = [own for own in ordered if (own.places, own.micro_batch) in sizes]
     others = [own for own in ordered if (own.places, own.micro_batch) not in sizes]
     seconds = {own: seconds_of(own) for own in refined}
-    return sorted(refined, key=seconds.__getitem__) + others
+    refined.sort(key=seconds.__getitem__)
+    hopeless = [own for own in refined if seconds[own] == inf]
+    return refined[: len(refined) - len(hopeless)] + others + hopeless
 
 
 def _figures(plan: Plan) -> tuple[float, float]:

@@ -9,7 +9,7 @@ nothing else: which are planned, and in which order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -102,7 +102,8 @@ class Shallow:
         if graph is None:
             return None
         part = self.cluster.with_devices(num_devices)
-        planner = Planner.of(graph, (), part, self.meshes(part), self.settings)
+        settings = replace(self.settings, passes=setting.passes)
+        planner = Planner.of(graph, (), part, self.meshes(part), settings)
         found = [searched(planner.cost_graph(mesh), self.settings.search, None) for mesh in planner.meshes]
         return self._added_up(min(found, key=lambda search: search.outcome.seconds))
 
