@@ -3,6 +3,10 @@
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
 #   make test-long  more of the same, on more models and ranks: what is marked long
+#   make test-oldest, make test-newest  the test suite with the oldest and the newest torch that pyproject.toml allows (PYTEST_ARGS='tests/rules')
+#   make docs       the documentation as a site, in build/site; a link that leads nowhere is an error
+#   make docs-images  the pictures of docs/images, made anew in a headless Chromium
+#   make package    a wheel and a source distribution, in dist
 #   make sweep      every rule against its operator and under its default plan, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
 #   make museum     mistakes that others have published, made here on purpose, and what finds them (docs/museum.md)
 #   make museum-page  the list in docs/museum.md, written anew
@@ -39,9 +43,11 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long golden museum museum-page operators names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
 
 TORCH := torch==2.13.0
+OLDEST := 2.12.1
+NEWEST := 2.14.1
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,6 +65,22 @@ test: install
 
 test-long: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
+
+# Each in an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest TORCH=torch==$(OLDEST)
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest TORCH=torch==$(NEWEST)
+
+docs: install
+	$(BIN)/mkdocs build --strict
+
+docs-images: install
+	$(BIN)/python docs/images/make.py
+
+package: install
+	$(BIN)/python -m build
 
 bench-pipeline: install
 	$(BIN)/python benchmarks/pipeline_time.py $(BENCH_ARGS)
@@ -165,7 +187,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(PIP) install --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(PIP) install --progress-bar off --editable ".[test,dev]" "$(TORCH)"
+	$(PIP) install --progress-bar off --editable ".[test,dev,docs]" "$(TORCH)"
 	@touch $(STAMP)
 
 # Never fails: on another system, without root's rights or without a network the tests say what they skip.
@@ -179,4 +201,4 @@ openmpi:
 	else echo "no mpirun here: the tests that use it will be skipped (Debian: apt-get install openmpi-bin)"; fi
 
 clean:
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -118,7 +118,6 @@ def planned(case: Case, setting: Mapping[str, Any]) -> tuple[sw.Plan, float]:
 def seconds_of(plan: sw.Plan) -> float:
     if plan.pipeline is not None:
         return plan.pipeline.step_seconds
-    assert plan.prediction is not None, "plans by price are predicted"
     return plan.prediction.planned_seconds
 
 

@@ -45,18 +45,19 @@ from shardwise.report.joined import Joined
 from shardwise.report.planned import Planned
 from shardwise.runtime.agree import working
 from shardwise.runtime.torch_schedules import order_of
-from shardwise.search.auto import PRICED_SEARCHES, Search
+from shardwise.search.auto import PRICED_SEARCHES, PricedSearch, Search
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
 from shardwise.search.kept import Kept, keep
 from shardwise.search.levers import OFFLOADS, Gathered, Levers, Offload
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
-from shardwise.search.modes import MODES
+from shardwise.search.modes import MODES, Mode
 from shardwise.search.planner import Planner, Settings, built
 from shardwise.search.zero import Zero
 
-SEARCHES = (*PRICED_SEARCHES, "sharding_propagation")
+SearchName = PricedSearch | Literal["sharding_propagation"]
+SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
 
 
 def plan(
@@ -68,8 +69,8 @@ def plan(
     loss: Callable[..., Any] | None = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
-    mode: str = "auto",
-    search: str | None = None,
+    mode: Mode = "auto",
+    search: SearchName | None = None,
     mesh: Mesh | None = None,
     max_mesh_axes: int = 2,
     global_batch: int | None = None,
@@ -272,7 +273,7 @@ def compare(
     example_inputs: Any,
     cluster: Cluster | int,
     *,
-    searches: Sequence[str] = SEARCHES,
+    searches: Sequence[SearchName] = SEARCHES,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
     optimizer: str = "adamw",

@@ -84,6 +84,14 @@ class CheckpointError(ShardwiseError):
     """A checkpoint is incomplete or damaged, or cannot be written."""
 
 
+DOCUMENTATION = "https://shardwise.readthedocs.io/en/stable/"
+
+
+def page(name: str) -> str:
+    """Where a page of the documentation is read, ``docs/NAME.md`` of the repository: a package has no such files."""
+    return f"{DOCUMENTATION}{name}/"
+
+
 def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()) -> str:
     """The message layout of every error: what (with the arithmetic), where, further facts, and the fix.
 

@@ -38,7 +38,6 @@ def test_its_figures_are_those_of_the_plan_and_of_arithmetic() -> None:
     module, batch = asked()
     answer = sw.fits(module, batch, "h100-1x2", seconds=0, price_per_hour=3.0)
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
-    assert plan.prediction is not None
     assert answer.step_seconds == plan.prediction.planned_seconds
     assert answer.memory is not None
     assert answer.memory.peak == step_memory(module, batch, plan).peak
@@ -63,7 +62,6 @@ def test_changes_are_plans_that_cost_less_and_say_by_how_much() -> None:
     twice = next(option for option in answer.options if option.samples == 32)
     _, larger = asked(32)
     again = sw.plan(module, larger, sw.Cluster.load("h100-1x2"))
-    assert again.prediction is not None
     assert twice.step_seconds == again.prediction.planned_seconds
 
 

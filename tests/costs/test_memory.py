@@ -165,7 +165,6 @@ def test_parameters_without_gradient_are_kept_and_nothing_more(num_devices: int)
     """No gradient, no optimizer states, no update; but a plan must find room for them, and may divide them."""
     model, inputs = _model("idle")
     plan = sw.plan(model, inputs, num_devices, search="dynamic_programming")
-    assert plan.prediction is not None
     assert plan.layouts["unused"].max_local_numel == -(-512 // num_devices) * 64, "nothing else would be gained"
     held = {entry.name: 4 * plan.layouts[entry.name].max_local_numel for entry in plan.parameters}
     kept = plan.prediction.num_bytes - sum(held.values())
@@ -180,8 +179,6 @@ def test_the_update_of_parameters_without_gradient_takes_no_time() -> None:
     model, inputs = _model("idle")
     plan = sw.plan(model, inputs, 2, search="dynamic_programming", optimizer="adamw")
     without = sw.plan(model, inputs, 2, search="dynamic_programming", optimizer="sgd")
-    assert plan.prediction is not None
-    assert without.prediction is not None
     prices = Prices(Links(Cluster.local(2), plan.mesh))
     numel = plan.layouts["used.weight"].max_local_numel
     value = capture(model, inputs, {}).graph.by_name["used.weight"]

@@ -64,7 +64,6 @@ def test_what_does_not_fit_into_its_window_is_exposed_by_search_and_program_alik
     assert true.traffic == pytest.approx(windows["head.weight"])  # the body's gradient is sent last, behind nothing
     chosen = sw.plan(model, inputs, NODE, mesh=mesh, search="dynamic_programming")
     assert chosen.strategies["head/linear"] == "n@dp", "its gradient is not sent"
-    assert chosen.prediction is not None
     assert chosen.prediction.bound <= chosen.prediction.additive_price < true.exposed + true.compute
 
 

@@ -78,5 +78,8 @@ def difference(wanted: str, got: str) -> str:
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md and the pages of docs/."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    """README.md, the pages of docs/ and the tutorials."""
+    return [
+        root / "README.md",
+        *(path for glob in ("*.md", "tutorials/*.md") for path in sorted((root / "docs").glob(glob))),
+    ]

@@ -52,8 +52,7 @@ def test_a_model_is_planned_from_the_command_line_and_its_plan_is_written(folder
     assert code == 0
     assert printed.startswith("plan for Mesh(dp=4, tp=2), 8 devices")
     assert "search dynamic_programming" in printed
-    plan = sw.Plan.load(folder / "plan.json")
-    assert plan.prediction is not None
+    assert sw.Plan.load(folder / "plan.json").prediction.step_seconds > 0
     assert "written to plan.json" in printed
 
 
@@ -78,9 +77,9 @@ def test_a_comparison_prices_every_search_alike_and_the_exact_one_is_the_fastest
         assert row.planning_seconds > 0
         assert row.step.peak_bytes > 0
         assert row.step.seconds >= exact.step.seconds * 0.95  # searches add up what a simulation lays on a timeline
-        if row.plan.prediction is not None and row.plan.prediction.simulated_seconds:
+        if row.plan.predicted is not None and row.plan.prediction.simulated_seconds:
             assert row.step.seconds == pytest.approx(row.plan.prediction.simulated_seconds, rel=1e-9)
-    assert comparison["sharding_propagation"].plan.prediction is None
+    assert comparison["sharding_propagation"].plan.predicted is None
     assert comparison["sharding_propagation"].num_bytes > 0
     assert comparison.best.step.seconds == min(row.step.seconds for row in comparison)
 

@@ -89,7 +89,6 @@ def test_the_bound_holds_for_every_mesh_that_was_searched() -> None:
 
 def test_a_plan_chosen_by_simulation_names_price_bound_and_simulated_step_apart() -> None:
     plan, _, _ = planned(strategies=SPLIT)
-    assert plan.prediction is not None
     assert "given away" not in str(plan), "the cheapest itself"
     bound = plan.prediction.bound
     own = replace(
@@ -101,7 +100,7 @@ def test_a_plan_chosen_by_simulation_names_price_bound_and_simulated_step_apart(
     )
     assert own.optimality_gap == pytest.approx(1.03 * 1.4 - 1)
     assert own.given_away == pytest.approx(0.03), "beside the cheapest plan, whatever that is above the bound"
-    chosen = replace(plan, prediction=own)
+    chosen = replace(plan, predicted=own)
     text = " ".join(str(chosen).split())
     price, least, cheapest = (format_seconds(2 * seconds) for seconds in (own.additive_price, bound, 1.4 * bound))
     assert f"additive price {price}, which the search minimised: optimality gap 44.20%" in text
@@ -112,14 +111,13 @@ def test_a_plan_chosen_by_simulation_names_price_bound_and_simulated_step_apart(
     assert sw.Plan.from_json(chosen.to_json()).prediction == own
     assert own.passed_over is not None
     larger = replace(own, passed_over=replace(own.passed_over, fits=False))
-    text = str(replace(plan, prediction=larger))
+    text = str(replace(plan, predicted=larger))
     assert "given away for the memory limit 3.00%" in text
     assert "peak 2 KiB, which does not fit" in text
 
 
 def test_a_plan_must_fit_beside_the_reserve_of_its_devices_and_says_so() -> None:
     free, model, inputs = planned()
-    assert free.prediction is not None
     peak, cluster = free.prediction.peak_bytes, cluster_of(1, 2)
     assert "reserve" not in str(free)
 
@@ -135,5 +133,13 @@ def test_a_plan_must_fit_beside_the_reserve_of_its_devices_and_says_so() -> None
     with pytest.raises(sw.PlanError, match=r"are allowed .* less a reserve of"):
         on(2 * peak, 1.9 * peak)
     given = on(2 * peak, 1.9 * peak, memory_bytes=2 * peak)
-    assert given.prediction is not None
     assert given.prediction.peak_bytes <= 2 * peak, "what is given is clear of any reserve"
+
+
+def test_the_prediction_of_a_plan_that_was_not_priced_is_refused_with_the_mend() -> None:
+    model, inputs = FourConsumers(), (torch.randn(8, 16),)
+    plan = sw.plan(model, inputs, 2, mode="data_parallel")
+    assert plan.predicted is None
+    with pytest.raises(sw.PlanError, match=r"no prediction: it was not chosen by price(?s:.)*dynamic_programming"):
+        _ = plan.prediction
+    assert "predicted" not in sw.Plan.from_json(plan.to_json()).to_json(), "files keep their names"

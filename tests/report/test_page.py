@@ -49,7 +49,6 @@ def text_of(page: Path) -> str:
 def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
     plan.report(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
-    assert plan.prediction is not None
     assert f'id="figures">{format_figures(plan, plan.prediction)}</p>' in text
     assert f"{format_bytes(plan.prediction.peak_bytes)} in {plan.prediction.peak_at}" in text
     shares = [float(share) for share in re.findall(r"([\d.]+) %</td>", text.partition('id="memory"')[2])]

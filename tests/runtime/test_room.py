@@ -26,7 +26,6 @@ def alone() -> Iterator[None]:
 def test_a_plan_that_needs_more_than_the_gpu_has_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(256, 256), torch.zeros(8, 256)
     plan = sw.plan(model, x, 1, loss=lambda y: y.sum(), search="dynamic_programming")
-    assert plan.prediction is not None
     peak = plan.prediction.memory_bytes
     asked = []
 
@@ -42,4 +41,4 @@ def test_a_plan_that_needs_more_than_the_gpu_has_left_is_refused(monkeypatch: py
     with pytest.raises(OutOfDeviceMemoryError, match=r"rank 0 can get .* of the 1 GiB of its GPU(.|\n)*memory_bytes="):
         require_room(plan, torch.device("cuda", 3))
     require_room(plan, torch.device("cpu"))
-    require_room(replace(plan, prediction=None), torch.device("cuda", 3))
+    require_room(replace(plan, predicted=None), torch.device("cuda", 3))

@@ -38,7 +38,6 @@ class Stack(nn.Module):
 def plan(limit: float | None) -> tuple[sw.Plan, Prediction]:
     module, x = Stack().double(), torch.randn(1024, 32, dtype=torch.float64)
     found = sw.plan(module, (x,), 2, mesh=MESH, search="dynamic_programming", memory_bytes=limit)
-    assert found.prediction is not None
     assert sw.verify(module, (x,), found).ok
     return found, found.prediction
 

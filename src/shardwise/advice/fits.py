@@ -162,7 +162,7 @@ def fits(
         settings = {"memory_bytes": inf, **settings}
     question = Question.of(module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
     asked = question.planned("")
-    if asked.plan is not None and asked.plan.prediction is None:
+    if asked.plan is not None and asked.plan.predicted is None:
         raise ShardwiseError(
             problem(
                 "sw.fits answers from prices, and a plan of these settings has none (stages, a mode, or strategies "

@@ -41,12 +41,12 @@ class Option:
 
     @property
     def step_seconds(self) -> float:
-        own = None if self.plan is None else self.plan.prediction
+        own = None if self.plan is None else self.plan.predicted
         return 0.0 if own is None else own.planned_seconds
 
     @property
     def peak_bytes(self) -> float:
-        own = None if self.plan is None else self.plan.prediction
+        own = None if self.plan is None else self.plan.predicted
         return 0.0 if own is None else own.memory_bytes
 
     @property

@@ -206,9 +206,9 @@ def _diff(chosen: argparse.Namespace) -> int:
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     found = first.diff(second)
     growth: dict[str, float] = {}
-    if first.prediction is not None and second.prediction is not None:
+    if first.predicted is not None and second.predicted is not None:
         for name, figure in (("step", "planned_seconds"), ("memory", "memory_bytes")):
-            before, after = getattr(first.prediction, figure), getattr(second.prediction, figure)
+            before, after = getattr(first.predicted, figure), getattr(second.predicted, figure)
             growth[name] = after / before - 1 if before else 0.0
     data = {
         "growth": growth or None,

@@ -3,7 +3,7 @@
 A *device* computes and holds memory. A *level* connects units of the level below it: GPUs to a node, nodes to a
 cluster (or to pods, and pods to a cluster). Ranks are numbered so that neighbours are close: with nodes of 8, rank
 ``r`` sits in node ``r // 8``. Figures are in SI base units: bytes, seconds, FLOP/s, B/s (one direction). Where each of
-them comes from is said in ``sources``. ``costs/cluster_file.py`` reads and writes the TOML files, ``docs/clusters.md``
+them comes from is said in ``sources``. ``costs/cluster_file.py`` reads and writes the TOML files, the page on clusters
 describes them.
 """
 

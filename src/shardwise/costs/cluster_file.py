@@ -1,4 +1,4 @@
-"""Cluster files: TOML, read and written (``docs/clusters.md`` describes the format).
+"""Cluster files: TOML, read and written (the page on clusters describes the format).
 
 Bundled ones lie in ``costs/clusters/``, one per family of nodes; ``h100-16x8`` is the family ``h100`` with 16 nodes of
 8.
@@ -20,7 +20,7 @@ from typing import Any
 from shardwise.costs.cluster import Cluster, Device, Level, slowest
 from shardwise.costs.kernels import MOVES, PRODUCTS
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError, page, problem
 from shardwise.hosts import read_hostfile, read_rank_table
 from shardwise.texts import MAX_DEVICES, check_texts, is_line, read_text, shown
 
@@ -239,7 +239,7 @@ class _Reader:
             )
             listed = [f"  {where}: {text}" for where, text in self.wrong[:_NUM_SHOWN]]
             listed += [f"  and {len(self.wrong) - _NUM_SHOWN} more"] if len(self.wrong) > _NUM_SHOWN else []
-            fix = "correct them; docs/clusters.md describes the format"
+            fix = f"correct them; {page('clusters')} describes the format"
             raise ShardwiseError("\n".join([problem(what, source=self.path), *listed, f"  fix:    {fix}"]))
 
 

@@ -42,7 +42,7 @@ _NVLINKS = {"b200": 18, "h200": 18, "h100": 18, "h100-nvl": 12, "h100-pcie": 12,
 # B/s of one NVLink 3 or 4 in one direction, of which a ring reaches 0.82, as on H200 (clusters/h100.toml).
 _BRIDGED = 25e9 * 0.82
 
-# Of another GPU's memory: 2.1 GiB and 4 % (docs/clusters.md).
+# Of another GPU's memory: 2.1 GiB and 4 % (the page on clusters).
 _FIXED_RESERVE, _SHARED_RESERVE = 2.1 * 2**30, 0.04
 _SAME_MEMORY = 0.05  # two cards of a family differ by less: in what the driver leaves
 _OWN_CONTEXT = 2**30  # what this process takes of a GPU beside tensors, at most (half of it was measured)

@@ -74,7 +74,9 @@ class _Walk:
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
         self.graph = self.spmd.graph
-        self.messages = Messages(self.ledger, self.spmd.mesh, self.spmd.mesh.coordinates(self.program.rank))
+        is_gloo = not self.prices.device.host_bandwidth  # ranks on CPUs
+        coordinates = self.spmd.mesh.coordinates(self.program.rank)
+        self.messages = Messages(self.ledger, self.spmd.mesh, coordinates, is_gloo)
         self.parameters = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
         self.casts = {computed_name(name) for name in self.parameters} | {*self.program.given}
         self.saved = set(self.program.saved)

@@ -26,11 +26,13 @@ class Flight:
 
 @dataclass(frozen=True)
 class Messages:
-    """Conversions on the rank at ``coordinates``, written into a ledger."""
+    """Conversions on the rank at ``coordinates``, written into a ledger. ``adds_rows``: a reduce-scatter is an exchange
+    whose rows every rank adds up."""
 
     ledger: Ledger
     mesh: Mesh
     coordinates: Mapping[str, int]
+    adds_rows: bool
 
     def shape(self, layout: Layout) -> tuple[int, ...]:
         return layout.local_shape(self.coordinates)
@@ -101,7 +103,7 @@ class Messages:
                 sent = self.ledger.hold(self.ledger.new(own, "communication"))
                 if not in_order:
                     self.ledger.note(own)  # the row of every member lives until they are joined
-            received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
+            received = sum(prod(self.shape(after)) for _, after in sides) * itemsize * (size if self.adds_rows else 1)
             return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
         received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
         sent = self.ledger.hold(self.ledger.new(own, "communication"))
@@ -114,6 +116,11 @@ class Messages:
             self.ledger.drop(flight.sent)
         found: list[Tensor] = []
         fresh: list[Storage] = []
+        if self.adds_rows and _primitive(moves[0], backward) == "reduce_scatter":
+            rows = flight.buffer
+            size = self.mesh.size_of(moves[0].axes)
+            flight = Flight(self.ledger.hold(self.ledger.new(rows.num_bytes // size, "communication")), None)
+            self.ledger.drop(rows)
         for tensor, move in zip(tensors, moves, strict=True):
             primitive = _primitive(move, backward)
             before, after = (move.target, move.source) if backward else (move.source, move.target)

@@ -42,7 +42,7 @@ class Beside:
         ]
         if self.own is None:
             return [*lines, f"sw.plan finds none to compare: {self.refused}"]
-        own = self.own.prediction
+        own = self.own.predicted
         if own is not None:
             seconds = own.planned_seconds
             lines.append(f"under sw.plan's, {self.own.mesh}: {format_seconds(seconds)}, by the same prices")
@@ -104,7 +104,7 @@ class Checked:
     def as_data(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         first, beside = self.first_wrong, self.beside
-        own = None if beside is None or beside.own is None else beside.own.prediction
+        own = None if beside is None or beside.own is None else beside.own.predicted
         return {
             "verdict": self.verdict,
             "ok": self.ok,

@@ -2,7 +2,7 @@
 
 ``import shardwise.mindspore as ms`` stands for ``import mindspore as ms``. The dialect holds no sharding logic: a
 strategy becomes ``sw.shard``, a mode becomes settings of ``sw.plan``, and ``sw.parallelize`` gives a rank its part of a
-cell. What maps to what is in docs/from-mindspore.md.
+cell. What maps to what is on the page "Coming from MindSpore" of the documentation.
 """
 
 import logging

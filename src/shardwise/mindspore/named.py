@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from shardwise.errors import problem
+from shardwise.errors import page, problem
 from shardwise.mindspore.notes import note
 
 Function = Callable[..., Any]
@@ -80,7 +80,7 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         known = {own.lower(): own for own in names() if not own.startswith("_")}
         near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
         instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "see")
-        fix = f"{instead} (docs/from-mindspore.md lists what exists)"
+        fix = f"{instead} ({page('from-mindspore')} lists what exists)"
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
         note(text)
         raise AttributeError(text)

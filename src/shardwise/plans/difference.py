@@ -60,8 +60,8 @@ def _settings(plan: Plan) -> dict[str, str]:
     found |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     found["precision"] = format_precision(plan.precision)
     found["micro_batches"] = str(plan.micro_batches)
-    if plan.prediction is not None:
-        found["step"] = format_seconds(plan.prediction.step_seconds)
+    if plan.predicted is not None:
+        found["step"] = format_seconds(plan.predicted.step_seconds)
     if plan.is_pipeline:
         found |= {"schedule": plan.schedule, "stages": str(len(plan.stages))}
         found |= {f"order of place {place}": line for place, line in enumerate(plan.order)}

@@ -122,14 +122,14 @@ class Trials:
 
     def add(self, plan: Plan) -> None:
         """What was found for the latest graph."""
-        prediction = plan.prediction
+        prediction = plan.predicted
         if self.batches is None or prediction is None:
             self._best = plan
             self._statistics = frozenset() if self.batches is None else self._own
             return
         seconds = prediction.step_seconds
         self.tried.append(Tried(*self._next, seconds, prediction.peak_bytes))
-        if self._best is None or self._best.prediction is None or seconds < self._best.prediction.step_seconds:
+        if self._best is None or self._best.predicted is None or seconds < self._best.predicted.step_seconds:
             self._best, self._statistics = plan, self._own
         else:
             self._is_done = True

@@ -235,7 +235,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
         "micro_batches": _micro_batches(body),
         "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
-        "prediction": _prediction(body.get("prediction")),
+        "predicted": _prediction(body.get("prediction")),
         "precision": precision_of(body.get("precision")),
         **_pipeline(body, read),
     }

@@ -286,8 +286,8 @@ def _figures(plan: Plan) -> tuple[float, float]:
         for stage, predicted in zip(plan.stages, plan.pipeline.stages, strict=True):
             held[stage.placement.ranks] += int(predicted.peak_bytes)
         return plan.pipeline.step_seconds, max(held.values())
-    assert plan.prediction is not None, "plans by price are predicted"
-    return plan.prediction.planned_seconds, plan.prediction.memory_bytes
+    assert plan.predicted is not None, "plans by price are predicted"
+    return plan.predicted.planned_seconds, plan.predicted.memory_bytes
 
 
 __all__ = ["TRIES", "Considered", "Floor", "Joint", "Setting", "check_joint", "joint_search", "settings_of", "tries_of"]

@@ -48,7 +48,7 @@ class Plan:
     """A complete plan. Two plans are equal when all their entries are, and then their digests are equal too.
 
     ``training``: whether the module was in training mode. ``bucket_bytes``: the largest message that several parameters
-    share. ``precision``: the dtypes of the step, where they are not the model's. ``pricing`` and ``prediction`` are
+    share. ``precision``: the dtypes of the step, where they are not the model's. ``pricing`` and ``predicted`` are
     those of a plan that was chosen by price. ``micro_batches``: the passes of a step, over a micro-batch each; the
     stages, their inputs and the prediction are those of a pass. What concerns a single stage (``mesh``, ``layouts``)
     can be asked of a plan with one. ``schedule``: of a pipeline, the order in which its stages work on micro-batches
@@ -63,7 +63,7 @@ class Plan:
     training: bool
     bucket_bytes: int
     pricing: PricingEntry | None = None
-    prediction: Prediction | None = None
+    predicted: Prediction | None = None
     precision: Precision = MODELS_OWN
     micro_batches: int = 1
     schedule: str = ""
@@ -156,11 +156,24 @@ class Plan:
             yield from stage.collectives(backward=backward)
 
     @property
+    def prediction(self) -> Prediction:
+        """What a step takes, in seconds and bytes (``predicted``, for a plan that has it). Raises PlanError for a plan
+        that was not chosen by price."""
+        if self.predicted is None:
+            raise PlanError(
+                problem(
+                    "the plan has no prediction: it was not chosen by price",
+                    fix='plan again with sw.plan(..., search="dynamic_programming"), or ask sw.fits for its step',
+                )
+            )
+        return self.predicted
+
+    @property
     def optimality_gap(self) -> float | None:
         """By which share the additive price of this plan is above the bound, below which no plan of the searched space
         is; 0: proven to be the cheapest; None: nothing was searched. It says nothing about simulated steps: what was
         given away for those is ``prediction.given_away``."""
-        return None if self.prediction is None else self.prediction.optimality_gap
+        return None if self.predicted is None else self.predicted.optimality_gap
 
     @cached_property
     def digest(self) -> str:
@@ -216,7 +229,7 @@ class Plan:
                     fix="print(plan) shows what every stage takes; plan a part of the model by itself",
                 )
             )
-        why = "it was not chosen by price" if self.prediction is None else "a plan file has no search in it"
+        why = "it was not chosen by price" if self.predicted is None else "a plan file has no search in it"
         return PlanError(
             problem(
                 f"the plan cannot be explained: {why}",
@@ -304,7 +317,7 @@ class Plan:
             **({"pipeline": asdict(self.pipeline)} if self.pipeline is not None else {}),
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else {**asdict(self.pricing), "separate": [*self.pricing.separate]},
-            "prediction": None if self.prediction is None else asdict(self.prediction),
+            "prediction": None if self.predicted is None else asdict(self.predicted),
             **precision_body(self.precision),
         }
 

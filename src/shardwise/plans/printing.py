@@ -43,7 +43,7 @@ def format_plan(plan: Plan) -> str:
     meshes = ", ".join(str(stage.mesh) for stage in plan.stages)
     lines = [
         f"plan for {meshes}, {plan.num_ranks} devices",
-        *([] if plan.prediction is None else [f"  {format_figures(plan, plan.prediction)}"]),
+        *([] if plan.predicted is None else [f"  {format_figures(plan, plan.predicted)}"]),
         f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
@@ -53,10 +53,10 @@ def format_plan(plan: Plan) -> str:
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
     ]
     if not plan.precision.is_models:
-        lines.insert(2 + (plan.prediction is not None), f"  precision {format_precision(plan.precision)}")
+        lines.insert(2 + (plan.predicted is not None), f"  precision {format_precision(plan.precision)}")
     lines += _not_kept(plan)
-    if plan.prediction is not None:
-        lines += _predicted(plan, plan.prediction)
+    if plan.predicted is not None:
+        lines += _predicted(plan, plan.predicted)
     if plan.is_pipeline:
         lines += _pipeline(plan)
     if sentence := only_priced(plan):

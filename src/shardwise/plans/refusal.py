@@ -28,7 +28,7 @@ def nothing_fits(least: Ranked) -> PlanError:
                 ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
             ],
             fix="use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer "
-            'states, or recompute="auto" (the default)',
+            'states, or recompute="auto" (the default); sw.fits plans such mends and names the three cheapest',
         )
     )
 

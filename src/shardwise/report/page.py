@@ -43,7 +43,7 @@ def write_page(path: str | Path, plan: Plan, step: SimulatedStep | None = None) 
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    own = plan.prediction
+    own = plan.predicted
     content = environment.get_template("page.html").render(
         plan=plan,
         figures=None if own is None else format_figures(plan, own),

@@ -63,7 +63,8 @@ def rule(
     A factor is parallel unless it is named: in ``reduction`` (``{"k": "sum"}``: each part computes a summand),
     ``lowered`` (``lowering``, a function with the operator's arguments, stands in when it is split) or ``whole``.
     ``linear``: groups of operand positions in which the operator is jointly linear. ``localize``: the call on a shard,
-    when sizes or positions are among the arguments. docs/adding-a-rule.md explains each; every rank needs the rule.
+    when sizes or positions are among the arguments. The page on adding a rule explains each; every rank needs the
+    rule.
 
     Raises NotationError or LayoutError when the rule contradicts itself or the operator's schema, ShardwiseError when
     the operator has a rule already (``.remove()`` on what this returned forgets it).

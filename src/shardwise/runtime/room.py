@@ -12,27 +12,27 @@ from shardwise.costs.units import format_quantity
 from shardwise.errors import OutOfDeviceMemoryError, problem
 from shardwise.plans.plan import Plan
 
-# By which part a predicted peak may be too high (docs/clusters.md): a plan is refused for what is surely too much.
+# By which part a predicted peak may be too high (the page on clusters): a plan is refused for what is surely too much.
 _TOO_HIGH = 0.05
 
 
 def require_room(plan: Plan, device: torch.device) -> None:
     """Raises OutOfDeviceMemoryError, on every rank, where a rank's GPU has less memory left than a step of the plan was
     predicted to take. Every rank calls it. Plans that nobody priced are not judged."""
-    if device.type != "cuda" or plan.prediction is None:
+    if device.type != "cuda" or plan.predicted is None:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     rooms: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rooms, probe.room(index))
-    needed = plan.prediction.memory_bytes / (1 + _TOO_HIGH)
+    needed = plan.predicted.memory_bytes / (1 + _TOO_HIGH)
     rank, (room, whole) = min(enumerate(rooms), key=lambda entry: entry[1][0])
     if needed <= room:
         return
-    own, free, total = (format_quantity(x, "B") for x in (plan.prediction.memory_bytes, room, whole))
+    own, free, total = (format_quantity(x, "B") for x in (plan.predicted.memory_bytes, room, whole))
     raise OutOfDeviceMemoryError(
         problem(
             f"a step of the plan takes {own} of a device, and rank {rank} can get {free} of the {total} of its GPU",
-            facts=[("peak", plan.prediction.peak_at)] if plan.prediction.peak_at else (),
+            facts=[("peak", plan.predicted.peak_at)] if plan.predicted.peak_at else (),
             fix="end what else uses this GPU (nvidia-smi), plan with memory_bytes= of what is free or for more devices",
         )
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, log10
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -46,7 +47,8 @@ from shardwise.search.elimination import restricted
 from shardwise.search.free import settle
 from shardwise.search.solving import minimise, solver_of
 
-PRICED_SEARCHES = ("dynamic_programming", "ilp", "recursive_programming")
+PricedSearch = Literal["dynamic_programming", "ilp", "recursive_programming"]
+PRICED_SEARCHES: tuple[PricedSearch, ...] = get_args(PricedSearch)
 
 
 @dataclass

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.batch import batch_size
@@ -20,7 +21,8 @@ from shardwise.programs.propagate import Propagation
 from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 
-MODES = ("auto", "semi_auto", "data_parallel", "stand_alone")
+Mode = Literal["auto", "semi_auto", "data_parallel", "stand_alone"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 DATA_AXES = frozenset({"dp", "data", "batch", "ddp", "fsdp", "replica"})
 
 

@@ -33,7 +33,7 @@ from shardwise.programs.vjp import Kinds
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import Search, domains_of, searched, separate_axes
-from shardwise.search.candidates import MAX_OPERATORS, NEAR, Candidate, candidates
+from shardwise.search.candidates import MAX_OPERATORS, MAX_OTHERS, NEAR, Candidate, candidates
 from shardwise.search.cost_graph import CostGraph, build
 from shardwise.search.domains import Domains
 from shardwise.search.dynamic_programming import DoesNotFit
@@ -48,6 +48,8 @@ from shardwise.search.zero import Zero, stored_apart
 RETRIES = 3
 # Of the searches with a cap on moments, how many become programs.
 PROBES = 3
+# Times that a lower limit is taken back by halves, once something fits under it.
+HALVINGS = 3
 
 
 @dataclass(frozen=True)
@@ -203,17 +205,34 @@ class Planner:
         """The ranking of a search; while its peak does not fit, what the search finds under lower limits, then what
         keeps least, and in the end what it finds under caps on moments. If all of them are too large, the one of the
         lowest peak."""
-        lowest, allowed = start, self.limit
+        lowest, allowed, too_much = start, self.limit, self.limit
         for attempt in range(RETRIES + 1):
             if not lowest.excess:
                 break
             held = lowest.best.candidate.num_bytes
-            allowed = min(allowed, held) - lowest.excess if attempt < RETRIES else 0.0
+            too_much = min(allowed, held)
+            allowed = too_much - lowest.excess if attempt < RETRIES else 0.0
             below, is_least = self._searched_below(search, allowed)
             lowest = min(lowest, self.rank([below]), key=lambda ranking: ranking.excess)
             if is_least:
                 break
+        if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OTHERS:
+            return self._between(search, lowest, allowed, too_much)
         return self.within_moments(search, lowest)
+
+    def _between(self, search: Search, fitting: Ranked, allowed: float, too_much: float) -> Ranked:
+        """The fastest of a ranking that fits under a lower limit and of what the search finds under limits between that
+        and one that was too high."""
+        for _ in range(HALVINGS):
+            middle = (allowed + too_much) / 2
+            below, _ = self._searched_below(search, middle)
+            ranking = self._rank_alone(below)
+            if ranking.excess:
+                too_much = middle
+                continue
+            allowed = middle
+            fitting = min(fitting, ranking, key=lambda one: one.prediction.step_seconds)
+        return fitting
 
     def within_moments(self, search: Search, known: Ranked) -> Ranked:
         """A ranking; where that does not fit, the first that does of what the search finds under caps on moments, else

@@ -3,7 +3,17 @@
 Needs ``transformers`` and ``accelerate`` (``pip install "shardwise[hf]"``).
 """
 
-from shardwise.transformers.generation import generator
-from shardwise.transformers.trainer import ShardwiseTrainer
+from shardwise.errors import problem
+
+try:
+    from shardwise.transformers.generation import generator
+    from shardwise.transformers.trainer import ShardwiseTrainer
+except ModuleNotFoundError as error:
+    needed = (error.name or "").partition(".")[0]
+    if needed not in ("transformers", "accelerate"):
+        raise
+    raise ImportError(
+        problem(f"shardwise.transformers needs {needed}: {error}", fix='pip install "shardwise[hf]"')
+    ) from error
 
 __all__ = ["ShardwiseTrainer", "generator"]

@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageEnhance, ImageOps
 
 from shardwise.errors import problem
 from shardwise.mindspore.dataset.transforms import Array, TypeCast
 from shardwise.mindspore.named import absent
+
+try:
+    from PIL import Image, ImageEnhance, ImageOps
+except ImportError as error:
+    raise ImportError(
+        problem(
+            "the MindSpore dialect reads images with Pillow: it is missing", fix='pip install "shardwise[mindspore]"'
+        )
+    ) from error
 
 Sizes = int | Sequence[int]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import (
     arithmetic,
@@ -27,15 +29,20 @@ from shardwise.mindspore.ops.reductions import *
 from shardwise.mindspore.ops.shape import *
 from shardwise.mindspore.ops.simple import *
 
-__all__ = ["Primitive"]
-__all__ += communication.__all__
-__all__ += arithmetic.__all__
-__all__ += images.__all__
-__all__ += indexing.__all__
-__all__ += linear.__all__
-__all__ += losses.__all__
-__all__ += normalization.__all__
-__all__ += reductions.__all__
-__all__ += shape.__all__
-__all__ += simple.__all__
-__getattr__ = absent(__name__, lambda: __all__)
+if not TYPE_CHECKING:  # type checkers read no sums of lists: for them all that is imported here is public
+    __all__ = ["Primitive"]
+    __all__ += communication.__all__
+    __all__ += arithmetic.__all__
+    __all__ += images.__all__
+    __all__ += indexing.__all__
+    __all__ += linear.__all__
+    __all__ += losses.__all__
+    __all__ += normalization.__all__
+    __all__ += reductions.__all__
+    __all__ += shape.__all__
+    __all__ += simple.__all__
+    __getattr__ = absent(__name__, lambda: __all__)
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Names that are made from tables (``simple``, ``functions``)."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.errors import problem
+from shardwise.errors import page, problem
 from shardwise.mindspore import staged
 from shardwise.mindspore.train.serialization import save_checkpoint
 
@@ -294,5 +294,5 @@ def __getattr__(name: str) -> Any:
     from shardwise.mindspore.train import watching
 
     if name.startswith("_") or not hasattr(watching, name):
-        raise AttributeError(problem(f"there is no callback {name}", fix="see docs/from-mindspore.md"))
+        raise AttributeError(problem(f"there is no callback {name}", fix=f"{page('from-mindspore')} lists them"))
     return getattr(watching, name)
