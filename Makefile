@@ -18,6 +18,7 @@
 #   make checked-plans  docs/checked-plans.md: every tp plan that ships with the installed transformers, proven or refuted (about 15 minutes)
 #   make operators  docs/operators.md, written from the rule tables
 #   make names      the names of the dialect in docs/from-mindspore.md
+#   make commands   the outputs of the commands in docs/commands.md
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
@@ -43,7 +44,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
 
 TORCH := torch==2.13.0
 OLDEST := 2.12.1
@@ -119,6 +120,9 @@ checked-plans: install
 
 operators: install
 	PYTHONPATH=tests $(BIN)/python -m docs.operators
+
+commands: install
+	PYTHONPATH=tests $(BIN)/python -m docs.commands
 
 names: install
 	PYTHONPATH=tests $(BIN)/python -m docs.dialect_names

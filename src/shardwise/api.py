@@ -40,10 +40,11 @@ from shardwise.plans.stages import step_graph
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.vjp import Kinds
+from shardwise.progress import doing
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.joined import Joined
-from shardwise.report.planned import Planned
-from shardwise.runtime.agree import working
+from shardwise.report.planned import Planned, Staged
+from shardwise.runtime.agree import shown_once, working
 from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch, Search
 from shardwise.search.decide import decide
@@ -137,7 +138,7 @@ def plan(
     precision = (precision or Precision()).at_hand
     captures = Captures()
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision, captures)
-    with working(), no_autocast():  # other ranks wait for rank 0
+    with shown_once("planning"), working(), no_autocast():  # other ranks wait for rank 0
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
@@ -145,6 +146,7 @@ def plan(
                 PlanWarning,
                 stacklevel=2,
             )
+        doing("capturing the model")
         captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
         if search is None:
@@ -172,7 +174,8 @@ def plan(
                 )
                 template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
                 own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
-                return pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
+                found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
+                return Staged.of(found)
             samples = num_samples(call.arguments)
             batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
             wanted = Settings(
@@ -263,8 +266,7 @@ def plan(
 
             floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
             better = None if graph.loss is None else seconds_of
-            found = joint_search(settings, floor, cluster, plan_of_setting, tries=tries, seconds_of=better)
-            return Joined.of(*found)
+            return Joined.of(*joint_search(settings, floor, cluster, plan_of_setting, tries=tries, seconds_of=better))
         return planned_with(stages, schedule, global_batch, micro_batch)
 
 

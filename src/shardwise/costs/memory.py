@@ -27,12 +27,14 @@ from shardwise.programs.vjp import Kinds
 class Memory:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
     backward at the end of forward; ``host_bytes``: of that, what waits in the memory of the host, not in the
-    device's; ``held``: (phase, operator) -> the most while it runs."""
+    device's; ``over``: the most at every operator in turn, where that was asked for; ``held``: (phase, operator) -> the
+    most while it runs."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
     kept_bytes: int
     host_bytes: int = 0
+    over: tuple[Peak, ...] = ()
     held: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
@@ -47,10 +49,14 @@ def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memo
     return memory_of_program(busiest_program(spmd, kinds or Kinds()), prices)
 
 
-def memory_of_program(program: Program, prices: Prices, parts: Repeated | None = None) -> Memory:
-    """The memory of one rank's training step. ``parts``: ``passes_of`` it, where they are there already."""
+def memory_of_program(
+    program: Program, prices: Prices, parts: Repeated | None = None, *, over_time: bool = False
+) -> Memory:
+    """The memory of one rank's training step. ``parts``: ``passes_of`` it, where they are there already; ``over_time``:
+    whether to keep what is held at every operator, and not only the most."""
     parts = parts or passes_of(program, prices)
-    return _Walk(program if parts is None else parts.each, prices, parts).run()
+    ledger = Ledger(over=[] if over_time else None)
+    return _Walk(program if parts is None else parts.each, prices, parts, ledger=ledger).run()
 
 
 def passes_of(program: Program, prices: Prices) -> Repeated | None:
@@ -113,8 +119,14 @@ class _Walk:
         for index, instruction in enumerate(self.program.backward, len(self.program.forward)):
             self._run(index, instruction)
         self._update()
-        peak = max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes)
-        return Memory(peak, self.ledger.peaks, kept, self.host_bytes, self.ledger.held)
+        return Memory(
+            max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes),
+            self.ledger.peaks,
+            kept,
+            self.host_bytes,
+            tuple(self.ledger.over or ()),
+            self.ledger.held,
+        )
 
     def _persistent(self) -> None:
         """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""

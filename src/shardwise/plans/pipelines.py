@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.costs.cluster import Cluster
+from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline import (
@@ -34,7 +35,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
 from shardwise.plans.chosen import Chooser, Chosen
-from shardwise.plans.entries import Stage, TensorEntry
+from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
@@ -227,7 +228,8 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
         order = schedule.actions
     pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
     lines = format_order(schedule.actions)
-    return replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline)
+    pricing = PricingEntry(format_cluster(how.cluster), "", "", "", ()) if how.by_price else None
+    return replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
 
 
 def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
@@ -393,11 +395,18 @@ def _predicted(how: Pipelining, timed: Sequence[_Timed], order: Order, num_passe
             own.peak + (step.in_flight[number] - 1) * own.kept,
             own.sent,
             step.bubble(how.schedule.place_of(number, how.num_places)),
+            own.seconds.weight,
+            own.seconds.send,
+            own.seconds.update,
         )
         for number, own in enumerate(timed)
     )
-    bound = min(least_seconds(_work(how, timed, num_passes)), step.seconds)  # sums in another order
-    return PipelinePrediction(step.seconds, step.bubbles, bound, stages)
+    work = _work(how, timed, num_passes)
+    bound = min(least_seconds(work), step.seconds)  # sums in another order
+    held = [*work.peaks(order)]  # kept for backward; and what the stages of a place hold besides
+    for place, own in zip(work.place_of, timed, strict=True):
+        held[place] += own.peak - own.kept
+    return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(held))
 
 
 __all__ = ["Pipelining", "plan_pipeline"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError, problem
@@ -10,6 +11,7 @@ from shardwise.plans.joint import Joint
 from shardwise.plans.plan import Plan
 from shardwise.report.explain import Explanation
 from shardwise.report.planned import MicroBatches, Planned, entries
+from shardwise.runtime.step_profile import StepProfile
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,10 @@ class Joined(Plan):
         if isinstance(self.found, Planned):
             return self.found.explain(name)
         raise PlanError(problem(f"a plan in stages does not explain {name!r}", fix='explain("stages")'))
+
+    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
+        """Write the plan as a page that one looks at, as a plan of that setting does."""
+        self.found.report(path, other=other, profile=profile)
 
 
 __all__ = ["Joined"]

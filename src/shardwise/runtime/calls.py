@@ -18,7 +18,7 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
-from shardwise.graph.trees import flatten_with_path, leaf_name
+from shardwise.graph.trees import check_leaves, flatten, flatten_with_path, is_constant, is_plain_tensor, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
@@ -53,10 +53,31 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
         check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
-        with no_autocast():
-            return method(*args, **kwargs)
+        try:
+            with no_autocast():
+                return method(*args, **kwargs)
+        except BaseException:
+            module._failed = True
+            raise
 
     return called
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
+    """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
+    plain tensors or constants, and for tensors without data."""
+    flat, spec = flatten((args, kwargs))
+    if all(is_constant(x) or (is_plain_tensor(x) and (not x.is_meta or device.type == "meta")) for x in flat):
+        return flat, spec
+    named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
+    check_leaves(named)
+    empty = [name for name, x in named if isinstance(x, torch.Tensor) and x.is_meta]
+    raise ShardwiseError(
+        problem(
+            f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
+            fix="pass tensors with data, on any device: they come to that of the module",
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.once import with_once
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
+from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import Search, domains_of, searched, separate_axes
@@ -156,7 +157,7 @@ class Planner:
         """The searches of the meshes on which something fits, and of the others the least bytes."""
         searches: list[Search] = []
         refused: list[tuple[float, CostGraph]] = []
-        for mesh in self.meshes:
+        for mesh in each(self.meshes, lambda mesh: f"prices and search on {mesh}"):
             cost = self.cost_graph(mesh)
             cutoff = NEAR * min((search.outcome.seconds for search in searches), default=inf)
             try:
@@ -262,7 +263,8 @@ class Planner:
         if len(self.graph.ops) > MAX_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
         near = candidates(searches, self.settings.search, self.limit)
-        return ranked([self._built(candidate) for candidate in near], self.limit)
+        counted = each(near, lambda candidate: "simulating candidates")
+        return ranked([self._built(candidate) for candidate in counted], self.limit)
 
     def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> Simulated:
         """A candidate with its program, its peak and a simulated step; where the model has many equal blocks, and not
