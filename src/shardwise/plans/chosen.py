@@ -3,7 +3,7 @@ that of the stage among them which keeps most micro-batches, under the names of 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.costs.memory import memory_of
@@ -18,6 +18,7 @@ from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.spmd import Choice, Spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.rules.atoms import Factored
+from shardwise.search.auto import Search
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
 from shardwise.search.kept import keep
@@ -27,14 +28,25 @@ from shardwise.search.planner import Planner, built
 TRIES = 3  # to fit the values of all micro-batches in flight
 
 
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """The search for a part, or for one that equals it. ``names``: an operator or a parameter of the part -> what it is
+    called there."""
+
+    search: Search
+    names: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class Chosen:
-    """What the search chose for a part by itself, and its program, with what it makes again (``levers``)."""
+    """What the search chose for a part by itself, and its program, with what it makes again (``levers``).
+    ``searched``: None where nothing was searched."""
 
     factored: Factored
     choice: Choice
     spmd: Spmd
     levers: Levers
+    searched: Searched | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -93,7 +105,15 @@ class Chooser:
         segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in one.levers.segments)
         levers = replace(one.levers, segments=tuple(segments))
         settings = replace(self.how.settings, levers=levers, zero=None)  # storage is in the choice
-        return Chosen(factored, *built(part, rules, choice, one.mesh, settings, self.kinds), levers)
+        searched = None
+        if one.searched is not None:
+            sources = one.searched.search.cost.domains.graph.source_of
+            names = {own: name for name, own in op_of.items()}
+            called = {own: name for name, own in value_of.items()}
+            names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
+            searched = Searched(one.searched.search, names)
+        program = built(part, rules, choice, one.mesh, settings, self.kinds)
+        return Chosen(factored, *program, levers, searched)
 
 
 def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: Kinds) -> Chosen:
@@ -121,7 +141,9 @@ def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: K
         memory = memory_of(planned.spmd, planner.prices(planned.spmd.mesh), kinds=kinds)
         others = (in_flight - 1) * memory.kept_bytes
         if memory.peak.num_bytes + others <= limit:
-            return Chosen(planned.factored, planned.choice, planned.spmd, planned.levers)
+            called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
+            searched = Searched(planned.search, {name: name for name in called})
+            return Chosen(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
         allowed = max(limit - others, 1.0)
     raise PlanError(
         problem(
@@ -133,4 +155,4 @@ def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: K
     )
 
 
-__all__ = ["Chooser", "Chosen"]
+__all__ = ["Chooser", "Chosen", "Searched"]

@@ -34,7 +34,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
-from shardwise.plans.chosen import Chooser, Chosen
+from shardwise.plans.chosen import Chooser, Chosen, Searched
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
 from shardwise.plans.listing import stage_of
@@ -65,7 +65,7 @@ def pipeline_of(
     *,
     by_price: bool,
     order: OrderOf,
-) -> Plan:
+) -> Found:
     """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
     be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
     scheduled."""
@@ -104,7 +104,7 @@ def pipeline_of(
         order,
     )
     kinds = Kinds() if call.known is None else call.known.kinds
-    best: Plan | None = None
+    best: Found | None = None
     failure: PlanError | None = None
     statistics: frozenset[str] = frozenset()
     for passes in _divided(call, captured.graph, asked, how):
@@ -118,7 +118,7 @@ def pipeline_of(
             if not by_price:
                 break
             continue
-        if best is not None and _seconds(found) >= _seconds(best):
+        if best is not None and _seconds(found.plan) >= _seconds(best.plan):
             break
         best, statistics = found, passes.statistics
         if not by_price:
@@ -187,7 +187,15 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
         yield Passes.single(whole) if size == batches.step else call.passes(whole, size, staged=True)
 
 
-def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan, kinds: Kinds) -> Plan:
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A plan, and the search for each of its stages."""
+
+    plan: Plan
+    searched: tuple[Searched | None, ...]
+
+
+def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan, kinds: Kinds) -> Found:
     """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at.
     Raises PlanError where it can not be."""
     num_passes = len(passes.sizes)
@@ -229,7 +237,8 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
     lines = format_order(schedule.actions)
     pricing = PricingEntry(format_cluster(how.cluster), "", "", "", ()) if how.by_price else None
-    return replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
+    plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
+    return Found(plan, tuple(one.searched for one in chosen))
 
 
 def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
