@@ -17,9 +17,9 @@ class Stack(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(64, 256)
-        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-        self.head = nn.Linear(256, 64)
+        self.first = nn.Linear(64, 1024)
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))
+        self.head = nn.Linear(1024, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -36,7 +36,7 @@ def plan() -> sw.Plan:
     sw.stage(model.first, 0)
     sw.stage(model.head, 4)
     cluster = sw.Cluster.load("h100-2x5")
-    return sw.plan(model, torch.zeros(160, 64), cluster, stages="marked", micro_batch=32, mesh=sw.Mesh(x=2))
+    return sw.plan(model, torch.zeros(160 * 64, 64), cluster, stages="marked", micro_batch=32 * 64, mesh=sw.Mesh(x=2))
 
 
 def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
@@ -49,11 +49,12 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
             assert isinstance(found, InStage)
             assert found.stage == number
             (chosen,) = (own for own in found.explanation.alternatives if own.chosen)
-            assert chosen.choice == entry.strategy
+            assert chosen.choice == (entry.strategy or "whole")
             alike.add((number, bool(found.alike)))
             assert (f"in stage {number}, planned as an equal one" in str(found)) == bool(found.alike)
             explained += 1
     assert explained == 8
+    assert any(entry.strategy for stage in plan.stages for entry in stage.operators), "something is split"
     assert alike >= {(1, False), (2, True), (3, True)}, alike
     parameter = plan.explain("blocks.3.weight")
     assert parameter.alike == "blocks.1.weight"
