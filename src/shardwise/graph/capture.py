@@ -113,6 +113,9 @@ def capture(
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
+    if not isinstance(module, nn.Module):
+        what = f"the model is a {type(module).__name__} and no torch.nn.Module"
+        raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
     precision = precision.at_hand
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = flatten_with_path((args, kwargs))
