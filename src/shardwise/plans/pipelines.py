@@ -146,7 +146,7 @@ def _num_stages(stages: int | str | None, marks: Mapping[str, int]) -> int:
 
 def _checked(stages: int | str) -> int:
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
-        raise PlanError(problem(f"stages is {stages!r}", fix='a whole number from 2, or "marked" (sw.stage)'))
+        raise PlanError(problem(f"stages is {stages!r}", fix='a whole number from 2, "marked" (sw.stage) or "auto"'))
     return stages
 
 
