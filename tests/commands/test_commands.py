@@ -108,6 +108,11 @@ def test_diff_has_an_exit_code_for_growth(folder: Path, capsys: pytest.CaptureFi
     assert large is not None
     assert data["growth"]["memory"] == pytest.approx(large.memory_bytes / small.memory_bytes - 1)
     assert run("diff", "adamw.json", "sgd.json", "--max-growth", "1") == 0
+    assert run("diff", "adamw.json", "sgd.json", "--max-growth", "nan") == 1, (
+        "no growth is allowed by what is no number"
+    )
+    assert run("verify", "net.py:build", "sgd.json", "--steps", "0") == 2
+    assert "nothing would be compared" in capsys.readouterr().err
     assert run("plan", "net.py:build", "--cluster", "2", "--mode", "data_parallel", "-o", "unpriced.json") == 0
     assert run("diff", "adamw.json", "unpriced.json", "--max-growth", "1") == 2
     assert "has no prediction" in capsys.readouterr().err

@@ -238,7 +238,7 @@ def _diff(chosen: argparse.Namespace) -> int:
         raise ShardwiseError(
             problem("one of the plans has no prediction", fix="plan with a search by price, or leave out --max-growth")
         )
-    return int(any(share > chosen.max_growth / 100 for share in growth.values()))
+    return int(not all(share <= chosen.max_growth / 100 for share in growth.values()))
 
 
 # -- verify, check -----------------------------------------------------------------------------------------------------
