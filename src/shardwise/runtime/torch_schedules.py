@@ -125,7 +125,7 @@ class _StageWhereAllIsDifferentiable(_Stage):
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         received: Any = super()._create_grad_recv_info(act_send_info)
-        for info, sent in zip(received, self._worker.sends, strict=True):
+        for info, sent in zip(received, self._worker.sends, strict=False):  # the last stage receives none
             if not sent.requires_grad:
                 info.buffer = info.buffer.new_empty(1)
         return received
