@@ -345,7 +345,7 @@ class _Cut:
     values: dict[str, Tensor]
 
     def half(self, module: fx.GraphModule, half: str, num_sections: int, num_returned: int) -> _Half:
-        output = module.graph.output_node()
+        output: Any = module.graph.output_node()
         ends: list[fx.Node] = list(output.args[0])
         place = _places(module.graph, half, num_sections, self.first_read)
         parts = []
@@ -450,11 +450,16 @@ def inductor(
     return function, strides or [None] * len(output.args[0])
 
 
+def _num_results(module: fx.GraphModule) -> int:
+    output: Any = module.graph.output_node()
+    return len(output.args[0])
+
+
 def interpreted(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """No code: the graph is run kernel by kernel."""
-    return fx.Interpreter(module).boxed_run, [None] * len(module.graph.output_node().args[0])
+    return fx.Interpreter(module).boxed_run, [None] * _num_results(module)
 
 
 @dataclass(frozen=True)
@@ -472,4 +477,4 @@ def priced(
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """No code, but what Inductor's kernels would do (``costs.fusion``): for the seconds and the memory of a compiled
     step on a machine without the device."""
-    return PricedSection(fused_works(module)), [None] * len(module.graph.output_node().args[0])
+    return PricedSection(fused_works(module)), [None] * _num_results(module)
