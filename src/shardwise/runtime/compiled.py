@@ -442,12 +442,12 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx_inner
 
     fake_mode = next((t.fake_mode for t in operands), None) or FakeTensorMode()  # type: ignore[attr-defined]
-    output = module.graph.output_node()
+    output: Any = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(fixed)
     with _inductor_context(fake_mode), TracingContext.report_output_strides() as found:
         function: Any = compile_fx_inner(module, list(operands))
     strides = [None if one is None else tuple(map(int, one)) for one in found or ()]
-    return function, strides or [None] * len(output.args[0])
+    return function, strides or [None] * _num_results(module)
 
 
 def _num_results(module: fx.GraphModule) -> int:
