@@ -109,7 +109,12 @@ class _Stage(PipelineStage):
 
 class _StageWhereAllIsDifferentiable(_Stage):
     """In torch 2.11 all that crosses is marked as differentiable, which integers refuse, and is sent a cotangent. Here
-    nothing is marked, and the cotangent of what has none is one number."""
+    nothing is marked, and the cotangent of what has none is one number. The first message of two neighbours is one to
+    itself for a place that has both, which gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        found: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [message for message in found if message.peer != dist.get_rank()]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         trains, self.has_backward = self.has_backward, False
