@@ -66,8 +66,10 @@ def happens(trainer: sw.Trainer, what: str) -> None:
 
 def train(folder: Path, num_steps: int, kind: str, events: Events) -> None:
     num_ranks = sw.world_size()
-    how: dict[str, Any] = {"mesh": sw.Mesh(dp=num_ranks), "zero": int(kind == "zero")}
-    if kind == "stages":
+    how: dict[str, Any] = {"mesh": sw.Mesh(dp=num_ranks)}
+    if kind == "zero":
+        how["zero"] = 1
+    elif kind == "stages":
         how = {"stages": num_ranks, "micro_batch": 6, "mesh": sw.Mesh(dp=1)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batch norm in parts of a batch: not what is tested here

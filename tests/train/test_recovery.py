@@ -195,6 +195,16 @@ def test_a_straggler_is_slower_than_the_others_most_of_the_time() -> None:
     assert slowness([[0.0001, 0.0001, 0.0005]] * 20, 2) is None  # too short to say
 
 
+def test_a_stage_with_more_work_is_no_straggler_and_a_rank_slower_than_its_own_stage_is() -> None:
+    rounds = Rounds(torch.device("cpu"), [(0, 1, 2), (3, 4, 5)])
+    rounds._busy.extend([[0.1, 0.1, 0.1, 0.3, 0.3, 0.4]] * 20)
+    with pytest.warns(
+        StragglerWarning, match=r"rank 5 is 33% slower .* 0\.4000 s of each, the others for 0\.3000 s"
+    ) as said:
+        rounds._name_stragglers()
+    assert len(said) == 1
+
+
 def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from shardwise.train import planning
 
