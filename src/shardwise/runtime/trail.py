@@ -1,9 +1,8 @@
 """Where this rank is: the collective that it is in, for the launcher to read, and how long it has waited in all.
 
 A collective of a program, what the ranks of a job tell each other, and the messages between the stages of a pipeline
-are entered and left here. Under ``shardwise
-run`` it is written on the rank's page (``runtime.pages``); everywhere the time is summed up, from which the time that a
-rank is busy follows (``train.meeting``).
+are entered and left here. Under ``shardwise run`` it is written on the rank's page (``runtime.pages``); everywhere the
+time is summed up, from which the time that a rank is busy follows (``train.rounds``).
 """
 
 from __future__ import annotations
