@@ -14,16 +14,21 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+import shtab
+
+from shardwise.commands.alone import run_rank_alone
 from shardwise.commands.command import Command
+from shardwise.commands.data import add_json, cluster_data, show
 from shardwise.commands.elastic import add_elastic_arguments, elastic_settings
+from shardwise.commands.models import BuildError
 from shardwise.commands.plans import PLAN_COMMANDS
-from shardwise.commands.progress import BuildError
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.launch.calibrate import calibrate
 from shardwise.launch.launcher import launch
+from shardwise.progress import shown
 
 EXIT_USAGE = 2
 EXIT_BUILD = 1
@@ -33,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``shardwise``. Returns the exit code: 2 for whatever the user can mend in the command."""
     parser = argparse.ArgumentParser(prog="shardwise", description="Trains an ordinary PyTorch model on many devices.")
     parser.add_argument("--version", action="version", version=_versions())
+    shtab.add_argument_to(parser, "--print-completion", help="a script for the shell, which completes commands")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
@@ -83,11 +89,20 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="when a rank has ended with exit code 0, stop those that still run after this time (never)",
     )
     add_elastic_arguments(parser)
+    add(
+        "--alone",
+        type=int,
+        metavar="RANK",
+        help="measure one rank's part of a plan here, without the others: shardwise run --alone RANK PLAN MODEL",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments")
 
 
 def _run(chosen: argparse.Namespace) -> int:
     command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
+    if chosen.alone is not None:
+        _check_alone(chosen)
+        return run_rank_alone(chosen.alone, command)
     hosts, node_rank = _hosts(chosen)
     return launch(
         ["-m", *command] if chosen.module else command,
@@ -103,6 +118,16 @@ def _run(chosen: argparse.Namespace) -> int:
         exit_grace_seconds=chosen.exit_grace,
         elastic=elastic_settings(chosen),
     )
+
+
+def _check_alone(chosen: argparse.Namespace) -> None:
+    """Raise LaunchError for options of a job of several ranks."""
+    others = {"-n": chosen.num_ranks, "--nnodes": chosen.nnodes, "-m": chosen.module or None}
+    others |= {"--hostfile": chosen.hostfile, "--rank-table": chosen.rank_table, "--elastic": chosen.elastic or None}
+    given = [option for option, value in others.items() if value is not None]
+    if given:
+        what = f"--alone runs one rank without others, and {given[0]} is about several"
+        raise LaunchError(problem(what, fix=f"leave out {given[0]}: shardwise run --alone RANK PLAN MODEL"))
 
 
 def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
@@ -124,29 +149,34 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, whose peaks are known: h100")
     add("--points", metavar="FILE", help="fit what shardwise.launch.measure wrote, instead of measuring")
     add("--tiny", action="store_true", help="measure a few small sizes only: to see whether it works")
+    add_json(parser)
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:
-    cluster, lines = calibrate(
-        chosen.output, num_ranks=chosen.ranks, points=chosen.points, like=chosen.like, tiny=chosen.tiny
-    )
-    print(f"{cluster}\n\npredicted against measured seconds, by relative error:")
-    print(*(f"  {line}" for line in lines), sep="\n")
-    print(f"\nwritten to {chosen.output}: sw.Cluster.load({chosen.output!r})")
+    with shown("measuring this machine"):
+        cluster, lines = calibrate(
+            chosen.output, num_ranks=chosen.ranks, points=chosen.points, like=chosen.like, tiny=chosen.tiny
+        )
+    said = [f"{cluster}\n\npredicted against measured seconds, by relative error:", *(f"  {line}" for line in lines)]
+    said.append(f"\nwritten to {chosen.output}: sw.Cluster.load({chosen.output!r})")
+    data = {"written": chosen.output, "cluster": cluster_data(cluster), "fits": lines}
+    show("\n".join(said), chosen, lambda: data)
     return 0
 
 
 def _add_clusters_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="a bundled name (h100-16x8) or a file: show its figures and sources")
+    add_json(parser)
 
 
 def _clusters(chosen: argparse.Namespace) -> int:
     if chosen.name is not None:
-        print(format_cluster(Cluster.load(chosen.name)), end="")
+        own = Cluster.load(chosen.name)
+        show(format_cluster(own).rstrip(), chosen, lambda: cluster_data(own))
         return 0
-    for family in families():
-        print(Cluster.load(family))
-    print("h100-16x8 is 16 such nodes. shardwise clusters h100-16x8 shows all figures and where they come from.")
+    found = [Cluster.load(family) for family in families()]
+    more = "h100-16x8 is 16 such nodes. shardwise clusters h100-16x8 shows all figures and where they come from."
+    show("\n".join([*map(str, found), more]), chosen, lambda: list(map(cluster_data, found)))
     return 0
 
 

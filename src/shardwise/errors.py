@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+_LONGEST_NAME = 500  # of an operator: a file may say anything
 _AROUND = 60  # characters shown before and after a caret in a long text
 
 
@@ -102,6 +103,7 @@ def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: 
     """
     lines = [what]
     if op or source:
+        op = op if len(op) <= _LONGEST_NAME else f"{op[:_LONGEST_NAME]}... ({len(op):,} characters)"
         where = op if not source else f"{op} ({source})" if op else source
         lines.append(f"  op:     {where}")
     lines += [f"  {name + ':':<7} {text}" for name, text in facts]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.commands.progress import doing
+from shardwise.commands.settings import add_settings
 
 MODEL = """
 import torch
@@ -77,7 +79,6 @@ def test_a_trace_is_the_simulated_step(folder: Path, capsys: pytest.CaptureFixtu
     assert run("trace", *arguments, "-o", "step.json") == 0
     assert run("plan", *arguments, "-o", "plan.json") == 0
     prediction = sw.Plan.load("plan.json").prediction
-    assert prediction is not None
     events = [e for e in json.loads((folder / "step.json").read_text())["traceEvents"] if e["ph"] == "X"]
     last = max(e["ts"] + e["dur"] for e in events)
     assert last / 1e6 == pytest.approx(prediction.simulated_seconds, rel=1e-9)
@@ -180,7 +181,69 @@ def test_settings_that_cannot_be_read_say_so(
     assert says in capsys.readouterr().err
 
 
-def test_progress_is_quiet_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with doing("something long"):
-        pass
-    assert capsys.readouterr() == ("", "")
+def test_every_setting_of_plan_is_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    options = {action.dest for action in parser._actions}
+    named = {"memory_bytes": "memory", "strategies": "strategy", "layouts": "layout"}
+    wanted = inspect.signature(sw.plan).parameters.keys() - {"module", "example_inputs", "kwargs", "loss"}
+    assert {named.get(name, name) for name in wanted} <= options
+
+
+def test_a_pipeline_is_planned_looked_at_and_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--cluster", "h100-1x2", "--stages", "2", "--schedule", "gpipe", "--micro-batch", "4"]
+    assert run("plan", "net.py:build", *settings, "-o", "plan.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["schedule"] == "GPipe"
+    assert run("report", "plan.json", "-o", "plan.html", "--other", "plan.json", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data == {"written": "plan.html", "bytes": (folder / "plan.html").stat().st_size}
+    assert "The plans do the same." in (folder / "plan.html").read_text()
+    assert run("diff", "plan.json", "plan.json", "--max-growth", "0", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["growth"] == {"step": 0.0, "memory": 0.0}
+    plan = sw.Plan.load("plan.json")
+    sent = sum(entry["bytes"] for entry in data["communication"][0] if entry["direction"] == "backward")
+    assert sent == sum(entry.num_bytes for entry in plan.collectives(backward=True))
+    assert run("explain", "0/linear", "net.py:build", *settings) == 2
+    assert "has a search for every stage" in capsys.readouterr().err
+    assert run("plan", "net.py:build", "--cluster", "h100-1x2", "--stages", "two") == 2
+    assert "stages is 'two'" in capsys.readouterr().err
+
+
+def test_json_is_one_document_whose_numbers_are_those_of_the_library(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["net.py:build", "--cluster", "h100-1x2", "--mesh", "dp=2"]
+    assert run("plan", *settings, "-o", "plan.json", "--json") == 0
+    prediction = sw.Plan.load("plan.json").prediction
+    assert json.loads(capsys.readouterr().out)["prediction"]["compute"] == prediction.compute
+    assert run("explain", "0/linear", *settings, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    (chosen,) = (own for own in data["alternatives"] if own["chosen"])
+    assert chosen["choice"] == (sw.Plan.load("plan.json").strategies["0/linear"] or "whole")
+    assert chosen["step_at_least_seconds"] == pytest.approx(prediction.additive_price)
+    assert run("top", *settings, "-k", "2", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["plans"][0]["additive_price_seconds"] == pytest.approx(prediction.additive_price)
+    assert data["plans"][0]["changes"] == []
+    assert data["plans"][1]["changes"] != []
+    assert run("explain", "0.weight", "plan.json", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["shape"], data["layout"], data["stage"]) == ([16, 8], "f32[16, 8]", 0)
+    assert run("trace", *settings, "-o", "step.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"written": "step.json"}
+    assert run("clusters", "h100-2x8", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    cluster = sw.Cluster.load("h100-2x8")
+    assert (data["num_devices"], data["device"]["memory_bytes"]) == (16, cluster.device.memory_bytes)
+    assert run("clusters", "--json") == 0
+    assert all(one["levels"] for one in json.loads(capsys.readouterr().out))
+
+
+def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("bash", "zsh"):
+        with pytest.raises(SystemExit) as ended:
+            run("--print-completion", shell)
+        assert ended.value.code == 0
+        script = capsys.readouterr().out
+        assert all(word in script for word in ("calibrate", "--global-batch", "--schedule", "--json"))

@@ -41,11 +41,11 @@ def test_a_plan_prints_intervals_where_its_cluster_knows_how_right_it_is() -> No
         model, inputs = nn.Linear(256, 256), (torch.empty(64, 256),)
     cluster = sw.Cluster.load("h100-1x2")
     text = str(sw.plan(model, inputs, cluster))
-    predicted = next(line for line in text.splitlines() if "predicted step" in line)
+    predicted = next(line for line in text.splitlines() if "priced step" in line)
     assert predicted.split("compute")[0].count("(") == 1
     assert predicted.split(":")[0].endswith(")")
     levels = tuple(replace(level, spread=0.0) for level in cluster.levels)
     unknown = replace(cluster, device=replace(cluster.device, spread=0.0), levels=levels)
     text = str(sw.plan(model, inputs, unknown))
-    predicted = next(line for line in text.splitlines() if "predicted step" in line)
+    predicted = next(line for line in text.splitlines() if "priced step" in line)
     assert "(" not in predicted.split("compute")[0]

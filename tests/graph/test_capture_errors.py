@@ -264,6 +264,40 @@ def test_an_input_that_is_changed_in_place_is_named():
         capture(Adds(), (torch.ones(2),))
 
 
+def test_a_tensor_attribute_that_is_changed_in_place_is_named_and_constants_of_the_call_may_be():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = torch.zeros(3)
+
+        def forward(self, x, counts):
+            factors = torch.tensor([1.0, 2.0])
+            factors[0] = 5.0
+            if counts:
+                self.seen[0] += 1
+            return (x * factors.mul_(2)).sum() * (1 + self.seen.sum())
+
+    with pytest.raises(CaptureError, match=r"(?s)the tensor seen is changed in place, and is no buffer.*register_buf"):
+        capture(Counts(), (torch.ones(2), True))
+    capture(Counts(), (torch.ones(2), False))
+
+
+def test_hooks_for_saved_tensors_in_forward_are_refused_and_those_of_torch_are_not():
+    class Saves(nn.Module):
+        def __init__(self, hooks):
+            super().__init__()
+            self.hooks = hooks
+
+        def forward(self, x):
+            with self.hooks:
+                return x.sin().sum()
+
+    saving = torch.autograd.graph
+    with pytest.raises(CaptureError, match=r"(?s)saved_tensors_hooks in forward.*test_capture_errors.py"):
+        capture(Saves(saving.saved_tensors_hooks(lambda tensor: tensor * 0, lambda tensor: tensor)), (torch.ones(2),))
+    capture(Saves(saving.save_on_cpu()), (torch.ones(2),))
+
+
 def test_a_weight_outside_the_module_is_named():
     outside = nn.Linear(4, 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 
@@ -25,6 +26,7 @@ class Stateful(nn.Module):
         self.inner = nn.Linear(4, 4)
         self.inner.seen = {"calls": 0}
         self.function, self.calls, self.history, self.cache, self.counter = function, 0, [], None, itertools.count()
+        self.generator = torch.Generator()
         self.register_buffer("ema", torch.zeros(4))
 
     def forward(self, x):
@@ -96,7 +98,66 @@ def returns_another_tree(self, x):
     return x.sum(), self.calls
 
 
+COUNTS = {"calls": 0}
+
+
+def counted_in_a_dict_of_the_file(self, x):
+    COUNTS["calls"] += 1
+    return (x * COUNTS["calls"]).sum()
+
+
+def counted_in_a_default(self, x, box=()):
+    box[0] += 1
+    return (x * box[0]).sum()
+
+
+counted_in_a_default.__defaults__ = ([0],)
+
+
+def counted_on_the_function(self, x):
+    counted_on_the_function.calls = getattr(counted_on_the_function, "calls", 0) + 1
+    return (x * counted_on_the_function.calls).sum()
+
+
+def in_a_closure():
+    box = [0]
+
+    def counted_in_a_closure(self, x):
+        box[0] += 1
+        return (x * box[0]).sum()
+
+    return counted_in_a_closure
+
+
+def freezes(self, x):
+    self.inner.weight.requires_grad_(False)
+    return x.sum()
+
+
+def adds_a_parameter(self, x):
+    self.extra = nn.Parameter(torch.ones(4))
+    return (x * self.extra).sum()
+
+
+def replaces_a_parameter(self, x):
+    self.inner.weight = nn.Parameter(self.inner.weight * 2)
+    return x.sum()
+
+
+def hooks_a_module(self, x):
+    self.inner.register_full_backward_hook(lambda module, before, after: (before[0] * 0,))
+    return x.sum()
+
+
 REFUSED = {
+    counted_in_a_dict_of_the_file: "test_state.COUNTS",
+    counted_in_a_default: "counted_in_a_default: box[0] (",
+    counted_on_the_function: "counted_on_the_function: calls (",
+    in_a_closure(): "counted_in_a_closure: box[0] (",
+    freezes: "what is trained: inner.weight (a parameter [4, 4] -> a frozen parameter [4, 4])",
+    adds_a_parameter: "what is trained: extra (nothing -> a parameter [4])",
+    replaces_a_parameter: "what is trained: inner.weight",
+    hooks_a_module: "what is trained: backward hooks of inner (0 -> 1)",
     scaled_by_counter: "calls (0 -> 1)",
     warmed_up: "calls (0 -> 1)",
     counted_in_a_dict: "inner.seen['calls'] (0 -> 1)",
@@ -125,6 +186,21 @@ def test_state_that_the_next_call_would_read_is_refused_by_attribute_and_line(fu
     assert model.calls == 0
     assert not model.history
     assert model.cache is None
+
+
+def test_the_line_is_the_models_whatever_the_garbage_collector_calls():
+    def called(phase, info):
+        return None
+
+    before = gc.get_threshold()
+    gc.callbacks.append(called)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(CaptureError, match=rf"test_state.py:{keeps_noise.__code__.co_firstlineno + 2}\)?\n"):
+            capture(Stateful(keeps_noise), (torch.ones(2, 4),))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(called)
 
 
 def makes_a_table_once(self, x):
@@ -159,7 +235,19 @@ def updates_buffers(self, x):
     return (x * self.ema).sum()
 
 
-CAPTURED = [makes_a_table_once, makes_a_longer_table, clamps_an_attribute, keeps_for_inspection, updates_buffers]
+def sets_a_constant_beside_a_generator(self, x):
+    self.calls = 5
+    return x.sum()
+
+
+CAPTURED = [
+    sets_a_constant_beside_a_generator,
+    makes_a_table_once,
+    makes_a_longer_table,
+    clamps_an_attribute,
+    keeps_for_inspection,
+    updates_buffers,
+]
 
 
 @pytest.mark.filterwarnings("error")

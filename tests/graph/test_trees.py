@@ -16,7 +16,15 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.capture import capture
-from shardwise.graph.trees import NotCarried, constant_key, flatten, flatten_output, is_constant, unflatten
+from shardwise.graph.trees import (
+    NotCarried,
+    constant_key,
+    flatten,
+    flatten_output,
+    is_constant,
+    is_plain_tensor,
+    unflatten,
+)
 
 
 class Mode(enum.Enum):
@@ -114,6 +122,28 @@ def test_other_objects_are_refused_by_name(value, name):
     with pytest.raises(CaptureError, match=name) as refused:
         capture(nn.Identity(), (torch.ones(2),), given)
     assert "kwargs['options'][1]" in str(refused.value)
+
+
+class Doubling(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {}) * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda x: x.to_sparse(), "a sparse_coo tensor"),
+        (lambda x: x.to_sparse_csr(), "a sparse_csr tensor"),
+        (lambda x: torch.nested.nested_tensor([x, x]), "a nested tensor"),
+        (lambda x: x.as_subclass(Doubling), r"a \S*test_trees.Doubling, which has operators of its own"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
+def test_tensors_that_are_more_than_their_numbers_are_refused_by_name(make, name):
+    with pytest.raises(CaptureError, match=rf"(?s)args\[1\]\['a'\] is {name}: .*to_dense"):
+        capture(nn.Identity(), (torch.ones(2), {"a": make(torch.ones(2, 2))}))
+    assert is_plain_tensor(torch.ones(2).as_subclass(type("Named", (torch.Tensor,), {})))
 
 
 def test_a_cache_of_transformers_is_not_carried_and_says_so_when_it_is_used():

@@ -273,7 +273,7 @@ def test_a_graph_that_is_too_wide_cannot_be_explained(plan: sw.Plan, monkeypatch
 
 def test_a_searched_plan_prints_its_prediction(plan: sw.Plan) -> None:
     text = str(plan)
-    assert "predicted step" in text
+    assert "priced step" in text
     assert "simulated" in text
     assert "peak memory" in text
     assert "predicted" not in str(planned(mode="data_parallel"))

@@ -401,6 +401,10 @@ def test_mutated_plans_are_read_or_refused(first: int) -> None:
     assert outcomes == {"refused", "read", "bound"}
 
 
+def test_a_long_name_of_an_operator_is_not_quoted_whole() -> None:
+    assert fuzzing.try_plan(771_088) == "read"
+
+
 def test_mutated_clusters_are_read_or_refused() -> None:
     assert {fuzzing.try_cluster(number) for number in range(100)} == {"refused", "read"}
 

@@ -35,7 +35,7 @@ class Called(nn.Module):
         leaves = [next(given) if leaf is Tensor else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         results = [r for r in pytree.tree_leaves(self.target(*args, **kwargs)) if isinstance(r, Tensor)]
-        real = [torch.view_as_real(r) if r.is_complex() else r for r in results]
+        real = [torch.view_as_real(r.resolve_conj()) if r.is_complex() else r for r in results]
         return sum((r.sin().sum() for r in real if r.requires_grad), self.scale.sin())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise import api
@@ -201,6 +202,8 @@ def wrong_dtypes() -> list[str]:
     par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
     x, y = batch_of(8)
     messages = [said(lambda: par.step(x.float(), y)), said(lambda: par.step(x, y.to(torch.int32)))]
+    messages.append(said(lambda: par.step(x.to("meta"), y.to("meta"))))
+    messages.append(said(lambda: par.step(x.to_sparse(), y)))
     for module in (alone, par):  # as optimizers of other libraries do
         module.down.bias.data = module.down.bias.data.float()
         messages.append(said(lambda module=module: module(*((x, y) if module is par else (x,))), RuntimeError))
@@ -211,13 +214,41 @@ def wrong_dtypes() -> list[str]:
 
 
 def test_tensors_of_a_wrong_dtype_are_errors_on_every_rank_and_no_time_out(run_ranks: Callable[..., Any]) -> None:
-    for x, y, eager, own, afterwards in run_ranks(wrong_dtypes, 4, time_limit_seconds=240):
+    for x, y, meta, sparse, eager, own, afterwards in run_ranks(wrong_dtypes, 4, time_limit_seconds=240):
         assert "input args[0] has dtype f32; the plan was made for f64" in x
         assert "input args[1] has dtype i32; the plan was made for i64" in y
+        assert "args[0], args[1] are on meta, without data" in meta
+        assert "args[0] is a sparse_coo tensor" in sparse
         assert "dtype" in eager
         assert "dtype" in own
         assert "timed out" not in own
         assert afterwards == "True"
+
+
+def a_call_that_fails_on_one_rank(store: str) -> list[str]:
+    with_timeout(4.0, store)
+    alone, net, plan = make(**DATA_PARALLEL)
+    par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
+    x, y = batch_of(8)
+    wrong = x.to("meta")
+    messages = [said(lambda: par.step(wrong, y)), said(lambda: par.step(wrong, y))]  # alike on all: they go on
+    messages.append(str(float((par.step(x, y) - nn.functional.cross_entropy(alone(x), y)).abs()) < ROUNDING))
+    messages.append(said(lambda: par.step(wrong if dist.get_rank() == 2 else x, y)))
+    messages.append(said(lambda: par.step(2 * x, y)))  # of rank 2 alone: the others are in the last call
+    time.sleep(3.0)
+    return messages
+
+
+def test_after_a_call_that_failed_on_one_rank_no_other_call_is_taken_for_it(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    outcomes = run_ranks(a_call_that_fails_on_one_rank, 4, str(tmp_path / "again"), time_limit_seconds=240)
+    for rank, (first, second, equal, failed, after) in enumerate(outcomes):
+        assert "args[0] is on meta" in first
+        assert "args[0] is on meta" in second
+        assert equal == "True"
+        assert ("args[0] is on meta" if rank == 2 else "CollectiveError") in failed
+        assert "Error" in after
 
 
 def a_new_call_on_one_rank(store: str) -> str:
@@ -299,15 +330,23 @@ def replaced() -> tuple[float, list[str]]:
     for wrong in (nn.Parameter(torch.ones(12, 6).double()), nn.Parameter(par.up.weight.detach().float()), None):
         par.up.weight = wrong
         messages.append(said(lambda: par.step(x, y)))
+    par.up.weight = nn.Parameter(torch.ones(6, 6).double())
+    par.step(x, y)
+    messages.append(said(lambda: nn.parallel.DistributedDataParallel(nn.Sequential(par))))
+    messages.append(said(lambda: fully_shard(par)))
+    par.down = nn.Linear(12, 3).double()
+    messages.append(said(lambda: par.step(x, y)))
     return max(errors), messages
 
 
 def test_replaced_tensors_are_taken_or_refused(run_ranks: Callable[..., Any]) -> None:
-    for worst, (shape, dtype, gone) in run_ranks(replaced, 4, time_limit_seconds=240):
+    for worst, (shape, dtype, gone, *wrapped, module) in run_ranks(replaced, 4, time_limit_seconds=240):
         assert worst < ROUNDING
         assert "up.weight was replaced by a parameter f64[12, 6] on cpu; this rank's part of it is" in shape
         assert "up.weight was replaced by a parameter f32[6, 6]" in dtype
         assert "up.weight was replaced by nothing" in gone
+        assert all("around a parallel module" in message for message in wrapped), wrapped
+        assert "the submodule down was replaced by a Linear" in module
 
 
 class Dropped(nn.Module):

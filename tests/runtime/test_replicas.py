@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from runtime.small_gpt import batch, make_gpt, make_plan
+from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime import compiled
 from shardwise.runtime.replicas import Fingerprint, _leaders
@@ -246,7 +247,11 @@ def train_noisily() -> dict[str, Any]:
         par = sw.parallelize(model, plan, seed=7, compile=compile, check_replicas=every)
         found[name] = [par.step(x, labels).item() for _ in range(3)]
         found[f"{name} mean"] = par.get_buffer("norm.running_mean").clone()
-    par = sw.parallelize(model, plan, seed=dist.get_rank(), check_replicas=1)
+    found["seeds"] = message(lambda: sw.parallelize(model, plan, seed=dist.get_rank()) and None)
+    par = sw.parallelize(model, plan, seed=7, check_replicas=1)
+    par.step(x, labels)
+    state = par.state_dict()  # a checkpoint of another job, on one rank
+    par.load_state_dict({**state, SEED: state[SEED] + dist.get_rank()})
     found["seed"] = message(lambda: par.step(x, labels))
     return found
 
@@ -258,4 +263,5 @@ def test_random_masks_and_running_statistics_agree_unless_the_seeds_do_not(run_r
         assert torch.equal(found["checked mean"], found["plain mean"])
         assert found["compiled"] == pytest.approx(found["plain"], rel=1e-5)
         torch.testing.assert_close(found["compiled mean"], found["plain mean"])
+        assert "ranks draw from different seeds: seed=0 on rank 0 and seed=1 on rank 1" in found["seeds"]
         assert "copies of the seed of dropout are not equal: rank 1 differs from rank 0" in found["seed"]

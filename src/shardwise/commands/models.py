@@ -6,17 +6,29 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.progress import BuildError, doing
 from shardwise.errors import ShardwiseError, problem
+from shardwise.progress import shown
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+class BuildError(Exception):
+    """An error of the user's own ``build()``: it is shown as his, from his first line on."""
+
+    def __init__(self, error: BaseException, step: TracebackType | None) -> None:
+        super().__init__(str(error))
+        self.error, self.step = error, step
+
+    def show(self) -> None:
+        traceback.print_exception(type(self.error), self.error, self.step, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
 
 def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
     """The model of ``add_model``. Raises ShardwiseError for what is none, BuildError for an error inside of it."""
-    with doing("building the model"):
+    with shown("building the model"):
         place = Path(chosen.model)
         if place.suffix == ".json" or place.is_dir():
             return _of_config(place / "config.json" if place.is_dir() else place, chosen, values)

@@ -11,22 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.command import Command
+from shardwise.commands.data import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
 from shardwise.commands.models import add_model, model_of, named
-from shardwise.commands.progress import doing
 from shardwise.commands.settings import add_settings, cluster_of, settings_of
 from shardwise.errors import ShardwiseError, problem
+from shardwise.progress import shown
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
-
-
-def _print(found: Any, chosen: argparse.Namespace, data: Any) -> None:
-    """For a person, or with --json for a program."""
-    print(json.dumps(data, indent=1) if chosen.json else found)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -37,7 +29,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument("--compare", action="store_true", help="plan with every search and show them side by side")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan, with --compare the fastest, as JSON")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _plan(chosen: argparse.Namespace) -> int:
@@ -49,7 +41,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     model = model_of(chosen)
     found: Plan | None
     if chosen.compare:
-        with doing("planning with every search"):
+        with shown("planning with every search"):
             comparison = compare(model.module, model.inputs, cluster, loss=model.loss, **settings)
         best = comparison.best
         found = None if best is None else best.plan
@@ -62,13 +54,13 @@ def _plan(chosen: argparse.Namespace) -> int:
             }
             for row in comparison
         ]
-        _print(comparison, chosen, rows)
+        show(comparison, chosen, lambda: rows)
     else:
         if not {"search", "mode", "strategies"} & settings.keys():
             settings["search"] = "dynamic_programming"
-        with doing(f"planning for {chosen.cluster}"):
+        with shown(f"planning for {chosen.cluster}"):
             found = plan(model.module, model.inputs, cluster, loss=model.loss, **settings)
-        _print(found, chosen, json.loads(found.to_json()))
+        show(found, chosen, lambda: json.loads(found.to_json()))
     if found is None:
         return 1
     if chosen.output:
@@ -86,7 +78,7 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="for mends or changes (30)")
     parser.add_argument("--price", type=float, metavar="X", help="of a device and hour, for the price of 1e9 tokens")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _fits(chosen: argparse.Namespace) -> int:
@@ -94,7 +86,7 @@ def _fits(chosen: argparse.Namespace) -> int:
 
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
-    with doing(f"planning for {chosen.cluster}, and what would change it"):
+    with shown(f"planning for {chosen.cluster}, and what would change it"):
         found = fits(
             model.module,
             model.inputs,
@@ -104,7 +96,7 @@ def _fits(chosen: argparse.Namespace) -> int:
             price_per_hour=chosen.price,
             **settings,
         )
-    _print(found, chosen, found.as_data())
+    show(found, chosen, found.as_data)
     return 0 if found.ok else 1
 
 
@@ -115,6 +107,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="an operator or a parameter, as the plan prints it")
     add_model(parser)
     add_settings(parser, cluster=False)
+    add_json(parser)
 
 
 def _explain(chosen: argparse.Namespace) -> int:
@@ -122,9 +115,11 @@ def _explain(chosen: argparse.Namespace) -> int:
     from shardwise.plans.printing import format_entry
 
     if _is_plan(chosen.model):  # its search is gone: what it does there, not what else it might do
-        print(format_entry(Plan.load(chosen.model), chosen.name))
+        plan = Plan.load(chosen.model)
+        show(format_entry(plan, chosen.name), chosen, lambda: entry_data(plan, chosen.name))
         return 0
-    print(_searched(chosen).explain(chosen.name))
+    found = _searched(chosen).explain(chosen.name)
+    show(found, chosen, lambda: explanation_data(found))
     return 0
 
 
@@ -132,12 +127,14 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
     parser.add_argument("-k", type=int, default=5, help="how many plans (5)")
+    add_json(parser)
 
 
 def _top(chosen: argparse.Namespace) -> int:
-    found = _searched(chosen)
-    with doing("ranking plans"):
-        print(found.top(chosen.k))
+    plan = _searched(chosen)
+    with shown("ranking plans"):
+        found = plan.top(chosen.k)
+    show(found, chosen, lambda: ranking_data(found))
     return 0
 
 
@@ -145,29 +142,41 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace, for https://ui.perfetto.dev")
+    add_json(parser)
 
 
 def _trace(chosen: argparse.Namespace) -> int:
-    _searched(chosen).trace(chosen.output)
-    print(f"written to {chosen.output}: open it in https://ui.perfetto.dev")
+    plan = _searched(chosen)
+    plan.trace(chosen.output)
+    show(
+        f"written to {chosen.output}: open it in https://ui.perfetto.dev",
+        chosen,
+        lambda: {"written": chosen.output},
+    )
     return 0
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser, cluster=False)
+    parser.add_argument("--other", metavar="PLAN", help="a plan file to set beside it")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the page: plan.html")
+    add_json(parser)
 
 
 def _report(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
     from shardwise.report.page import write_page
 
+    other = None if chosen.other is None else Plan.load(chosen.other)
     if _is_plan(chosen.model):
-        write_page(chosen.output, Plan.load(chosen.model))
+        write_page(chosen.output, Plan.load(chosen.model), other=other)
     else:
-        _searched(chosen).report(chosen.output)
-    print(f"written to {chosen.output}")
+        plan = _searched(chosen)
+        with shown("writing the page"):
+            plan.report(chosen.output, other=other)
+    size = Path(chosen.output).stat().st_size
+    show(f"written to {chosen.output}", chosen, lambda: {"written": chosen.output, "bytes": size})
     return 0
 
 
@@ -177,7 +186,7 @@ def _searched(chosen: argparse.Namespace) -> Plan:
     if chosen.cluster is None:
         raise ShardwiseError(problem("a model is planned for a cluster", fix="--cluster h100-1x8, or name a plan file"))
     model = model_of(chosen)
-    with doing(f"planning for {chosen.cluster}"):
+    with shown(f"planning for {chosen.cluster}"):
         settings = {"search": "dynamic_programming", **settings_of(chosen)}
         return plan(model.module, model.inputs, cluster_of(chosen.cluster), loss=model.loss, **settings)
 
@@ -197,7 +206,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="exit with 1 if predicted step or memory grow by more; and if they are not predicted",
     )
-    _add_json(parser)
+    add_json(parser)
 
 
 def _diff(chosen: argparse.Namespace) -> int:
@@ -206,17 +215,18 @@ def _diff(chosen: argparse.Namespace) -> int:
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     found = first.diff(second)
     growth: dict[str, float] = {}
-    if first.predicted is not None and second.predicted is not None:
-        for name, figure in (("step", "planned_seconds"), ("memory", "memory_bytes")):
-            before, after = getattr(first.predicted, figure), getattr(second.predicted, figure)
+    own, others = predicted(first), predicted(second)
+    if own is not None and others is not None:
+        for name, before, after in zip(("step", "memory"), own, others, strict=True):
             growth[name] = after / before - 1 if before else 0.0
     data = {
         "growth": growth or None,
-        **{title: [list(e) for e in getattr(found, title)] for title in ("settings", "layouts", "strategies")},
-        "communication": [list(entry) for entry in found.communication],
+        **{title: [list(entry) for entry in getattr(found, title)] for title in ("settings", "layouts", "strategies")},
+        "cuts": [list(entry) for entry in found.cuts],
+        "communication": [totals(first), totals(second)],
     }
     lines = [f"predicted {name}: {share:+.2%}" for name, share in growth.items()]
-    _print("\n".join([str(found), *lines]), chosen, data)
+    show("\n".join([str(found), *lines]), chosen, lambda: data)
     if chosen.max_growth is None:
         return 0
     if not growth:
@@ -233,7 +243,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add_model(parser, values=True)
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
     parser.add_argument("--steps", type=int, default=3, help="of the optimizer (3)")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _verify(chosen: argparse.Namespace) -> int:
@@ -242,7 +252,7 @@ def _verify(chosen: argparse.Namespace) -> int:
 
     own = Plan.load(chosen.plan)
     model = model_of(chosen, values=True)
-    with doing(f"running {own.num_ranks} ranks and one device"):
+    with shown(f"running {own.num_ranks} ranks and one device"):
         report = verify(model.module, model.inputs, own, loss=model.loss, steps=chosen.steps)
     data = {
         "ok": report.ok,
@@ -250,7 +260,7 @@ def _verify(chosen: argparse.Namespace) -> int:
         "tolerance": report.tolerance,
         "first_wrong": report.first_wrong or None,
     }
-    _print(report, chosen, data)
+    show(report, chosen, lambda: data)
     return 0 if report.ok else 1
 
 
@@ -267,7 +277,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", metavar="AXES", help="such as dp=2,tp=4 (tp over all devices)")
     parser.add_argument("--cluster", metavar="CLUSTER", help="for prices (nodes of eight H100)")
     parser.add_argument("--no-price", action="store_true", help="leave out what it costs, and our own plan")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _check(chosen: argparse.Namespace) -> int:
@@ -287,7 +297,7 @@ def _check(chosen: argparse.Namespace) -> int:
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
     cluster = None if chosen.cluster is None else cluster_of(chosen.cluster)
     model = model_of(chosen, values=True)
-    with doing(f"running {chosen.devices} ranks and one device"):
+    with shown(f"running {chosen.devices} ranks and one device"):
         found = check(
             model.module,
             model.inputs,
@@ -298,7 +308,7 @@ def _check(chosen: argparse.Namespace) -> int:
             cluster=cluster,
             beside=not chosen.no_price,
         )
-    _print(found, chosen, found.as_data())
+    show(found, chosen, found.as_data)
     return {"equal": 0, "wrong": 1, "not run": 3}[found.verdict]
 
 

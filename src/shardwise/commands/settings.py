@@ -32,6 +32,9 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
     add("--bucket-bytes", type=int, metavar="N", help="of the largest message of gradients (25 MiB)")
     add("--recompute", metavar="HOW", help="auto, none, cheap or full (auto)")
+    add("--offload", choices=("auto", "none", "all"), help="what waits for backward in the memory of the host (auto)")
+    add("--stages", metavar="N", help="of a pipeline: a number, marked (sw.stage), or auto")
+    add("--schedule", metavar="NAME", help="of the stages: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)")
     add("--zero", type=int, choices=(1, 2, 3), help="store parameters, gradients and optimizer states in parts")
 
 
@@ -41,9 +44,22 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     from shardwise.layouts.mesh import Mesh
 
     found: dict[str, Any] = {"max_mesh_axes": chosen.max_mesh_axes, "optimizer": chosen.optimizer}
-    for name in ("mode", "search", "global_batch", "micro_batch", "bucket_bytes", "recompute", "zero"):
+    for name in (
+        "mode",
+        "search",
+        "global_batch",
+        "micro_batch",
+        "bucket_bytes",
+        "recompute",
+        "offload",
+        "schedule",
+        "zero",
+    ):
         if getattr(chosen, name) is not None:
             found[name] = getattr(chosen, name)
+    if chosen.stages is not None:
+        number = whole_number(chosen.stages)
+        found["stages"] = chosen.stages if number is None else number
     if chosen.mesh is not None:
         found["mesh"] = Mesh.parse(chosen.mesh)
     if chosen.memory is not None:

@@ -55,12 +55,15 @@ class Tensor:
 
 @dataclass
 class Ledger:
-    """``phase`` and ``op``: what goes on; ``live``: bytes per category; ``peaks``: the most so far, per phase."""
+    """``phase`` and ``op``: what goes on; ``live``: bytes per category; ``peaks``: the most so far, per phase;
+    ``held``: per phase and operator; ``over``: the most at every operator in turn, if a list is given for that."""
 
     phase: str = "forward"
     op: str = ""
     live: Counter[Category] = field(default_factory=Counter)
     peaks: dict[str, Peak] = field(default_factory=dict)
+    held: dict[tuple[str, str], int] = field(default_factory=dict)
+    over: list[Peak] | None = None
 
     def new(self, num_bytes: int, category: Category = "temporaries") -> Storage:
         """A storage that someone is about to hold."""
@@ -82,11 +85,23 @@ class Ledger:
     def note(self, transient: int = 0) -> None:
         """What is live now, and ``transient`` bytes more, may be the most."""
         total = sum(self.live.values()) + transient
+        where = self.phase, self.op
+        if total > self.held.get(where, -1):
+            self.held[where] = total
         known = self.peaks.get(self.phase)
         if known is None or total > known.num_bytes:
-            parts: dict[str, int] = {name: self.live[name] for name in CATEGORIES}
-            parts["temporaries"] += transient
-            self.peaks[self.phase] = Peak(total, self.phase, self.op, parts)
+            self.peaks[self.phase] = self._now(total, transient)
+        if self.over is not None:
+            last = self.over[-1] if self.over else None
+            if last is None or (last.phase, last.op) != (self.phase, self.op):
+                self.over.append(self._now(total, transient))
+            elif total > last.num_bytes:
+                self.over[-1] = self._now(total, transient)
+
+    def _now(self, total: int, transient: int) -> Peak:
+        parts: dict[str, int] = {name: self.live[name] for name in CATEGORIES}
+        parts["temporaries"] += transient
+        return Peak(total, self.phase, self.op, parts)
 
     def recategorize(self, storage: Storage, category: Category) -> None:
         """What was one thing is from now on another: a cotangent the gradient of a parameter."""

@@ -60,24 +60,35 @@ class StageSeconds:
 class StagePrediction:
     """What a stage is expected to take per micro-batch (seconds forward and backward), the most memory of a device with
     all of its micro-batches in flight, and what it sends to the next stage per device; ``bubble``: the share of the
-    step in which its place has nothing to do."""
+    step in which its place has nothing to do. ``weight``: of backward, the part for parameters; ``send``: the seconds
+    of what it sends; ``update``: those of the optimizer, once a step (plans of older files do not have these)."""
 
     forward: float
     backward: float
     peak_bytes: float
     sent_bytes: float
     bubble: float
+    weight: float = 0.0
+    send: float = 0.0
+    update: float = 0.0
+
+    @property
+    def seconds(self) -> StageSeconds:
+        """As they were simulated."""
+        return StageSeconds(self.forward, self.backward - self.weight, self.weight, self.send, self.update)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
     """A simulated step: its seconds, and the share of all places' time in which they wait. ``bound_seconds``: what no
-    order of these stages on these places takes less than (0: not known)."""
+    order of these stages on these places takes less than (0: not known); ``memory_bytes``: the most that a device
+    holds, with all stages of its place (0: not known)."""
 
     step_seconds: float
     bubble: float
     bound_seconds: float
     stages: tuple[StagePrediction, ...]
+    memory_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

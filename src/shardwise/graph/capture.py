@@ -56,7 +56,7 @@ from shardwise.graph.tracing import (
     trace,
     trace_pair,
 )
-from shardwise.graph.trees import check_constants, flatten_with_path, leaf_name, unflatten
+from shardwise.graph.trees import check_leaves, flatten_with_path, leaf_name, unflatten
 from shardwise.graph.verify import verify_graph
 
 _PREFIX = "module"  # where TracedCall keeps the module
@@ -116,7 +116,7 @@ def capture(
     precision = precision.at_hand
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = flatten_with_path((args, kwargs))
-    check_constants((leaf_name(path), leaf) for path, leaf in leaves)
+    check_leaves((leaf_name(path), leaf) for path, leaf in leaves)
     check_real(module, precision)
     own_args, own_kwargs, *_ = divide_targets(module, args, kwargs, loss)
     given = tuple(
@@ -350,6 +350,14 @@ def _check_state(
     functionalizer, nodes, constants, _ = _functionalized(program, module, given, precision)
     outputs = tuple(map(functionalizer.ref_of, nodes))
     graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
+    if calls.of_training:
+        raise CaptureError(
+            problem(
+                f"the model's forward changes what is trained: {calls.of_training}",
+                source=line_of_change(module, examples, call, changed, precision),
+                fix="make and freeze parameters, and set hooks, before sw.plan and sw.parallelize",
+            )
+        )
     what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"
     if what:
         raise CaptureError(
@@ -404,7 +412,10 @@ def _bind_placeholders(
             name = canonical[_unprefixed(spec.target)]
         else:
             raise CaptureError(
-                problem(f"the model holds {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured")
+                problem(
+                    f"the model's call uses {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured",
+                    fix="draw without generator= (sw.parallelize takes the seed), and pass other objects as numbers",
+                )
             )
         if name in bound:
             functionalizer.bind_shared(node, bound[name])

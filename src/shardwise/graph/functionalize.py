@@ -316,6 +316,10 @@ class Functionalizer:
             kind = root.source.kind
             fix = "work on x.clone()" if kind == "input" else "change parameters in the optimizer, not in forward"
             raise _write_error(f"the {kind} {root.source.names[0]} is changed in place", origin, fix)
+        if root.source is not None and root.source.kind == "constant":
+            name = root.source.names[0]
+            fix = f'register it: self.register_buffer("{name}", ..., persistent=False)'
+            raise _write_error(f"the tensor {name} is changed in place, and is no buffer", origin, fix)
         if not self._grad and self.emitter.value(self.read(root)).requires_grad:
             raise _write_error(
                 "a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor"

@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -31,8 +32,9 @@ from shardwise.graph.trees import constant_key, is_constant
 
 BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator)
 _OF_CLASSES = (bool, int, float, str, list, dict, type(None))
+_MOST_ITEMS = 1000  # of a container in a file that is looked at; a longer one is a table
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
@@ -53,6 +55,11 @@ class Snapshot:
         places = dict.fromkeys([*self.leaves, *after.leaves])
         return tuple(p for p in places if self.leaves.get(p) != after.leaves.get(p))
 
+    def of_training(self, places: Iterable[str], after: Snapshot) -> tuple[str, ...]:
+        """The places that say what is trained and how: parameters, and backward hooks of modules."""
+        both = ((p, (self.leaves.get(p), after.leaves.get(p))) for p in places)
+        return tuple(p for p, keys in both if any(isinstance(key, Trained) for key in keys))
+
     def described(self, places: Iterable[str], after: Snapshot) -> str:
         """``calls (0 -> 1), cache (None -> a tensor)``."""
         gone = "nothing"
@@ -64,6 +71,13 @@ class Snapshot:
         return tuple(p for p in places if not str(after.texts.get(p, "")).startswith("a tensor"))
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The key of a parameter, or of the backward hooks of a module."""
+
+    content: object
+
+
 def snapshot(module: nn.Module) -> Snapshot:
     """What a call of the module may change in Python."""
     reader = Reader()
@@ -72,6 +86,10 @@ def snapshot(module: nn.Module) -> Snapshot:
         for name, value in vars(owner).items():
             if name not in OF_TORCH:
                 reader.read(f"{prefix}{name}", value)
+        for name, parameter in owner._parameters.items():
+            reader.read_parameter(f"{prefix}{name}", parameter)
+        hooks = (*owner._backward_hooks.values(), *owner._backward_pre_hooks.values())
+        reader.leaf(f"backward hooks of {path or 'the model'}", Trained(tuple(map(id, hooks))), str(len(hooks)), hooks)
         for kind in type(owner).__mro__:
             reader.read_class(kind)
     return Snapshot(reader.leaves, reader.texts, reader.held)
@@ -90,14 +108,15 @@ class Reader:
 
     def read(self, place: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            self._leaf(place, ("tensor", id(value)), f"a tensor {list(value.shape)}", value)
+            self.leaf(place, ("tensor", id(value)), f"a tensor {list(value.shape)}", value)
         elif isinstance(value, (nn.Module, *_SEEN_BY_IDENTITY)):
             kind: type = type(value)
-            self._leaf(place, id(value), kind.__name__, value)
+            self.leaf(place, id(value), kind.__name__, value)
+            self._read_function(getattr(value, "__func__", value))
         elif is_constant(value):
-            self._leaf(place, constant_key(value), repr(value)[:40], None)
+            self.leaf(place, constant_key(value), repr(value)[:40], None)
         elif id(value) in self.seen or (_is_configuration(value) and not self.thorough):
-            self._leaf(place, id(value), type(value).__name__, value)
+            self.leaf(place, id(value), type(value).__name__, value)
         else:
             self.seen.add(id(value))
             self.held.append(value)
@@ -105,23 +124,51 @@ class Reader:
 
     def _read_parts(self, place: str, value: Any) -> None:
         if isinstance(value, dict):
-            self._leaf(place, ("items", len(value)), f"{len(value)} items", None)
+            self.leaf(place, ("items", len(value)), f"{len(value)} items", None)
             for key, item in value.items():
                 self.read(f"{place}[{key!r}]", item)
         elif isinstance(value, set):
-            self._leaf(place, ("set", frozenset(map(_item_key, value))), f"{len(value)} items", None)
+            self.leaf(place, ("set", frozenset(map(_item_key, value))), f"{len(value)} items", None)
         elif isinstance(value, (list, tuple, deque)):
-            self._leaf(place, ("items", len(value)), f"{len(value)} items", None)
+            self.leaf(place, ("items", len(value)), f"{len(value)} items", None)
             for i, item in enumerate(value):
                 self.read(f"{place}[{i}]", item)
         elif hasattr(value, "__dict__"):
             for name, item in vars(value).items():
                 self.read(f"{place}.{name}", item)
         else:
-            self._leaf(place, _pickled(value), type(value).__name__, value)
+            self.leaf(place, _pickled(value), type(value).__name__, value)
+
+    def read_parameter(self, place: str, parameter: nn.Parameter | None) -> None:
+        """Whether it is there, and trained."""
+        if parameter is not None:
+            text = f"a {'' if parameter.requires_grad else 'frozen '}parameter {list(parameter.shape)}"
+            self.leaf(place, Trained((id(parameter), parameter.requires_grad)), text, parameter)
+
+    def _read_function(self, function: Any) -> None:
+        """What a function of the user's keeps from call to call: in its closure, defaults and attributes."""
+        if not isinstance(function, FunctionType) or id(function) in self.seen:
+            return
+        self.seen.add(id(function))
+        code = function.__code__
+        if code.co_filename.startswith(NOT_USER_CODE):
+            return
+        defaults = function.__defaults__ or ()
+        names = code.co_varnames[: code.co_argcount]
+        kept = [*zip(names[len(names) - len(defaults) :], defaults, strict=True)]
+        kept += [*(function.__kwdefaults__ or {}).items(), *vars(function).items()]
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a cell that is empty yet
+                kept.append((name, cell.cell_contents))
+        for name, value in kept:
+            if isinstance(value, FunctionType):
+                self._read_function(value)
+            elif not isinstance(value, _SEEN_BY_IDENTITY) and _is_content(value):
+                self.read(f"{function.__qualname__}: {name}", value)
 
     def read_class(self, kind: type) -> None:
-        """Numbers, texts and containers that are attributes of a user's class, and numbers in the file it is from."""
+        """Numbers, texts and containers that are attributes of a user's class, what its methods keep, and numbers and
+        containers in the file it is from."""
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
         if id(kind) in self.seen or not file or file.startswith(NOT_USER_CODE):
             return
@@ -129,6 +176,7 @@ class Reader:
         for name, value in vars(kind).items():
             if not name.startswith("__") and (isinstance(value, _OF_CLASSES) or (self.thorough and _is_content(value))):
                 self.read(f"{kind.__name__}.{name}", value)
+            self._read_function(getattr(value, "fget", None) or getattr(value, "__func__", value))
         module = sys.modules[kind.__module__]
         if self.thorough:
             for name in _names_used(kind, module):
@@ -137,10 +185,14 @@ class Reader:
         elif id(module) not in self.seen:
             self.seen.add(id(module))
             for name, value in vars(module).items():
+                place = f"{kind.__module__}.{name}"
                 if isinstance(value, (bool, int, float)):
-                    self.read(f"{kind.__module__}.{name}", value)
+                    self.read(place, value)
+                elif isinstance(value, (list, dict, set)) and not name.startswith("__") and len(value) <= _MOST_ITEMS:
+                    items = value.items() if isinstance(value, dict) else value
+                    self.leaf(place, tuple(map(_item_key, items)), f"{len(value)} items", tuple(items))
 
-    def _leaf(self, place: str, key: object, text: str, held: object) -> None:
+    def leaf(self, place: str, key: object, text: str, held: object) -> None:
         self.leaves[place], self.texts[place] = key, text
         self.held.append(held)
 
@@ -178,6 +230,8 @@ def _code_of(value: Any) -> list[CodeType]:
 
 
 def _item_key(item: Any) -> object:
+    if isinstance(item, tuple):
+        return tuple(map(_item_key, item))
     return constant_key(item) if is_constant(item) else id(item)
 
 

@@ -74,13 +74,14 @@ class TwoCalls:
 
     ``num_tensors``: of one call. ``same_constants``: whether both returned the same tree with the same constants.
     ``changed``, ``kept_changing``: the Python state that the first call changed, and the second again, as a reader sees
-    it.
+    it; ``of_training``: of the former, parameters and backward hooks.
     """
 
     num_tensors: int
     same_constants: bool
     changed: str
     kept_changing: str
+    of_training: str
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class TracedPair(TracedCall):
                 trees[0] == trees[1],
                 states[0].described(first, states[1]),
                 states[1].described(states[1].without_tensors(again, states[2]), states[2]),
+                states[0].described(states[0].of_training(first, states[1]), states[1]),
             )
         )
         return tuple(results)
@@ -195,6 +197,7 @@ class UserLines(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.transformed = ""  # the first line under a transform of torch.func
+        self._saving = saved_tensors_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = user_line(sys._getframe(1))
@@ -219,6 +222,8 @@ class UserLines(TorchFunctionMode):
                     "registered before sw.parallelize, outside of forward",
                 )
             )
+        if saved_tensors_hooks() not in (self._saving, None) and line:
+            self._check_saving(line)
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 raise CaptureError(
@@ -231,6 +236,25 @@ class UserLines(TorchFunctionMode):
         initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}
         with torch.fx.traceback.annotate({LINE: line, **initial}):
             return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+
+    def _check_saving(self, line: str) -> None:
+        """Raises CaptureError for hooks for saved tensors that the model sets; those of torch change no number."""
+        pack = saved_tensors_hooks()
+        if pack is None or pack.__module__.partition(".")[0] in ("torch", "shardwise"):
+            return
+        raise CaptureError(
+            problem(
+                "torch.autograd.graph.saved_tensors_hooks in forward: under a plan they do not see what backward keeps",
+                source=line,
+                fix="set them around the call of the parallel module, or write a torch.autograd.Function",
+            )
+        )
+
+
+def saved_tensors_hooks() -> Any:
+    """The function that packs what is saved for backward, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def user_line(frame: FrameType | None) -> str:

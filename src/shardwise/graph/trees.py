@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, ShardwiseError, problem
@@ -23,6 +24,7 @@ _BY_VALUE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, torch.Size, np.generic),
     *(enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format, type, BuiltinFunctionType),
 )
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -48,8 +50,31 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return ("args" if path[0].idx == 0 else "kwargs") + "".join(map(str, path[1:]))
 
 
-def check_constants(named: Iterable[tuple[str, Any]]) -> None:
-    """Raises CaptureError naming the leaves that are neither tensors nor constants."""
+def is_plain_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a tensor that is its shape, its dtype and its numbers: no sparse or nested one, and none of a
+    class that has operators of its own."""
+    if not isinstance(leaf, torch.Tensor) or _has_own_operators(type(leaf)):
+        return False
+    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
+
+
+def _has_own_operators(kind: Any) -> bool:
+    if kind in _PLAIN_TENSORS:
+        return False
+    own = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    plain: Any = torch.Tensor.__torch_function__
+    functions = (plain.__func__, torch._C._disabled_torch_function_impl)
+    return own not in functions or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
+    """Raises CaptureError naming the leaves that are neither plain tensors nor constants."""
+    named = list(named)
+    odd = [(name, x) for name, x in named if isinstance(x, torch.Tensor) and not is_plain_tensor(x)]
+    if odd:
+        shown = ", ".join(f"{name} is {_odd_tensor(tensor)}" for name, tensor in odd[:4])
+        fix = "pass plain tensors: tensor.to_dense(), .dequantize(), .full_tensor(), or padded ones"
+        raise CaptureError(problem(f"{shown}: a plan splits plain tensors", fix=fix))
     unknown = [(name, leaf) for name, leaf in named if not isinstance(leaf, torch.Tensor) and not is_constant(leaf)]
     if unknown:
         shown = ", ".join(f"{name} is a {type_name(leaf)}" for name, leaf in unknown[:4])
@@ -149,6 +174,16 @@ def type_name(value: Any) -> str:
     """``trainer.Batch``, or ``list`` for what is built in."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _odd_tensor(tensor: torch.Tensor) -> str:
+    if _has_own_operators(type(tensor)):
+        return f"a {type_name(tensor)}, which has operators of its own"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
+    return "a quantized tensor"
 
 
 def _fix(leaf: Any) -> str:

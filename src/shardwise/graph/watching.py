@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -34,12 +35,15 @@ def watching(lines: list[str], state: Callable[[], object]) -> Iterator[None]:
         last, here = now, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         return watch
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # it calls Python of others (callbacks, finalizers) between two lines of the model
     sys.settrace(watch)
     try:
         yield
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     if state() != last and here:  # by the last line that ran
         lines.append(here)
 

@@ -357,8 +357,12 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     if data is None:
         return found
     listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
-    own = tuple(_entry(StagePrediction, one, f"pipeline.stages[{i}]") for i, one in enumerate(listed))
-    rest = {"bound_seconds": 0.0, **data} if isinstance(data, dict) else data  # younger than the version
+    younger = {"weight": 0.0, "send": 0.0, "update": 0.0}  # than the version; so are bound and memory
+    stages_seen = [{**younger, **one} if isinstance(one, dict) else one for one in listed]
+    own = tuple(_entry(StagePrediction, one, f"pipeline.stages[{i}]") for i, one in enumerate(stages_seen))
+    if isinstance(data, dict) and len(own) != len(stages):
+        raise PlanError(f"pipeline.stages has {len(own)} entries, and the plan {len(stages)} stages")
+    rest = {"bound_seconds": 0.0, "memory_bytes": 0.0, **data} if isinstance(data, dict) else data
     if isinstance(rest, dict):
         rest.pop("stages")
     return {**found, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=own)}

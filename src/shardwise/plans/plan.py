@@ -216,17 +216,24 @@ class Plan:
         """Write a simulated pass as a trace for Perfetto. Raises as ``explain`` does."""
         raise self._without_search()
 
-    def report(self, path: str | Path) -> None:
-        """Write the plan as a page that one looks at. Raises as ``explain`` does; ``shardwise report`` writes that of a
-        plan file, without a timeline."""
-        raise self._without_search()
+    def report(self, path: str | Path, *, other: Any = None, profile: Any = None) -> None:
+        """Write the plan as a page that one looks at (``report.planned``). Raises PlanError for a plan that was
+        not chosen by price, or was read; ``shardwise report plan.json`` writes what a file has of it."""
+        if self.predicted is None and self.pipeline is None:
+            raise self._without_search()
+        raise PlanError(
+            problem(
+                "the plan was read, and its file has no search in it",
+                fix="shardwise report plan.json -o plan.html writes what the file has; sw.plan(...).report(...) all",
+            )
+        )
 
     def _without_search(self) -> PlanError:
         if self.is_pipeline:
             return PlanError(
                 problem(
-                    "a plan of stages is not explained: it has a search for every stage",
-                    fix="print(plan) shows what every stage takes; plan a part of the model by itself",
+                    "a plan of stages has a search for every stage, and its file has none of them",
+                    fix="sw.plan(..., stages=...).explain(name) explains an operator in its stage",
                 )
             )
         why = "it was not chosen by price" if self.predicted is None else "a plan file has no search in it"

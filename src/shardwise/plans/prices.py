@@ -11,9 +11,11 @@ from shardwise.plans.plan import Plan
 
 def prices_of(plan: Plan) -> Prices:
     """Those that a plan was chosen by; of one that was not chosen by price, those of CPU ranks: alike everywhere."""
-    entry = plan.pricing
+    entry, num_devices = plan.pricing, plan.mesh.num_devices
     if entry is None:
-        links = Links(Cluster.load("local").with_devices(plan.mesh.num_devices), plan.mesh)
+        links = Links(Cluster.load("local").with_devices(num_devices), plan.mesh)
         return Prices(links, plan.optimizer, plan.micro_batches)
-    links = Links(parse_cluster(entry.cluster, "the plan's cluster"), plan.mesh)
-    return Prices(links, plan.optimizer, plan.micro_batches)
+    cluster = parse_cluster(entry.cluster, "the plan's cluster")
+    if cluster.num_devices != num_devices:  # a stage by itself
+        cluster = cluster.with_devices(num_devices)
+    return Prices(Links(cluster, plan.mesh), plan.optimizer, plan.micro_batches)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -40,10 +41,10 @@ _WIDEST_NAME = 56
 
 def format_plan(plan: Plan) -> str:
     """The printed form."""
-    meshes = ", ".join(str(stage.mesh) for stage in plan.stages)
+    meshes, figures = ", ".join(str(stage.mesh) for stage in plan.stages), format_figures(plan)
     lines = [
         f"plan for {meshes}, {plan.num_ranks} devices",
-        *([] if plan.predicted is None else [f"  {format_figures(plan, plan.predicted)}"]),
+        *([f"  {figures}"] if figures else []),
         f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
@@ -53,7 +54,7 @@ def format_plan(plan: Plan) -> str:
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
     ]
     if not plan.precision.is_models:
-        lines.insert(2 + (plan.predicted is not None), f"  precision {format_precision(plan.precision)}")
+        lines.insert(2 + bool(figures), f"  precision {format_precision(plan.precision)}")
     lines += _not_kept(plan)
     if plan.predicted is not None:
         lines += _predicted(plan, plan.predicted)
@@ -93,17 +94,32 @@ def _pipeline(plan: Plan) -> list[str]:
     return lines + _columns(rows)
 
 
-def format_figures(plan: Plan, own: Prediction) -> str:
-    """What a plan is about, in one line: step, tokens (or samples) a second, memory of what a device has, gap."""
-    seconds = own.planned_seconds
+def format_figures(plan: Plan) -> str:
+    """What a plan is about, in one line: step, tokens (or samples) a second, memory of what a device has, gap; empty
+    where nothing is predicted."""
+    found = plan_figures(plan)
+    return ", ".join(f"{text} {name}" if name.endswith("/s") else f"{name} {text}" for name, text in found)
+
+
+def plan_figures(plan: Plan) -> list[tuple[str, str]]:
+    """(name, text) of these figures, in this order."""
+    own, pipeline = plan.predicted, plan.pipeline
+    if pipeline is not None:
+        seconds, held, passes, known = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
+    elif own is not None:
+        seconds, held, passes, known = own.planned_seconds, own.memory_bytes, own.passes, own.optimality_gap
+    else:
+        return []
+    found = [("step", format_seconds(seconds))]
     ids = next((e for e in plan.inputs if len(e.shape) == 2 and e.dtype in ("i64", "i32")), None)
     count = prod(ids.shape) if ids is not None else plan.micro_batch
-    rate = f"{count * own.passes / seconds:,.0f} {'tokens' if ids is not None else 'samples'}/s" if count else ""
+    if count and seconds:
+        found.append((f"{'tokens' if ids is not None else 'samples'}/s", f"{count * passes / seconds:,.0f}"))
     cluster = _priced_cluster(plan)
     limit = f" of {format_bytes(cluster.device.usable_bytes)}" if cluster is not None else ""
-    gap = "not known" if own.optimality_gap is None else f"{own.optimality_gap:.2%}"
-    memory = f"memory {format_bytes(own.memory_bytes)}{limit} a device"
-    return ", ".join(filter(None, (f"step {format_seconds(seconds)}", rate, memory, f"gap {gap}")))
+    if held:
+        found.append(("memory", f"{format_bytes(held)}{limit} a device"))
+    return [*found, ("gap", "not known" if known is None else f"{known:.2%}")]
 
 
 def _not_kept(plan: Plan) -> list[str]:
@@ -170,7 +186,7 @@ def _predicted(plan: Plan, own: Prediction) -> list[str]:
 
     passes = f" ({own.passes} passes of {format_seconds(own.pass_seconds)})" if own.passes > 1 else ""
     lines = [
-        f"  predicted step {measured(own.pass_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
+        f"  priced step {measured(own.pass_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
         f"communication {format_seconds(own.exposed)}, parameter traffic {format_seconds(own.traffic)} "
         "(overlaps with compute)",
         f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}",
@@ -202,18 +218,19 @@ def _interval(own: Interval, form: Callable[[float], str]) -> str:
     return format_interval(own.value, own.low, own.high, form)
 
 
-def merged_operators(stage: Stage) -> tuple[list[tuple[str, ...]], list[str]]:
+def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[str, ...]], list[str]]:
     """(name, strategy, rule, conversions...) of every operator, equal ones of other layers in one; and the conversions
-    of what is delivered."""
+    of what is delivered. ``buckets``: whether those are equal that travel in the same bucket only."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
     for conversion in stage.conversions or ():
-        under.setdefault(_owner(conversion.op, names), []).append(conversion)
+        under.setdefault(owner_of(conversion.op, names), []).append(conversion)
     blocks = []
     for operator in stage.operators:
         strategy, module = operator.strategy or "whole", operator.name.rpartition("/")[0]
         rule = f"{operator.rule}  ({operator.backward})" if operator.backward else operator.rule
-        lines = [_conversion(conversion, module) for conversion in under.get(operator.name, ())]
+        own = under.get(operator.name, ())
+        lines = [_conversion(conversion if buckets else replace(conversion, bucket=0), module) for conversion in own]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
     merged: list[tuple[str, ...]] = [(name, *text.split("\n")) for name, text in _merged(blocks)]
     return merged, [_conversion(conversion) for conversion in under.get("", ())]
@@ -242,7 +259,7 @@ def format_entry(plan: Plan, name: str) -> str:
                 return "\n".join([f"{name}  {entry.layout}", *(f"{_conversion(c)}  for {c.op}" for c in uses)])
         for operator in stage.operators:
             if operator.name == name:
-                own = [c for c in stage.conversions or () if _owner(c.op, names) == name]
+                own = [c for c in stage.conversions or () if owner_of(c.op, names) == name]
                 again = "  (again in backward)" if operator.again else ""
                 head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{again}"
                 return "\n".join([head, f"      {operator.source}", *map(_conversion, own)])
@@ -252,7 +269,7 @@ def format_entry(plan: Plan, name: str) -> str:
     )
 
 
-def _owner(op: str, names: set[str]) -> str:
+def owner_of(op: str, names: set[str]) -> str:
     """The operator of the plan that an operator inside a lowering belongs to: ``/cross_entropy_loss.sum`` ->
     ``/cross_entropy_loss``."""
     while op and op not in names:

@@ -32,6 +32,7 @@ from shardwise.plans.stages import bound, step_graph
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Spmd
+from shardwise.progress import each, shown
 from shardwise.proof.comparison import Difference, Key, compare
 from shardwise.proof.dtypes import InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
@@ -148,14 +149,15 @@ def verify(
     worst: dict[Key, Difference] = {}
     records: list[tuple[Collective, ...]] = []
     earlier: list[tuple[Values, list[Values]]] = []
-    for step in range(steps):
-        expected = single.step(step)
-        actual = ranks.step(step)
-        if step == 0:
-            records = [ranks.forward_record, ranks.backward_record]
-        for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
-            compare(want, have, local_part(spmd), worst)
-        earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
+    with shown("proving the plan"):
+        for step in each(range(steps), lambda step: f"steps on one device and on {plan.num_ranks} virtual ranks"):
+            expected = single.step(step)
+            actual = ranks.step(step)
+            if step == 0:
+                records = [ranks.forward_record, ranks.backward_record]
+            for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
+                compare(want, have, local_part(spmd), worst)
+            earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     in_own = None

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shardwise.costs.timeline import SimulatedStep, simulate
+from shardwise.costs.memory import busiest_program, memory_of_program
+from shardwise.costs.timeline import SimulatedStep, simulate, simulate_program
 from shardwise.costs.trace import write_trace
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, problem
+from shardwise.layouts.text import format_layout
 from shardwise.plans.bind import program_of
+from shardwise.plans.chosen import Searched
 from shardwise.plans.plan import Plan
 from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.programs.vjp import Kinds
 from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
-from shardwise.report.page import write_page
+from shardwise.report.outline import alternatives
+from shardwise.report.page import Pass, write_page
+from shardwise.runtime.step_profile import StepProfile
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
 
@@ -82,13 +90,89 @@ class Planned(Plan):
         the messages of every group of devices."""
         write_trace(path, {f"a rank of {self.mesh}, simulated": self._simulated().events}, self.mesh)
 
-    def report(self, path: str | Path) -> None:
-        """Write the plan as a page that one looks at, with the timeline of a simulated pass and what memory is made of
-        at its peak; a single file without anything from a network."""
-        write_page(path, self, self._simulated())
+    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
+        """Write the plan as a page that one looks at: where time and memory go in a simulated pass, who holds what, and
+        of every operator the types, the messages and the alternatives; a single file without anything from a network.
+        ``other``: a plan to set beside this one; ``profile``: a measured step (``par.profile``) to lay over the
+        prediction."""
+        beside = other.known() if isinstance(other, Planned) else None
+        write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
+
+    def known(self) -> Pass:
+        """What the search says of the plan, for a page."""
+        graph = self.finished_search.cost.domains.graph
+        spmd, prices = program_of(self, graph), prices_of(self)
+        program = busiest_program(spmd, Kinds())
+        makers = {name: op.name for op in graph.ops for name in op.results}
+
+        def types(name: str) -> tuple[str, ...]:
+            results = graph.op_by_name[name].results
+            return tuple(
+                format_layout(spmd.layouts[own], graph.by_name[own].dtype) for own in results if own in spmd.layouts
+            )
+
+        def reads(name: str) -> tuple[str, ...]:
+            return tuple(makers[own] for own in graph.op_by_name[name].operands if own in makers)
+
+        def why(name: str) -> Mapping[str, Any]:
+            try:
+                return alternatives(explain(self.finished_search, name))
+            except PlanError as error:
+                return {"said": str(error).partition("\n")[0], "rows": [], "more": 0}
+
+        memory = memory_of_program(program, prices, over_time=True)
+        return Pass(simulate_program(program, prices), memory.over, types, reads, why)
 
     def _simulated(self) -> SimulatedStep:
         return simulate(program_of(self, self.finished_search.cost.domains.graph), prices_of(self))
+
+
+@dataclass(frozen=True, slots=True)
+class InStage:
+    """Why something is as it is in its ``stage``. ``alike``: what it is called in the first of equal stages, whose
+    search this is; empty: by its own name."""
+
+    stage: int
+    alike: str
+    explanation: Explanation
+
+    def __str__(self) -> str:
+        alike = f", planned as an equal one: there it is {self.alike}" if self.alike else ""
+        return f"in stage {self.stage}{alike}\n{self.explanation}"
+
+
+@dataclass(frozen=True, eq=False)
+class Staged(Plan):
+    """The plan of a pipeline. ``searched``: the search for each stage, which is no part of the plan."""
+
+    searched: tuple[Searched | None, ...] = field(default=(), kw_only=True, repr=False)
+
+    @staticmethod
+    def of(plan: Plan, searched: tuple[Searched | None, ...]) -> Staged:
+        return Staged(**entries(plan), searched=searched)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, tuple(entries(self).values())
+
+    def explain(self, name: str) -> InStage:
+        """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
+        crosses between stages, and parameters that several have, were brought together afterwards. Raises PlanError for
+        an unknown name, and where no stage was chosen by price."""
+        for number, own in enumerate(self.searched):
+            if own is not None and name in own.names:
+                called = own.names[name]
+                return InStage(number, "" if called == name else called, explain(own.search, called))
+        known = [name for own in self.searched if own is not None for name in own.names]
+        if not known:
+            raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
+        near = ", ".join(get_close_matches(name, known, 3) or known[:6])
+        raise PlanError(problem(f"no stage has {name!r}", fix=f"one of {near}, ..."))
+
+    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
+        """Write the plan as a page that one looks at, as ``Planned.report`` does: its stages, the schedule of a step,
+        who holds what, and every operator."""
+        beside = other.known() if isinstance(other, Planned) else None
+        write_page(path, self, profile=profile, other=other, other_known=beside)
 
 
 def entries(plan: Plan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
 from time import monotonic
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._ops import OpOverload
 
 from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.progress import shown
 from shardwise.runtime.communicator import Communicator, group_timeout
 
 T = TypeVar("T")
@@ -51,6 +52,13 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
         raise outcome
     assert outcome is not None
     return outcome
+
+
+@contextmanager
+def shown_once(what: str) -> Iterator[None]:
+    """``progress.shown`` on the first rank, or where there are none."""
+    with nullcontext() if dist.is_initialized() and dist.get_rank() else shown(what):
+        yield
 
 
 @contextmanager

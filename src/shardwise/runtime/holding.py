@@ -34,7 +34,7 @@ def hold(
         found.fill(module, seed, init, weights)
     except ShardwiseError as error:
         fault = error
-    check_initial_values(found.prints, fault, own.everyone, device)
+    check_initial_values(found.prints, seed, fault, own.everyone, device)
     held = found.held
     shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):

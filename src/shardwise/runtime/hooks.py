@@ -22,8 +22,24 @@ _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
+def wrapped(wrapper: str) -> ShardwiseError:
+    """The error for another tool's parallelism around a module that has its own."""
+    return ShardwiseError(
+        problem(
+            f"{wrapper} around a parallel module would send and add up shards as if they were whole tensors",
+            fix='the plan does it: mode="data_parallel", or a mesh with an axis for it; gradients are complete when '
+            "backward returns",
+        )
+    )
+
+
 class Shards(nn.Module):
     """A submodule of a parallel module: it holds shards under their names, and is never called."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # as torch's fully_shard does
+            raise wrapped(value.__name__)
+        super().__setattr__(name, value)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardwiseError(

@@ -14,20 +14,13 @@ from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.trees import (
-    check_constants,
-    constant_key,
-    flatten,
-    flatten_with_path,
-    is_constant,
-    leaf_name,
-    unflatten,
-)
+from shardwise.graph.trees import constant_key, flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned, check_frozen
+from shardwise.runtime.agree import shown_once
+from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned, check_frozen, leaves_of
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -249,9 +242,10 @@ class Parallel(Split):
         if batch is not None:
             key = _key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
+        if batch is None and (step is None or self._failed):
+            check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+        self._failed = False
         if step is None:
-            if batch is None:
-                check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
             step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
             self._in_passes[key] = step
@@ -300,9 +294,7 @@ class Parallel(Split):
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The leaves of a call and their tree, when a call begins."""
         self._ranks.calls += 1
-        flat, spec = flatten((args, kwargs))
-        if not all(isinstance(x, torch.Tensor) or is_constant(x) for x in flat):
-            check_constants((leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0])
+        flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors
             self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
@@ -334,11 +326,14 @@ class Parallel(Split):
             shapes = tuple(batch.shapes.values())
             key = _key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
+        if batch is None and (compiled is None or self._failed):
+            check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+        self._failed = False
         if compiled is None:
-            if batch is None:
-                check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
             call = Call(self._examples(flat, spec, shapes), *mode)
-            compiled = self._compiled[key] = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
+            with shown_once("writing the program of every rank"):
+                compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
+            self._compiled[key] = compiled
         if torch.is_grad_enabled():
             _check_gradients(compiled, tensors)
         if batch is None:  # of a batch on the host only this rank's part comes to the device

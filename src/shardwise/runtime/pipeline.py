@@ -26,15 +26,7 @@ from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.trees import (
-    check_constants,
-    constant_key,
-    flatten,
-    flatten_with_path,
-    is_constant,
-    leaf_name,
-    unflatten,
-)
+from shardwise.graph.trees import constant_key, flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
@@ -42,7 +34,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.plans.stages import Bound, bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, leaves_of
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import Waiting, exchange_failed
 from shardwise.runtime.guards.protect import protect
@@ -256,9 +248,7 @@ class Pipeline(Split):
         self._everyone.calls += 1
         for ranks in self._ranks:
             ranks.calls += 1
-        flat, spec = flatten((args, kwargs))
-        if not all(isinstance(x, Tensor) or is_constant(x) for x in flat):
-            check_constants((leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0])
+        flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors
             self._ready = {key: ready.with_state(state) for key, ready in self._ready.items()}
@@ -300,11 +290,12 @@ class Pipeline(Split):
         """What tells a call apart, and the call, with tensors on meta; compared among the ranks when it is new."""
         mode = (self.training, loss_only, predicts)
         key = (*mode, spec, *((x.shape, x.dtype) if isinstance(x, Tensor) else constant_key(x) for x in flat))
-        if key not in self._ready:
+        if key not in self._ready or self._failed:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
             what = "step()" if loss_only else "predict()" if predicts else "a call"
             signature = Signature.of(named, f"{'train()' if self.training else 'eval()'}, {what}")
             check_equal(signature, self._everyone, self.device)
+        self._failed = False
         empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in flat]
         return key, Call(unflatten(empty, spec), *mode)
 

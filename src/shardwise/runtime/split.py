@@ -13,6 +13,7 @@ from shardwise.graph.operators import splitmix64
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls
+from shardwise.runtime.hooks import wrapped
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
@@ -23,6 +24,11 @@ class Split(torch.nn.Module):
 
     plan: Plan
     _calls: Calls
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # as torch's fully_shard does
+            raise wrapped(value.__name__)
+        super().__setattr__(name, value)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -43,6 +49,7 @@ class Split(torch.nn.Module):
         """Begin. Calls count on from here: jobs with neighbouring seeds must not draw the same numbers one call
         later."""
         self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=device))
+        self._failed = False  # whether the last call did, here: other ranks may be in the middle of it
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 

@@ -28,6 +28,11 @@ class State:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._slots: list[Slot] = []
+        self._children = [
+            (owner._modules, key, f"{path}.{key}" if path else key, child)
+            for path, owner in module.named_modules()
+            for key, child in owner._modules.items()
+        ]
         for path, owner in module.named_modules():
             for table in (owner._parameters, owner._buffers):
                 for key, tensor in table.items():
@@ -41,7 +46,18 @@ class State:
         return {slot.name: slot.tensor for slot in self._slots}
 
     def refresh(self) -> bool:
-        """Whether tensors were replaced since the last time. Raises ShardwiseError for one that does not fit."""
+        """Whether tensors were replaced since the last time. Raises ShardwiseError for one that does not fit, and where
+        a submodule was replaced."""
+        for table, key, name, child in self._children:
+            if table.get(key) is not child:
+                raise ShardwiseError(
+                    problem(
+                        f"the submodule {name} was replaced by a {type(table.get(key)).__name__}: this module holds "
+                        "the shards of another one and runs its program, in which the new one is not",
+                        fix="change the model before sw.plan and sw.parallelize; new values go into the tensors that "
+                        "are there (load_state_dict)",
+                    )
+                )
         if all(table.get(key) is tensor for table, key, _, tensor in self._slots):
             return False
         slots = [slot._replace(tensor=_successor(slot)) for slot in self._slots]
@@ -89,20 +105,27 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 def check_initial_values(
-    prints: Mapping[str, int], fault: ShardwiseError | None, ranks: Communicator, device: torch.device
+    prints: Mapping[str, int],
+    seed: int | None,
+    fault: ShardwiseError | None,
+    ranks: Communicator,
+    device: torch.device,
 ) -> None:
     """Raise ShardwiseError, on all ranks, where one has a ``fault`` (the others name it), and LaunchError where the
-    whole initial values (name -> fingerprint) are not the same on all."""
+    whole initial values (name -> fingerprint) and the seed are not the same on all."""
     said = None if fault is None else str(fault).split("\n", 1)[0]
-    everywhere = gather_objects((dict(prints), said), ranks, device, "the comparison of initial values")
+    everywhere = gather_objects((dict(prints), said, seed), ranks, device, "the comparison of initial values")
     if fault is not None:
         raise fault
-    failed = [(rank, said) for rank, (_, said) in enumerate(everywhere) if said is not None]
+    failed = [(rank, said) for rank, (_, said, _) in enumerate(everywhere) if said is not None]
     if failed:
         more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise LaunchError(f"rank {failed[0][0]} could not split its module{more}: {failed[0][1]}")
-    first = everywhere[0][0]
-    for rank, (other, _) in enumerate(everywhere):
+    first, _, seed_of_first = everywhere[0]
+    for rank, (other, _, its) in enumerate(everywhere):
+        if its != seed_of_first:
+            what = f"ranks draw from different seeds: seed={seed_of_first} on rank 0 and seed={its} on rank {rank}"
+            raise LaunchError(problem(what, fix="give sw.parallelize the same seed= on every rank"))
         differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if differing:
             raise LaunchError(

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
+from shardwise.runtime.agree import shown_once
 from shardwise.runtime.split import Split
 from shardwise.texts import check_texts
 from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
@@ -173,7 +174,8 @@ def save_checkpoint(
     saving = Saving(Job(path, rank, num_ranks, files, manifest, keep, patience_seconds()))
     if blocking:
         try:
-            saving.wait()
+            with shown_once("saving a checkpoint"):
+                saving.wait()
         finally:
             saver.buffers.clear()
     else:

@@ -7,6 +7,7 @@ When the first module that holds shards is made, four places of torch are change
   where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
 * two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
 * a hook that sees every optimizer before its step (``elementwise.before_step``);
+* ``DistributedDataParallel``, which refuses a module with shards in it;
 * the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``checkpoints``).
 
 For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError, problem
@@ -32,6 +34,7 @@ from shardwise.runtime.guards.elementwise import before_step
 from shardwise.runtime.guards.memory import Owners
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import Held, held_parameters, remember
+from shardwise.runtime.hooks import wrapped
 from shardwise.runtime.hosted import device_of
 
 Norm = Callable[..., torch.Tensor]
@@ -46,7 +49,7 @@ def protect(parallel: torch.nn.Module, held: Mapping[str, Held]) -> None:
 
 @cache
 def _install() -> None:
-    """Change torch, all four places or none; once."""
+    """Change torch, all places or none; once."""
     body = _norm_body()
     methods = ("unscale_", "_check_inf_per_device")
     missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
@@ -63,10 +66,26 @@ def _install() -> None:
         )
     assert body is not None
     body.cell_contents = _norm_knowing_shards(body.cell_contents)
-    for name in methods:
-        setattr(GradScaler, name, _agreeing_on_infinities(getattr(GradScaler, name)))
+    changes: list[tuple[type, str, Callable[..., Any]]] = [
+        (GradScaler, name, _agreeing_on_infinities) for name in methods
+    ]
+    for kind, name, change in (*changes, (DistributedDataParallel, "__init__", _refusing_shards)):
+        setattr(kind, name, change(getattr(kind, name)))
     register_optimizer_step_pre_hook(before_step)
     checkpoints.install()
+
+
+def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
+    """``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
+
+    @functools.wraps(init)
+    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        own = {id(parameter) for parameter in module.parameters()}
+        if any(held.is_shard and id(parameter) in own for parameter, held in held_parameters()):
+            raise wrapped("DistributedDataParallel")
+        init(self, module, *args, **kwargs)
+
+    return checked
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms

@@ -1,0 +1,138 @@
+"""What ``--json`` prints: one document on standard output; numbers are numbers, and names say their units. The schemas
+are in the page "commands" of the documentation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.costs.cluster import Cluster
+    from shardwise.plans.joint import Joint
+    from shardwise.plans.plan import Plan
+    from shardwise.report.alternatives import Ranking
+    from shardwise.report.explain import Explanation
+    from shardwise.report.planned import MicroBatches
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
+
+
+def show(found: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
+    """For a person, or with --json for a program."""
+    print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else found)
+
+
+def _plain(data: Any) -> Any:
+    """As JSON has it: what is not finite is null."""
+    if isinstance(data, float):
+        return data if isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    return [_plain(value) for value in data] if isinstance(data, (list, tuple)) else data
+
+
+def predicted(plan: Plan) -> tuple[float, float] | None:
+    """Seconds of a step and bytes of a device; None: nothing is predicted."""
+    if plan.pipeline is not None:
+        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
+    own = plan.predicted
+    return None if own is None else (own.planned_seconds, own.memory_bytes)
+
+
+def totals(plan: Plan) -> list[dict[str, Any]]:
+    """The collectives of a pass, alike ones together."""
+    found = []
+    for direction in ("forward", "backward"):
+        count: Counter[tuple[str, str]] = Counter()
+        size: Counter[tuple[str, str]] = Counter()
+        for entry in plan.collectives(backward=direction == "backward"):
+            count[entry.kind, entry.axes] += 1
+            size[entry.kind, entry.axes] += entry.num_bytes
+        for (kind, axes), number in count.items():
+            found.append(
+                {"direction": direction, "kind": kind, "axes": axes, "count": number, "bytes": size[kind, axes]}
+            )
+    return found
+
+
+def entry_data(plan: Plan, name: str) -> dict[str, Any]:
+    """What the file of a plan says of an operator or a tensor that it has."""
+    for number, stage in enumerate(plan.stages):
+        uses = [asdict(own) for own in stage.conversions or () if name in (own.value, own.op)]
+        for tensor in (*stage.parameters, *stage.buffers, *stage.inputs):
+            if tensor.name == name:
+                return {**asdict(tensor), "stage": number, "conversions": uses}
+        for operator in stage.operators:
+            if operator.name == name:
+                return {**asdict(operator), "stage": number, "conversions": uses}
+    raise AssertionError(f"{name} was found before")
+
+
+def explanation_data(found: Explanation | MicroBatches | Joint) -> dict[str, Any]:
+    """Of a choice, of micro-batches, or of stages."""
+    from shardwise.report.explain import Explanation
+
+    if not isinstance(found, Explanation):
+        return asdict(found)
+    return {
+        "name": found.name,
+        "kind": found.kind,
+        "alone": found.alone,
+        "decided_by": found.decided_by or None,
+        "favour_seconds": found.favour,
+        "alternatives": [
+            {
+                "choice": own.choice,
+                "chosen": own.chosen,
+                "step_at_least_seconds": own.step_seconds,
+                "here_seconds": own.seconds,
+                "bytes": own.num_bytes,
+                "terms": [
+                    {
+                        "neighbour": term.neighbour or None,
+                        "exposed_seconds": term.exposed,
+                        "compute_seconds": term.compute,
+                        "traffic_seconds": term.traffic,
+                        "bytes": term.num_bytes,
+                        "messages": [_renamed(asdict(message)) for message in term.messages],
+                    }
+                    for term in own.terms
+                ],
+            }
+            for own in found.alternatives
+        ],
+    }
+
+
+def _renamed(message: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes" if key == "num_bytes" else key: value for key, value in message.items()}
+
+
+def ranking_data(found: Ranking) -> dict[str, Any]:
+    """The best plans of a search."""
+    return {
+        "exact": found.exact,
+        "plans": [
+            {
+                "additive_price_seconds": own.prediction.passes * own.prediction.additive_price,
+                "compute_seconds": own.prediction.passes * own.prediction.compute,
+                "exposed_seconds": own.prediction.passes * own.prediction.exposed,
+                "traffic_seconds": own.prediction.passes * own.prediction.traffic,
+                "bytes": own.prediction.num_bytes,
+                "changes": [change._asdict() for change in own.changed],
+            }
+            for own in found.plans
+        ],
+    }
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """All figures of a cluster: bytes, seconds, bytes and FLOPs a second."""
+    return {"num_devices": cluster.num_devices, **asdict(cluster)}

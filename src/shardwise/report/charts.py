@@ -1,0 +1,131 @@
+"""The geometry of a page's charts: a timeline, memory over a step, and the schedule of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardwise.costs.ledger import CATEGORIES, Peak
+from shardwise.costs.pipeline import Order, SimulatedPipeline, StageSeconds
+from shardwise.costs.timeline import Event
+from shardwise.layouts.mesh import Mesh
+from shardwise.plans.quantities import format_bytes, format_seconds
+
+MOST_EVENTS = 2000
+MOST_POINTS = 300  # of memory over the step
+MOST_ACTIONS = 4000
+MOST_PLACES = 32
+WIDTH = 1000  # of a chart, in its own units
+ROW = 22
+HEIGHT = 240  # of memory over the step
+
+
+def timeline(events: Sequence[Event], seconds: float, mesh: Mesh) -> dict[str, Any]:
+    """Rows of boxes, one per stream; of very many events the longest."""
+    longest = sorted(events, key=lambda event: -event.seconds)[:MOST_EVENTS]
+    scale = WIDTH / seconds if seconds else 0.0
+    rows = []
+    for number, stream in enumerate(sorted({event.stream for event in events})):
+        name = row_name(stream, mesh)
+        own = sorted((event for event in longest if event.stream == stream), key=lambda event: event.start)
+        busy = sum(event.seconds for event in events if event.stream == stream)
+        rows.append({"name": name, "busy": format_seconds(busy), "y": number * ROW, "boxes": list(_boxes(own, scale))})
+    shown = "" if len(longest) == len(events) else f"the longest {len(longest):,} of {len(events):,} events"
+    return {"rows": rows, "height": len(rows) * ROW, "width": WIDTH, "total": format_seconds(seconds), "shown": shown}
+
+
+def row_name(stream: tuple[str, ...], mesh: Mesh) -> str:
+    """What a stream of a timeline is."""
+    if not stream:
+        return "operators"
+    return stream[0] if stream[0].startswith("copies ") else f"messages over {mesh.format_axes(stream)}"
+
+
+def _boxes(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
+    for event in events:
+        size = f", {format_bytes(event.num_bytes)}" if event.num_bytes else ""
+        yield {
+            "x": f"{event.start * scale:.2f}",
+            "width": f"{max(event.seconds * scale, 0.3):.2f}",
+            "part": event.part.partition(" ")[0],
+            "says": f"{event.part} of {event.name}: {format_seconds(event.seconds)}{size}",
+        }
+
+
+def memory_over(over: Sequence[Peak], peak: Peak) -> dict[str, Any]:
+    """What is held at every operator in turn, in layers from below; of very many operators the fullest of neighbours.
+    The widest point is ``peak``."""
+    size = -(-len(over) // MOST_POINTS)
+    points = [max(over[i : i + size], key=lambda own: own.num_bytes) for i in range(0, len(over), size)]
+    most = peak.num_bytes or 1
+    wide = WIDTH / max(len(points), 1)
+    base = [0.0] * len(points)
+    layers = []
+    for name in CATEGORIES:
+        if not any(own.parts.get(name, 0) for own in points):
+            continue
+        top = [low + own.parts.get(name, 0) * HEIGHT / most for low, own in zip(base, points, strict=True)]
+        layers.append({"name": name, "path": _area(base, top, wide)})
+        base = top
+    at = next((i for i, own in enumerate(points) if own.num_bytes == peak.num_bytes), len(points) - 1)
+    backward = next((i for i, own in enumerate(points) if own.phase != "forward"), len(points))
+    return {
+        "layers": layers,
+        "width": WIDTH,
+        "height": HEIGHT,
+        "most": format_bytes(peak.num_bytes),
+        "at": f"{(at + 0.5) * wide:.2f}",
+        "backward": f"{backward * wide:.2f}",
+        "points": [
+            {
+                "x": f"{i * wide:.2f}",
+                "width": f"{wide:.2f}",
+                "says": f"{own.where}: {format_bytes(own.num_bytes)} ({_parts(own)})",
+            }
+            for i, own in enumerate(points)
+        ],
+    }
+
+
+def _parts(own: Peak) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in own.parts.items() if size)
+
+
+def _area(low: Sequence[float], high: Sequence[float], wide: float) -> str:
+    """A closed path with steps; y runs down."""
+    up = [f"{x * wide:.1f},{HEIGHT - y:.1f}" for i, y in enumerate(high) for x in (i, i + 1)]
+    down = [f"{x * wide:.1f},{HEIGHT - y:.1f}" for i, y in reversed([*enumerate(low)]) for x in (i + 1, i)]
+    return "M" + "L".join([*up, *down]) + "Z"
+
+
+def schedule_rows(order: Order, step: SimulatedPipeline, stages: Sequence[StageSeconds]) -> dict[str, Any]:
+    """A row per place: what it does with which micro-batch, when."""
+    scale = WIDTH / step.seconds if step.seconds else 0.0
+    rows: list[dict[str, Any]] = []
+    shown, count = min(len(order), MOST_PLACES), sum(map(len, order[:MOST_PLACES]))
+    keep = 1.0 if count <= MOST_ACTIONS else MOST_ACTIONS / count
+    for place, (actions, starts) in enumerate(zip(order[:shown], step.starts, strict=False)):
+        boxes = [
+            {
+                "x": f"{start * scale:.2f}",
+                "width": f"{max(stages[action.stage].of(action.kind) * scale, 0.3):.2f}",
+                "part": action.kind,
+                "says": f"stage {action.stage}: {action}, {format_seconds(stages[action.stage].of(action.kind))} from "
+                f"{format_seconds(start)}",
+            }
+            for action, start in [*zip(actions, starts, strict=True)][: int(len(actions) * keep)]
+        ]
+        busy = f"waits {step.bubble(place):.1%}"
+        rows.append({"name": f"place {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+    said = [f"the first {shown} of {len(order)} places"] if shown < len(order) else []
+    said += [f"the first {keep:.0%} of what each does"] if keep < 1 else []
+    return {
+        "rows": rows,
+        "height": len(rows) * ROW,
+        "width": WIDTH,
+        "total": format_seconds(step.seconds),
+        "shown": ", ".join(said),
+    }
+
+
+__all__ = ["memory_over", "row_name", "schedule_rows", "timeline"]

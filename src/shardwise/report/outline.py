@@ -1,0 +1,183 @@
+"""The operators of a plan as a tree of modules, equal layers once: types, conversions, seconds and alternatives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from shardwise.layouts.mesh import Mesh
+from shardwise.plans.entries import Stage
+from shardwise.plans.printing import merged_operators
+from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.report.explain import Explanation
+
+MOST_ALTERNATIVES = 6
+
+# A range of layers in a merged name: ``blocks.0-3,7.up/linear``.
+_RANGE = re.compile(r"(?<![^./\['\"])\d+(?:[-,]\d+)+(?![^./\]'\"])")
+_AXES = re.compile(r"@(\([\w.,]+\)|[\w.]+)|(replicated|partial)\(([^)]*)\)")
+
+
+@dataclass
+class Row:
+    """Equal operators. ``types``: of their results; ``reads``: the operators whose results the first of them reads;
+    ``seconds``: of all of them in a pass; ``why``: their alternatives, or why there are none."""
+
+    name: str
+    strategy: str
+    rule: str
+    conversions: tuple[str, ...]
+    count: int
+    types: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    seconds: float | None = None
+    source: str = ""
+    why: Mapping[str, Any] | None = None
+
+    @property
+    def time(self) -> str:
+        return "" if self.seconds is None else format_seconds(self.seconds)
+
+
+@dataclass
+class Module:
+    """A module of the model: its parts, and the operators that it makes itself."""
+
+    name: str
+    modules: dict[str, Module] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(row.count for row in self.rows) + sum(own.count for own in self.modules.values())
+
+    @property
+    def seconds(self) -> float | None:
+        own = [row.seconds for row in self.rows] + [module.seconds for module in self.modules.values()]
+        known = [seconds for seconds in own if seconds is not None]
+        return sum(known) if known else None
+
+    @property
+    def time(self) -> str:
+        return "" if self.seconds is None else format_seconds(self.seconds)
+
+
+def rows_of(
+    stage: Stage,
+    seconds: Mapping[str, float] | None,
+    types: Callable[[str], tuple[str, ...]],
+    reads: Callable[[str], tuple[str, ...]],
+    why: Callable[[str], Mapping[str, Any] | None],
+) -> tuple[list[Row], list[str]]:
+    """The operators of a stage, and the conversions of what is delivered."""
+    merged, delivered = merged_operators(stage, buckets=False)
+    sources = {entry.name: entry.source for entry in stage.operators}
+    listed = [(row, members_of(row[0])) for row in merged]
+    home = {member: row[0] for row, members in listed for member in members}
+    rows = []
+    for (name, strategy, rule, *conversions), members in listed:
+        first = members[0]
+        own = None if seconds is None else sum(seconds.get(member, 0.0) for member in members)
+        rows.append(
+            Row(
+                name,
+                strategy,
+                rule,
+                tuple(line.strip() for line in conversions),
+                len(members),
+                types(first),
+                tuple(dict.fromkeys(home[read] for read in reads(first) if read in home)),
+                own,
+                sources.get(first, ""),
+                why(first),
+            )
+        )
+    return rows, [line.strip() for line in delivered]
+
+
+def tree_of(rows: Iterable[Row]) -> Module:
+    """Rows under the modules of their names."""
+    root = Module("the model itself")
+    for row in rows:
+        at = root
+        path = row.name.rpartition("/")[0]
+        for part in path.split(".") if path else ():
+            at = at.modules.setdefault(part, Module(part))
+        at.rows.append(row)
+    return root
+
+
+def members_of(name: str) -> list[str]:
+    """The operators that a merged name stands for: ``blocks.0-1/add`` -> ``blocks.0/add``, ``blocks.1/add``."""
+    spans = [[*_numbers(found)] for found in _RANGE.findall(name)]
+    pieces = _RANGE.split(name)
+    names = []
+    for numbers in product(*spans):
+        text = pieces[0]
+        for number, piece in zip(numbers, pieces[1:], strict=True):
+            text += f"{number}{piece}"
+        names.append(text)
+    return names
+
+
+def _numbers(text: str) -> Iterator[int]:
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def alternatives(found: Explanation) -> dict[str, Any]:
+    """An explanation as rows: the best few and the chosen one."""
+    listed = [own for i, own in enumerate(found.alternatives) if i < MOST_ALTERNATIVES or own.chosen]
+    made = (
+        f"{found.decided_by} made the choice: {format_seconds(found.favour)} in favour of it over {found.alone}, the "
+        "cheapest alone"
+        if found.decided_by
+        else "cheapest alone: no neighbour had to decide"
+    )
+    return {
+        "said": made,
+        "more": len(found.alternatives) - len(listed),
+        "rows": [
+            (
+                own.choice,
+                own.chosen,
+                format_seconds(own.step_seconds),
+                format_seconds(own.seconds),
+                format_bytes(own.num_bytes),
+            )
+            for own in listed
+        ],
+    }
+
+
+def typed(text: str, meshes: Sequence[Mesh]) -> Markup:
+    """A layout, strategy or conversion with its mesh axes marked, each by a number of its own."""
+    names = list(dict.fromkeys(name for mesh in meshes for name, _ in mesh.axes))
+
+    def marked(axes: str) -> Markup:
+        pieces = re.split(r"([A-Za-z_]\w*(?:\.\d+)?)", axes)
+        return Markup("").join(
+            Markup('<b class="axis a{}">{}</b>').format(names.index(base) % 6, piece)
+            if (base := piece.partition(".")[0]) in names
+            else escape(piece)
+            for piece in pieces
+        )
+
+    found, end = Markup(""), 0
+    for match in _AXES.finditer(text):
+        found += escape(text[end : match.start()])
+        if match[1]:
+            found += Markup("@") + marked(match[1])
+        else:
+            found += escape(match[2]) + Markup("(") + marked(match[3]) + Markup(")")
+        end = match.end()
+    return found + escape(text[end:])
+
+
+__all__ = ["Module", "Row", "alternatives", "members_of", "rows_of", "tree_of", "typed"]

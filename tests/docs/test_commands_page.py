@@ -1,0 +1,13 @@
+"""docs/commands.md shows what the commands print, and has every one of them."""
+
+from __future__ import annotations
+
+from docs.commands import MODEL, PAGE, page
+from shardwise.cli import COMMANDS
+
+
+def test_the_outputs_of_the_commands_are_current() -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    assert MODEL.strip() in written
+    assert page(written) == written, "run: make commands"
+    assert all(f"| `{command.name}` |" in written for command in COMMANDS)
