@@ -6,8 +6,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,7 +155,7 @@ def compared(plans: list[str]) -> list[str]:
     return kinds
 
 
-def unread(text: str) -> tuple[int, list[str], str]:
+def unread(text: str) -> tuple[int, str, str, str]:
     """On a rank: nothing that is not read is sent, and nothing that only asks for what is known reads."""
     model, batch = made()
     par = sw.parallelize(model, sw.Plan.from_json(text, name="plan"))
@@ -162,8 +165,8 @@ def unread(text: str) -> tuple[int, list[str], str]:
     ranks.record = []
     out = par(**batch)
     logits = out["logits"]
-    assert logits.shape == (BATCH, CLASSES) and logits.dtype == torch.float64 and logits.requires_grad
-    assert isinstance(logits, torch.Tensor) and logits.dim() == 2 and len(logits) == BATCH
+    assert isinstance(logits, torch.Tensor)
+    assert (logits.shape, logits.dtype, logits.requires_grad) == ((BATCH, CLASSES), torch.float64, True)
     assert isinstance(logits.detach(), WhenRead)
     out["loss"].backward()
     text = repr(logits)
@@ -171,18 +174,26 @@ def unread(text: str) -> tuple[int, list[str], str]:
     assert par(x=out["more"][0][:, :SIZE].detach(), labels=batch["labels"])["loss"].isfinite()  # is an argument again
     with pytest.raises(sw.ShardwiseError, match="would change the shape"):
         par(**batch)["logits"].t_()
-    rank, said = ranks.rank, []
+    rank = ranks.rank
     first, second = par(**batch), par(**batch)
     with pytest.raises(sw.ShardwiseError, match="ranks read different outputs") as caught:
         (first if rank else second)["logits"].sum()
-    said.append(str(caught.value))
     whole = sw.parallelize(made()[0], par.plan, outputs="whole")(**batch)
     assert type(whole["logits"]) is torch.Tensor
     if rank == 0:
         whole["logits"].sum().item()  # alone
     with pytest.raises(sw.ShardwiseError, match="outputs is"):
         sw.parallelize(made()[0], par.plan, outputs="never")
-    return before, said, text
+    with mock.patch("shardwise.runtime.communicator.group_timeout", return_value=timedelta(seconds=2)):
+        out = sw.parallelize(made()[0], par.plan)(**batch)
+    alone = ""
+    if rank == 0:
+        with pytest.raises(sw.CollectiveError) as late:
+            out["logits"].sum()
+        alone = str(late.value)
+    else:
+        time.sleep(4)
+    return before, str(caught.value), text, alone
 
 
 def test_what_is_read_is_what_one_device_has(run_ranks: RunRanks) -> None:
@@ -192,7 +203,29 @@ def test_what_is_read_is_what_one_device_has(run_ranks: RunRanks) -> None:
         sw.plan(model, batch, 2, mesh=sw.Mesh(tp=2), strategies={"hidden": "n@tp", "head": "n@tp"}),
         sw.plan(model, batch, 2, mesh=sw.Mesh(tp=2), strategies={"hidden": "n@tp", "head": "k@tp"}),
     ]
-    for kinds in run_ranks(compared, 2, [plan.to_json() for plan in plans]):
-        print(kinds)
-    for before, said, text in run_ranks(unread, 2, plans[1].to_json()):
-        print(before, said, text)
+    for kinds in run_ranks(compared, 2, [plan.to_json() for plan in plans], time_limit_seconds=120):
+        assert set(kinds) == {"Tensor WhenRead WhenRead WhenRead Tensor"}  # the loss and sums are scalars
+    assert "3.56 KiB bring a call's outputs together (/tanh 2 KiB, head/add 1.5 KiB, /argmax 64 B)" in str(plans[0])
+    for sent, said, text, alone in run_ranks(unread, 2, plans[1].to_json()):
+        # The head's input there and its cotangent back; four numbers a row in the loss and argmax, and a sum.
+        assert sent == 2 * BATCH * 32 * 8 + 4 * BATCH * 8 + 8
+        assert "of head/add (1.5 KiB), of call" in said
+        assert text == "<f64[8, 24] of head/add (1.5 KiB), [8, 24@tp], whole when every rank reads it>"
+        assert "which every rank must read" in alone or not alone
+
+
+class OnlyLoss(Reader):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x, labels)["loss"]
+        return loss
+
+
+def test_a_price_has_no_outputs() -> None:
+    model, batch = made()
+    columns = {"hidden": "n@tp", "head": "n@tp"}
+    settings: dict[str, Any] = {"mesh": sw.Mesh(tp=2), "strategies": columns, "search": "dynamic_programming"}
+    plans = [sw.plan(own.double(), batch, 2, **settings) for own in (model, OnlyLoss())]
+    told = ["bring a call's outputs together" in str(plan) for plan in plans]
+    assert told == [True, False]
+    assert plans[0].prediction.peak_bytes == plans[1].prediction.peak_bytes
+    assert plans[0].prediction.exposed == plans[1].prediction.exposed

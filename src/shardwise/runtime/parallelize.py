@@ -66,8 +66,8 @@ def parallelize(
     faster: replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``:
     names of tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their
     gradients and optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``).
-    Prices and ``memory_bytes`` of the plan still count them on the device. ``outputs``: a call's outputs beside its loss
-    are tensors that stay split and are brought together when they are read, which every rank must do alike; with
+    Prices and ``memory_bytes`` of the plan still count them on the device. ``outputs``: a call's outputs beside its
+    loss are tensors that stay split and are brought together when they are read, which every rank must do alike; with
     ``"whole"`` every call does it, and a rank may read them alone.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or

@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -66,7 +65,9 @@ def with_outputs_split(spmd: Spmd, memories: Sequence[Memory | None]) -> tuple[S
             steps.append(step)
         elif kept:
             steps.append(replace(step, conversions=kept) if isinstance(step, Bucket) and kept[1:] else kept[0])
-    outputs = tuple(Ref(found[out.name].value) if isinstance(out, Ref) and out.name in found else out for out in spmd.outputs)
+    outputs = tuple(
+        Ref(found[out.name].value) if isinstance(out, Ref) and out.name in found else out for out in spmd.outputs
+    )
     return replace(spmd, steps=tuple(steps), outputs=outputs), {own.value: own for own in found.values()}
 
 
