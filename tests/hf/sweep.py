@@ -1,9 +1,9 @@
 """``make sweep-trainer``: ShardwiseTrainer on architectures of transformers, against the Trainer of one process.
 
 Every architecture of ``models.breadth`` (small) trains three steps of two batches each, in float64: labels, padding
-where there are texts, accumulation, clipping, warm-up and a cosine schedule, AdamW with weight decay, dropout off. Losses,
-gradients' norms and learning rates of two ranks must be those of one process. ``python -m hf.sweep opt roberta`` in
-tests/ runs some; ``--minutes`` ends early and says what is missing.
+where there are texts, accumulation, clipping, warm-up and a cosine schedule, AdamW with weight decay, dropout off.
+Losses, gradients' norms and learning rates of two ranks must be those of one process. ``python -m hf.sweep opt roberta``
+in tests/ runs some; ``--minutes`` ends early and says what is missing.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def model_of(name: str) -> nn.Module:
         for key, value in vars(module).items():
             if "drop" in key and isinstance(value, float):
                 setattr(module, key, 0.0)
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"  # grouped products are not in float64
     return model
 
 

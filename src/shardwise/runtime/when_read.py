@@ -147,7 +147,7 @@ class WhenRead(Tensor):
         made.unread = unread
         return made
 
-    def __repr__(self, **settings: Any) -> str:
+    def _text(self) -> str:
         if self.unread.part is None:
             return repr(_plain(self))
         return f"<{self.unread.described}, {self.unread.conversion.source}, whole when every rank reads it>"
@@ -162,7 +162,7 @@ class WhenRead(Tensor):
             return func(*args, **kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def _dispatched(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is aten.detach.default:
@@ -184,6 +184,9 @@ class WhenRead(Tensor):
         args, kwargs = pytree.tree_map_only(WhenRead, read, (args, kwargs or {}))
         found = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda tensor: own.get(id(tensor), tensor), found)
+
+    __torch_dispatch__: Any = _dispatched  # torch declares these two as something else
+    __repr__: Any = _text
 
 
 def _plain(tensor: WhenRead) -> Tensor:
