@@ -2,8 +2,9 @@
 
 Every architecture of ``models.breadth`` (small) trains three steps of two batches each, in float64: labels, padding
 where there are texts, accumulation, clipping, warm-up and a cosine schedule, AdamW with weight decay, dropout off.
-Losses, gradients' norms and learning rates of two ranks must be those of one process. ``python -m hf.sweep opt roberta``
-in tests/ runs some; ``--minutes`` ends early and says what is missing.
+Losses, gradients' norms and learning rates of two ranks must be those of one process.
+
+``python -m hf.sweep opt roberta`` in tests/ runs some; ``--minutes`` ends early and says what is missing.
 """
 
 from __future__ import annotations
