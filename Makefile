@@ -24,6 +24,7 @@
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
 #   make sweep-pipelines  500 random cuts of random modules, and the zoo in 2, 3 and 4 stages, proven beside one device (SWEEP_ARGS='--cuts 50 --models t5')
+#   make sweep-trainer  ShardwiseTrainer on 2 ranks against Trainer in one process, on the architectures of zoo-breadth (SWEEP_ARGS='--minutes 30 opt bert')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make bench-kernel-prices  predicted against measured seconds of kernels and of steps on one device, for a file of measurements (BENCH_ARGS='--data FILE')
@@ -45,7 +46,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 OLDEST := 2.11.0
@@ -175,6 +176,9 @@ sweep-search: install
 
 sweep-pipelines: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.random_cuts $(SWEEP_ARGS)
+
+sweep-trainer: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m hf.sweep $(SWEEP_ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .
