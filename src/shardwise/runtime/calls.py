@@ -29,6 +29,7 @@ from shardwise.programs.once import repeated
 from shardwise.programs.program import LocalOp, LocalProgram, localize
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
+from shardwise.programs.steps import Conversion
 from shardwise.programs.vjp import Kinds
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
@@ -39,8 +40,10 @@ from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.step import Step
+from shardwise.runtime.when_read import read_all, with_outputs_split
 
 Inputs = Literal["global", "local"]
+Outputs = Literal["when read", "whole"]
 
 
 _P = ParamSpec("_P")
@@ -68,7 +71,7 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
     """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
     plain tensors or constants, and for tensors without data."""
-    flat, spec = flatten((args, kwargs))
+    flat, spec = flatten(read_all((args, kwargs)))
     if all(is_constant(x) or (is_plain_tensor(x) and (not x.is_meta or device.type == "meta")) for x in flat):
         return flat, spec
     named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
@@ -85,7 +88,8 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
 @dataclass(frozen=True)
 class Settings:
     """How a module runs under its plan, alike on every rank: see ``parallelize``. ``check_replicas``: 0 for never;
-    ``streams``: every shard draws random numbers of its own; ``host``: the names of the tables that stay on the CPU."""
+    ``streams``: every shard draws random numbers of its own; ``host``: the names of the tables that stay on the CPU;
+    ``outputs``: when those beside the loss are brought together."""
 
     loss: Callable[..., Any] | None
     inputs: Inputs
@@ -94,6 +98,7 @@ class Settings:
     check_replicas: int = 0
     streams: bool = False
     host: frozenset[str] = frozenset()
+    outputs: Outputs = "when read"
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ class Compiled:
     ``delivered``: the values that the step returns; ``tensors``: per source the parameter, buffer or constant, None for
     inputs; ``inputs``: their layouts; ``written``: per mutation the position of its buffer among the sources; ``seed``:
     the position of the seed of random numbers among them; ``frozen``: name and position of parameters that had no
-    gradient when the module was split; ``runs``: a step by itself, or the passes of one.
+    gradient when the module was split; ``runs``: a step by itself, or the passes of one; ``split``: of outputs that are
+    delivered in parts the conversion that brings them together, by value.
     """
 
     captured: Capture
@@ -126,6 +132,7 @@ class Compiled:
     written: tuple[int, ...]
     seed: int | None
     frozen: tuple[tuple[str, int], ...]
+    split: Mapping[str, Conversion]
 
     @property
     def step(self) -> Step:
@@ -271,8 +278,13 @@ class Calls:
         repeats: bool = False,
     ) -> Compiled:
         """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
-        runs = self.step_of(spmd, call.loss_only, repeats=repeats)
         captured = replace(captured, graph=graph)
+        split: Mapping[str, Conversion] = {}
+        if not call.loss_only and spmd.loss is not None and self.settings.outputs == "when read":
+            spmd, split = with_outputs_split(spmd, captured.memories)
+        if split:
+            self.ranks.create_reading_group()
+        runs = self.step_of(spmd, call.loss_only, repeats=repeats)
         sources = graph.sources
         constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
         position = {source.value: i for i, source in enumerate(sources)}
@@ -292,6 +304,7 @@ class Calls:
                 for i, source in enumerate(sources)
                 if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
             ),
+            split=split,
         )
 
     def step_of(self, spmd: Spmd, loss_only: bool, *, repeats: bool) -> Step | RepeatedStep:
@@ -412,7 +425,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-__all__ = ["Call", "Calls", "Compiled", "Inputs", "Settings", "meta_copy"]
+__all__ = ["Call", "Calls", "Compiled", "Inputs", "Outputs", "Settings", "meta_copy"]
 
 
 def check_frozen(compiled: Compiled) -> None:

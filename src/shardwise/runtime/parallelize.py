@@ -17,7 +17,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.precision import only_priced
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.agree import from_rank_zero, meet_rank_zero
-from shardwise.runtime.calls import Inputs, Settings
+from shardwise.runtime.calls import Inputs, Outputs, Settings
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.hosted import matching
 from shardwise.runtime.initial.materialize import Init
@@ -43,6 +43,7 @@ def parallelize(
     check_replicas: int | None = None,
     randomness: Randomness = "same_as_one_device",
     host: Sequence[str] = (),
+    outputs: Outputs = "when read",
 ) -> Parallel | Pipeline:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
@@ -65,7 +66,9 @@ def parallelize(
     faster: replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``:
     names of tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their
     gradients and optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``).
-    Prices and ``memory_bytes`` of the plan still count them on the device.
+    Prices and ``memory_bytes`` of the plan still count them on the device. ``outputs``: a call's outputs beside its
+    loss are tensors that stay split and are brought together when they are read, which every rank must do alike; with
+    ``"whole"`` every call does it, and a rank may read them alone.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.
@@ -83,6 +86,10 @@ def parallelize(
         )
     if randomness not in ("same_as_one_device", "per_shard"):
         raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
+    if outputs not in ("when read", "whole"):
+        raise ShardwiseError(
+            f'outputs is "when read" (brought together then, by every rank) or "whole" (at the call), not {outputs!r}'
+        )
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
@@ -102,7 +109,7 @@ def parallelize(
     announce_hooks(module)
     if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
-    settings = Settings(loss, inputs, device, compile, every, streams, on_host)
+    settings = Settings(loss, inputs, device, compile, every, streams, on_host, outputs)
     kind = Pipeline if agreed.is_pipeline else Parallel
     return kind(module, agreed, settings, seed=seed, init=init, weights=weights)
 
