@@ -40,7 +40,7 @@ from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.step import Step
-from shardwise.runtime.when_read import read_all, with_outputs_split
+from shardwise.runtime.when_read import LEAST_BYTES, read_all, with_outputs_split
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
@@ -89,7 +89,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
 class Settings:
     """How a module runs under its plan, alike on every rank: see ``parallelize``. ``check_replicas``: 0 for never;
     ``streams``: every shard draws random numbers of its own; ``host``: the names of the tables that stay on the CPU;
-    ``outputs``: when those beside the loss are brought together."""
+    ``outputs``: when those beside the loss are brought together (None: large ones when they are read)."""
 
     loss: Callable[..., Any] | None
     inputs: Inputs
@@ -98,7 +98,7 @@ class Settings:
     check_replicas: int = 0
     streams: bool = False
     host: frozenset[str] = frozenset()
-    outputs: Outputs = "when read"
+    outputs: Outputs | None = None
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,9 @@ class Calls:
         """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
         captured = replace(captured, graph=graph)
         split: Mapping[str, Conversion] = {}
-        if not call.loss_only and spmd.loss is not None and self.settings.outputs == "when read":
-            spmd, split = with_outputs_split(spmd, captured.memories)
+        if not call.loss_only and spmd.loss is not None and self.settings.outputs != "whole":
+            least = LEAST_BYTES if self.settings.outputs is None else 0
+            spmd, split = with_outputs_split(spmd, captured.memories, least)
         if split:
             self.ranks.create_reading_group()
         runs = self.step_of(spmd, call.loss_only, repeats=repeats)

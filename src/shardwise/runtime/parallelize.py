@@ -43,7 +43,7 @@ def parallelize(
     check_replicas: int | None = None,
     randomness: Randomness = "same_as_one_device",
     host: Sequence[str] = (),
-    outputs: Outputs = "when read",
+    outputs: Outputs | None = None,
 ) -> Parallel | Pipeline:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
@@ -66,9 +66,10 @@ def parallelize(
     faster: replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``:
     names of tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their
     gradients and optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``).
-    Prices and ``memory_bytes`` of the plan still count them on the device. ``outputs``: a call's outputs beside its
-    loss are tensors that stay split and are brought together when they are read, which every rank must do alike; with
-    ``"whole"`` every call does it, and a rank may read them alone.
+    Prices and ``memory_bytes`` of the plan still count them on the device. ``outputs``: with
+    ``"when read"`` a call's outputs beside its loss are tensors that stay split and are brought together when they are
+    read, which every rank must do alike; with ``"whole"`` every call does it, and a rank may read them alone. By
+    default those of a MiB or more stay split (logits of a language model), and smaller ones come at once.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.
@@ -86,7 +87,7 @@ def parallelize(
         )
     if randomness not in ("same_as_one_device", "per_shard"):
         raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
-    if outputs not in ("when read", "whole"):
+    if outputs not in (None, "when read", "whole"):
         raise ShardwiseError(
             f'outputs is "when read" (brought together then, by every rank) or "whole" (at the call), not {outputs!r}'
         )
