@@ -27,6 +27,7 @@
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make bench-kernel-prices  predicted against measured seconds of kernels and of steps on one device, for a file of measurements (BENCH_ARGS='--data FILE')
 #   make bench-published-runs  predicted against published seconds of training, for a file of published runs (BENCH_ARGS='--data FILE')
+#   make bench-known-answers  published settings of large trainings beside the plans that are found for them (BENCH_ARGS='--only-published gpt3-175b-64')
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
 #   make bench-published-memory  predicted against published bytes of training, for a file of published runs (BENCH_ARGS='--data FILE')
@@ -43,7 +44,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
 
 TORCH := torch==2.13.0
 OLDEST := 2.12.1
@@ -149,6 +150,9 @@ bench-kernel-prices: install
 
 bench-published-runs: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/published_runs.py $(BENCH_ARGS)
+
+bench-known-answers: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/known_answers.py $(BENCH_ARGS)
 
 bench-search: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_scale.py $(BENCH_ARGS)

@@ -28,13 +28,15 @@ from shardwise.programs.vjp import Kinds
 class Memory:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
     backward at the end of forward; ``host_bytes``: of that, what waits in the memory of the host, not in the
-    device's; ``over``: the most at every operator in turn, where that was asked for."""
+    device's; ``over``: the most at every operator in turn, where that was asked for; ``held``: (phase, operator) -> the
+    most while it runs."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
     kept_bytes: int
     host_bytes: int = 0
     over: tuple[Peak, ...] = ()
+    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:
@@ -131,6 +133,7 @@ class _Walk:
             kept,
             self.host_bytes,
             tuple(self.ledger.over or ()),
+            self.ledger.held,
         )
 
     def _persistent(self) -> None:

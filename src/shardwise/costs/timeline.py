@@ -8,6 +8,7 @@ a stream each.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
@@ -49,7 +50,8 @@ class SimulatedStep:
     """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
     update; ``communication``: of all messages; ``exposed``: how long operators wait for messages, or are slowed down by
     them; ``peak``: the most
-    memory; ``events``: by their start on every stream."""
+    memory; ``events``: by their start on every stream; ``held``: (phase, operator) -> the most memory while it runs;
+    ``kept_bytes``: what forward saves for backward."""
 
     seconds: float
     compute: float
@@ -58,6 +60,8 @@ class SimulatedStep:
     peak: Peak
     forward: float = 0.0
     events: tuple[Event, ...] = ()
+    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    kept_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -75,11 +79,19 @@ def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
     parts = passes_of(program, prices)
     timeline = Timeline(program, prices, parts)
     timeline.run()
-    peak = memory_of_program(program, prices, parts).peak
+    memory = memory_of_program(program, prices, parts)
     waited = timeline.now - timeline.compute - timeline.starved
     exposed, events = max(waited, 0.0), tuple(timeline.events)
     return SimulatedStep(
-        timeline.now, timeline.compute, timeline.communication, exposed, peak, timeline.forward, events
+        timeline.now,
+        timeline.compute,
+        timeline.communication,
+        exposed,
+        memory.peak,
+        timeline.forward,
+        events,
+        memory.held,
+        memory.kept_bytes,
     )
 
 
