@@ -199,6 +199,38 @@ def test_a_turn_times_all_its_parts_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert turn.watch.seconds == 6.0
 
 
+def test_on_a_gpu_events_of_its_stream_are_read_and_the_first_part_begins_when_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    times = iter([100.0, 103.0, 200.0, 211.0])
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            done.append(stream)
+            self.at = next(times)
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"idle {device}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    turn = Turn(compiled=True, watch=trials.watch_of(torch.device("cuda", 1)))
+    for _ in range(2):
+        with turn.timed():
+            pass
+    assert turn.watch is not None
+    assert turn.watch.seconds == 0.014  # 3 + 11 ms; what is between the parts does not count
+    assert done == ["idle cuda:1", *["stream of cuda:1"] * 4, "wait"]
+
+
 # ------------------------------------------------------------------------------------------------------------ on disk
 
 
