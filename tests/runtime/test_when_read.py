@@ -135,7 +135,7 @@ def compared(plans: list[str]) -> list[str]:
     for text in plans:
         plan = sw.Plan.from_json(text, name="plan")
         model, batch = made()
-        par = sw.parallelize(model, plan)
+        par = sw.parallelize(model, plan, outputs="when read")
         assert isinstance(par, sw.Parallel)
         for read in READS:
             one, _ = made()
@@ -158,7 +158,7 @@ def compared(plans: list[str]) -> list[str]:
 def unread(text: str) -> tuple[int, str, str, str]:
     """On a rank: nothing that is not read is sent, and nothing that only asks for what is known reads."""
     model, batch = made()
-    par = sw.parallelize(model, sw.Plan.from_json(text, name="plan"))
+    par = sw.parallelize(model, sw.Plan.from_json(text, name="plan"), outputs="when read")
     par.eval()
     par(**batch)
     ranks = par._ranks
@@ -180,12 +180,18 @@ def unread(text: str) -> tuple[int, str, str, str]:
         (first if rank else second)["logits"].sum()
     whole = sw.parallelize(made()[0], par.plan, outputs="whole")(**batch)
     assert type(whole["logits"]) is torch.Tensor
+    small = sw.parallelize(made()[0], par.plan)(**batch)
+    assert type(small["logits"]) is torch.Tensor, "by default what is small comes at once"
+    with mock.patch("shardwise.runtime.calls.LEAST_BYTES", BATCH * CLASSES * 8):
+        large = sw.parallelize(made()[0], par.plan)(**batch)
+    assert type(large["logits"]) is WhenRead
+    assert type(large["more"][1]) is torch.Tensor, "of as many elements, with fewer bytes"
     if rank == 0:
         whole["logits"].sum().item()  # alone
     with pytest.raises(sw.ShardwiseError, match="outputs is"):
         sw.parallelize(made()[0], par.plan, outputs="never")
     with mock.patch("shardwise.runtime.communicator.group_timeout", return_value=timedelta(seconds=2)):
-        out = sw.parallelize(made()[0], par.plan)(**batch)
+        out = sw.parallelize(made()[0], par.plan, outputs="when read")(**batch)
     alone = ""
     if rank == 0:
         with pytest.raises(sw.CollectiveError) as late:

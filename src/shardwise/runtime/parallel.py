@@ -248,7 +248,7 @@ class Parallel(Split):
         step = self._in_passes.get(key)
         if batch is None and (step is None or self._failed):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._failed = False
+        self._compared()
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
             step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
@@ -332,7 +332,7 @@ class Parallel(Split):
         compiled = self._compiled.get(key)
         if batch is None and (compiled is None or self._failed):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._failed = False
+        self._compared()
         if compiled is None:
             call = Call(self._examples(flat, spec, shapes), *mode)
             with shown_once("writing the program of every rank"):

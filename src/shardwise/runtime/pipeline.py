@@ -295,7 +295,7 @@ class Pipeline(Split):
             what = "step()" if loss_only else "predict()" if predicts else "a call"
             signature = Signature.of(named, f"{'train()' if self.training else 'eval()'}, {what}")
             check_equal(signature, self._everyone, self.device)
-        self._failed = False
+        self._compared()
         empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in flat]
         return key, Call(unflatten(empty, spec), *mode)
 

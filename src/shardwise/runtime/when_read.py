@@ -31,6 +31,9 @@ from shardwise.runtime.faults import Purpose
 from shardwise.runtime.transit import Direction, stages
 
 aten = torch.ops.aten
+# Where nobody says when: outputs with fewer bytes come at once, since a message later costs more than theirs, and one
+# rank may read them alone.
+LEAST_BYTES = 2**20
 # What takes a tensor's memory (or its text) without an operator.
 _MEMORY = frozenset(
     getattr(Tensor, name)
@@ -41,10 +44,12 @@ _MEMORY = frozenset(
 )
 
 
-def with_outputs_split(spmd: Spmd, memories: Sequence[Memory | None]) -> tuple[Spmd, dict[str, Conversion]]:
+def with_outputs_split(
+    spmd: Spmd, memories: Sequence[Memory | None], least_bytes: int
+) -> tuple[Spmd, dict[str, Conversion]]:
     """The program without the conversions that only bring outputs beside the loss together, and these: by the values
     that it delivers instead. Outputs that are a parameter or a buffer on one device are as of now, and stay; so do
-    those of no dims, and those that cost no message."""
+    those of no dims, those that cost no message, and those with fewer bytes."""
     fixed = {spmd.loss, *(value for _, value in spmd.mutations)}
     for step in spmd.steps:
         fixed.update(step.operands if isinstance(step, Step) else ())
@@ -56,7 +61,10 @@ def with_outputs_split(spmd: Spmd, memories: Sequence[Memory | None]) -> tuple[S
     found = {
         conversion.result: conversion
         for conversion in spmd.conversions
-        if conversion.result in wanted and conversion.target.shape and conversion.collectives()
+        if conversion.result in wanted
+        and conversion.target.shape
+        and prod(conversion.target.shape) * conversion.itemsize >= least_bytes
+        and conversion.collectives()
     }
     steps: list[Step | Conversion | Bucket] = []
     for step in spmd.steps:
