@@ -8,7 +8,8 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from math import prod
@@ -37,11 +38,35 @@ scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
 
+@dataclass
+class Rows:
+    """Tensors of all ranks on their way to each of them: of equal size, in a row each. ``failed``: what an error of the
+    network means."""
+
+    rows: torch.Tensor
+    work: Any
+    what: str
+    failed: Callable[[Exception], Exception | None]
+
+    def wait(self) -> torch.Tensor:
+        """The rows, when they are here. Raises CollectiveError."""
+        try:
+            with trail.waiting(self.what.encode()):
+                self.work.wait()
+        except RuntimeError as error:
+            explained = self.failed(error)
+            if explained is None:
+                raise
+            raise explained from error
+        return self.rows
+
+
 class Communicator:
     """Performs this rank's moves among the ranks of a placement. Process groups are kept per set of sub-axes. ``name``:
     of the module, for errors; ``backend``: of groups that must have another one than that of all ranks.
 
     A rank outside of the placement (``coordinates`` is empty there) takes part in ``create_groups`` only.
+    ``before_next``: what has to be known before the next collective starts, if anything (``runtime.signatures``).
     """
 
     def __init__(self, place: Placement, name: str = "the program", backend: str | None = None) -> None:
@@ -50,6 +75,7 @@ class Communicator:
         self.launched = 0  # collectives that were started, those of compiled programs not counted
         self.rank = dist.get_rank()
         self.coordinates = place.coordinates(self.rank) if self.rank in place.ranks else {}
+        self.before_next: Callable[[], None] | None = None
         self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
 
@@ -91,19 +117,34 @@ class Communicator:
     def gather_from_all(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """The equally large tensors of all ranks of the placement, in a row each. ``what`` it is for, for a
         CollectiveError."""
-        group = dist.group.WORLD if self._has_all_ranks else self.group(self.mesh.sub_axes)
+        return self.start_gather(tensor, what).wait()
+
+    def start_gather(self, tensor: torch.Tensor, what: str) -> Rows:
+        """The same, to be waited for."""
+        self.make_sure()
+        is_world = self._has_all_ranks and self.backend is None
+        group = dist.group.WORLD if is_world else self.group(self.mesh.sub_axes)
         self.launched += 1
+        waiting = Waiting(self.name, self.launched, what, self.place.ranks)
+        facts = [("pass", f"call {self.calls}")]
+
+        def failed(error: Exception) -> Exception | None:
+            return exchange_failed(error, self.rank, waiting, what, "", "", facts)
+
         rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
         try:
-            with trail.waiting(what.encode()):
-                gather_tensor(rows.view(-1), tensor.reshape(-1), group=group)
+            work = gather_tensor(rows.view(-1), tensor.reshape(-1), group=group, async_op=True)
         except RuntimeError as error:
-            waiting = Waiting(self.name, self.launched, what, self.place.ranks)
-            explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
+            explained = failed(error)
             if explained is None:
                 raise
             raise explained from error
-        return rows
+        return Rows(rows, work, what, failed)
+
+    def make_sure(self) -> None:
+        """Called before every collective: whether this rank is right in what it took for granted."""
+        if self.before_next is not None:
+            self.before_next()
 
     def note(self, kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
         """Add a collective to the record, where one is kept."""
@@ -153,6 +194,7 @@ class Message:
 
         Raises CollectiveError, or OutOfDeviceMemoryError.
         """
+        self.ranks.make_sure()
         self.ranks.launched = self.number = self.ranks.launched + 1
         try:
             if not wait:
