@@ -40,6 +40,7 @@ def divide_targets(
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
     """(module args, module kwargs, positional targets, named targets)"""
     if loss is None:
+        _check_taken(module, args, kwargs, "pass what it takes")
         return args, kwargs, (), {}
     parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -58,7 +59,24 @@ def divide_targets(
             )
         )
     first = len(args) - count
-    return args[:first], {name: value for name, value in kwargs.items() if name not in named}, args[first:], named
+    own_args, own_kwargs = args[:first], {name: value for name, value in kwargs.items() if name not in named}
+    targets = f"the last {count} positional arguments are" if count > 1 else "the last positional argument is"
+    fix = f"pass inputs and targets; par.predict(*inputs) returns the module's own output ({targets} for the loss)"
+    _check_taken(module, own_args, own_kwargs, fix if count else "pass what it takes")
+    return own_args, own_kwargs, args[first:], named
+
+
+def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fix: str) -> None:
+    """Raise CaptureError for arguments that forward does not take."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # it has none that Python can see
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        what = f"{type(module).__name__}.forward does not take these arguments: {error}"
+        raise CaptureError(problem(what, fix=fix)) from error
 
 
 def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
 from shardwise.graph.precision import MODELS_OWN, Precision
+from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats, repeated_calls
 from shardwise.graph.segments import segments_opened
 from shardwise.graph.stand_ins import STAND_INS, cumulative_averages
@@ -415,18 +416,6 @@ def quiet() -> Iterator[None]:
             logger.disabled = was
 
 
-TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
-_LOOP = "write the loop in Python: its iterations are captured one after the other"
-CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
-    "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
-    "torch.while_loop": _LOOP,
-    "torch.scan": _LOOP,
-    "torch.associative_scan": _LOOP,
-    "torch.map": _LOOP,
-    TRANSFORMS: "write it out with batched operators; gradients inside the model are torch.autograd.grad(..., "
-    "create_graph=True)",
-}
-
 _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode",
     "DataDependentOutputException",
@@ -455,6 +444,10 @@ def _explained(error: Exception) -> CaptureError:
             )
         )
     fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"
+    if "Disabling autocast" in first:
+        what = "the model calls torch.autocast for a device that is not here, where it does nothing"
+        fix = "name the device of the tensors, torch.autocast(x.device.type, ...), or plan where that device is"
+        return CaptureError(problem(what, source=source, fix=fix))
     used = next((name for name in map(_construct, _files_of(error)) if name), "")
     if used:
         return CaptureError(

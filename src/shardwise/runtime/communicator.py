@@ -7,7 +7,6 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import LaunchError, problem
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.programs.moves import LocalMove
@@ -80,7 +80,26 @@ class Communicator:
         self._groups: dict[frozenset[str], Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        return copy.copy(self)  # process groups are shared: every rank would have to make new ones at the same time
+        other = type(self).__new__(type(self))  # process groups are shared: ranks would have to make new ones together
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:  # in a file: the groups are made anew by what needs them
+        size = dist.get_world_size()
+        return {**self.__dict__, "_groups": {}, "before_next": None, "record": None, "size": size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises LaunchError where the file is that of another rank, or of a job of another size."""
+        stored = f"rank {state['rank']} of {state.pop('size')}"
+        self.__dict__.update(state)
+        here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank of a job"
+        if here != stored:
+            raise LaunchError(
+                problem(
+                    f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's part",
+                    fix="load on every rank the file that it stored; sw.save_checkpoint writes what any ranks can read",
+                )
+            )
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
         """Create the process groups of some sets of sub-axes. Every rank of the job must call this with the same sets,

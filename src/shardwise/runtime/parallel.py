@@ -66,7 +66,6 @@ class Parallel(Split):
         self._parts = None
         if self.inputs == "local":
             numbers = Communicator(everywhere, name, backend="gloo")
-            numbers.create_groups([plan.mesh.sub_axes])
             self._parts = LocalInputs(plan, self._ranks, numbers, self.device)
         self._calls = Calls(module, plan, settings, self._ranks, self._host_ranks)
         self._compiled: dict[Any, Compiled] = {}

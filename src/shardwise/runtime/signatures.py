@@ -169,6 +169,7 @@ class LocalInputs:
         Raises ShardwiseError, on all ranks, where the parts do not make one.
         """
         if self._found is None:
+            self.numbers.create_groups([self.mesh.sub_axes])  # once, and once more where it comes out of a file
             own = torch.tensor([signature.digest])
             flight = self.numbers.start_gather(own, "the sizes of the ranks' inputs")
             taken, again = self._latest.get(signature.digest, ((), False))
