@@ -52,9 +52,23 @@ def test_autocast_of_a_device_that_is_not_here_is_named():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return x @ self.weight
 
-    with pytest.raises(CaptureError, match=r"(?s)torch.autocast for a device that is not here.*x.device.type") as refused:
+    with pytest.raises(
+        CaptureError, match=r"(?s)torch.autocast for a device that is not here.*x.device.type"
+    ) as refused:
         capture(Calls(cast), (torch.ones(4, 4),))
     assert ".cuda()" not in str(refused.value)
+
+
+def test_arguments_that_forward_does_not_take_are_named():
+    net, x, y = nn.Linear(4, 4), torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+    for given, kwargs, mend in (
+        ((x,), {"loss": F.cross_entropy}, r"missing a required argument: 'input'.*1 targets.*par\.predict"),
+        ((x, x, y), {"loss": F.cross_entropy}, r"too many positional arguments.*par\.predict"),
+        ((x, y), {}, "too many positional arguments.*pass what it takes"),
+    ):
+        with pytest.raises(CaptureError, match=rf"(?s)Linear.forward does not take these arguments: {mend}") as refused:
+            sw.plan(net, given, 2, **kwargs)
+        assert ".cuda()" not in str(refused.value)
 
 
 class Dropping(nn.Module):

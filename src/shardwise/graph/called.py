@@ -31,7 +31,11 @@ def call_module(
     The module's output, or what ``loss`` makes of it and of the targets.
     """
     own_args, own_kwargs, targets, named = divide_targets(module, tuple(args), dict(kwargs), loss)
-    output = module(*own_args, **own_kwargs)
+    try:
+        output = module(*own_args, **own_kwargs)
+    except TypeError:
+        _check_taken(module, own_args, own_kwargs, len(targets) + len(named))
+        raise
     return output if loss is None else loss(output, *targets, **named)
 
 
@@ -40,7 +44,6 @@ def divide_targets(
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
     """(module args, module kwargs, positional targets, named targets)"""
     if loss is None:
-        _check_taken(module, args, kwargs, "pass what it takes")
         return args, kwargs, (), {}
     parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -60,21 +63,17 @@ def divide_targets(
         )
     first = len(args) - count
     own_args, own_kwargs = args[:first], {name: value for name, value in kwargs.items() if name not in named}
-    targets = f"the last {count} positional arguments are" if count > 1 else "the last positional argument is"
-    fix = f"pass inputs and targets; par.predict(*inputs) returns the module's own output ({targets} for the loss)"
-    _check_taken(module, own_args, own_kwargs, fix if count else "pass what it takes")
     return own_args, own_kwargs, args[first:], named
 
 
-def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fix: str) -> None:
-    """Raise CaptureError for arguments that forward does not take."""
+def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_targets: int) -> None:
+    """Raise CaptureError for arguments that forward does not take. ``num_targets``: how many are for the loss."""
     try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):  # it has none that Python can see
-        return
-    try:
-        signature.bind(*args, **kwargs)
+        inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
+        fix = "pass what it takes"
+        if num_targets:
+            fix = f"pass the inputs and then the {num_targets} targets of the loss; par.predict takes the inputs only"
         what = f"{type(module).__name__}.forward does not take these arguments: {error}"
         raise CaptureError(problem(what, fix=fix)) from error
 

@@ -6,8 +6,8 @@ the parts may change from call to call on some ranks only; therefore one integer
 exchanged in every such call, and everything else only where a combination of digests is new.
 
 Nobody waits for these integers where nothing changes. A rank that makes the same call a third time takes the others to
-do so, too, and begins; the integers are read before its first collective starts, which by then they have preceded. Until then
-nothing was sent and nothing written, so that a rank which took it wrongly (``Surprise``) begins anew.
+do so, too, and begins; the integers are read before its first collective starts. Until then nothing was sent and
+nothing written, so that a rank which took it wrongly (``Surprise``) begins anew.
 """
 
 from __future__ import annotations
