@@ -13,6 +13,7 @@
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make bench-pipeline  seconds of a step of a pipeline beside stages cut by hand on torch's schedules, bubbles measured and simulated (BENCH_ARGS='--ranks 2')
+#   make bench-gpu  seconds of training steps of transformers models on one GPU, eager and compiled, beside plain PyTorch's (BENCH_ARGS='--models llama'; without a GPU: '--device cpu --tiny')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
 #   make bench-resnet-modes  ResNet-50 in data_parallel and in auto_parallel mode on eight ranks, step by step in turn (BENCH_ARGS='--ranks 4')
 #   make checked-plans  docs/checked-plans.md: every tp plan that ships with the installed transformers, proven or refuted (about 15 minutes)
@@ -27,6 +28,7 @@
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make bench-kernel-prices  predicted against measured seconds of kernels and of steps on one device, for a file of measurements (BENCH_ARGS='--data FILE')
 #   make bench-published-runs  predicted against published seconds of training, for a file of published runs (BENCH_ARGS='--data FILE')
+#   make bench-known-answers  published settings of large trainings beside the plans that are found for them (BENCH_ARGS='--only-published gpt3-175b-64')
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
 #   make bench-published-memory  predicted against published bytes of training, for a file of published runs (BENCH_ARGS='--data FILE')
@@ -43,10 +45,10 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
 
 TORCH := torch==2.13.0
-OLDEST := 2.12.1
+OLDEST := 2.11.0
 NEWEST := 2.14.1
 TORCH_INDEX ?=
 VENV := .venv
@@ -90,6 +92,9 @@ bench-step: install
 
 bench-compile: install
 	$(BIN)/python benchmarks/compile.py $(BENCH_ARGS)
+
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu_steps.py $(BENCH_ARGS)
 
 bench-auto: install
 	$(BIN)/python benchmarks/auto_plans.py $(BENCH_ARGS)
@@ -149,6 +154,9 @@ bench-kernel-prices: install
 
 bench-published-runs: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/published_runs.py $(BENCH_ARGS)
+
+bench-known-answers: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/known_answers.py $(BENCH_ARGS)
 
 bench-search: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_scale.py $(BENCH_ARGS)

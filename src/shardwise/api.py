@@ -27,15 +27,18 @@ from shardwise.graph.precision import Precision
 from shardwise.graph.segments import Recompute, check_how
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
-from shardwise.plans.example import Example, Trials, planned_graph
-from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of
+from shardwise.plans.example import Captures, Example, Trials, planned_graph
+from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of, tries_of
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelines import pipeline_of
 from shardwise.plans.pipelining import Requested
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
+from shardwise.plans.shallow import Shallow
+from shardwise.plans.stages import step_graph
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.micro_batches import Passes
 from shardwise.programs.vjp import Kinds
 from shardwise.progress import doing
 from shardwise.report.comparison import Compared, Comparison
@@ -133,7 +136,8 @@ def plan(
     if mesh is not None and stages is None:
         _check_mesh(mesh, cluster)
     precision = (precision or Precision()).at_hand
-    call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision)
+    captures = Captures()
+    call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision, captures)
     with shown_once("planning"), working(), no_autocast():  # other ranks wait for rank 0
         if precision.lost_share:
             warnings.warn(
@@ -151,6 +155,87 @@ def plan(
         stage = Zero.of(zero)
         gathered: Gathered = "again" if stage is not None and stage.stage == 3 else "held"
         by_price = mode == "auto" and search in PRICED_SEARCHES
+
+        def planned_with(
+            stages: int | str | None, schedule: str | None, global_batch: int | None, micro_batch: int | None
+        ) -> Plan:
+            if stages is not None or schedule is not None:
+                given = Requested(
+                    stages,
+                    schedule,
+                    mesh,
+                    max_mesh_axes,
+                    global_batch,
+                    micro_batch,
+                    recompute,
+                    gathered,
+                    offload,
+                    stage,
+                )
+                template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
+                own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
+                found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
+                return Staged.of(found.plan, found.searched)
+            samples = num_samples(call.arguments)
+            batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
+            wanted = Settings(
+                search,
+                optimizer,
+                1,
+                memory_bytes,
+                bucket_bytes,
+                layouts or {},
+                Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload),
+                stage,
+            )
+            if wanted.levers.moves_to_host and not cluster.device.host_bandwidth:
+                warnings.warn(
+                    f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and "
+                    "gains nothing",
+                    PlanWarning,
+                    stacklevel=3,
+                )
+            meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
+
+            def plan_of(graph: Graph, passes: int) -> Plan:
+                settings = (mode, search, optimizer, module.training, bucket_bytes)
+                if not by_price:
+                    own_mesh = mesh or Mesh(dp=cluster.num_devices)
+                    factored, choice = decide(graph, annotations, own_mesh, mode)
+                    choice = keep(choice, layouts or {}, graph, factored, own_mesh)
+                    asked = replace(wanted, passes=passes)
+                    choice, spmd = built(graph, factored.rules, choice, own_mesh, asked, Kinds())
+                    stages = (stage_of(graph, factored.rules, choice, spmd),)
+                    return Plan(stages, *settings, precision=precision, micro_batches=passes)
+                planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
+                planner = replace(planner, kinds=captures.kinds)
+                if recompute == "auto":
+                    planned = plan_within(planner, captured.segments, None if stage is None else gathered, offload)
+                else:
+                    planned = planner.plan()
+                if planned.ranking.excess:
+                    raise nothing_fits(planned.ranking)
+                listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
+                pricing = _pricing(cluster, planned.search)
+                found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
+                return Planned.of(found, planned.search)
+
+            trials = Trials(call, graph, batches)
+            for own_graph, passes in trials:
+                try:
+                    trials.add(plan_of(own_graph, passes))
+                except PlanError as error:
+                    trials.refuse(error)
+            best = trials.best()
+            if wanted.levers.moves_to_host and not any(entry.offloaded for entry in best.operators):
+                warnings.warn(
+                    "nothing waits on the host: what backward needs of these parts is made again, is smaller than 64 "
+                    "KiB on a device, or is held by something else",
+                    PlanWarning,
+                    stacklevel=3,
+                )
+            return replace(best, tried=trials.choices) if isinstance(best, Planned) else best
+
         if stages == "auto":
             check_joint(module, by_price=by_price)
             samples = num_samples(call.arguments)
@@ -161,99 +246,28 @@ def plan(
             own_devices = None if mesh is None else mesh.num_devices
             settings = settings_of(graph, batches, cluster.num_devices, schedule, own_devices)
 
-            def plan_with(setting: Setting) -> Plan:
-                return plan(
-                    module,
-                    example_inputs,
-                    cluster,
-                    kwargs=kwargs,
-                    loss=loss,
-                    optimizer=optimizer,
-                    precision=precision,
-                    search=search,
-                    mesh=mesh,
-                    max_mesh_axes=max_mesh_axes,
-                    global_batch=step,
-                    micro_batch=setting.micro_batch,
-                    memory_bytes=memory_bytes,
-                    strategies=strategies,
-                    layouts=layouts,
-                    bucket_bytes=bucket_bytes,
-                    recompute=recompute,
-                    offload=offload,
-                    zero=zero,
-                    stages=setting.stages if setting.stages > 1 else None,
-                    schedule=setting.schedule or None,
-                )
+            def plan_of_setting(own: Setting) -> Plan:
+                return planned_with(own.stages if own.stages > 1 else None, own.schedule or None, step, own.micro_batch)
 
-            floor = Floor.of(graph, step / (samples or 1), cluster)
-            return Joined.of(*joint_search(settings, floor, cluster, plan_with))
-        if stages is not None or schedule is not None:
-            given = Requested(
-                stages, schedule, mesh, max_mesh_axes, global_batch, micro_batch, recompute, gathered, offload, stage
-            )
-            template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
-            own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
-            found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
-            return Staged.of(found)
-        samples = num_samples(call.arguments)
-        batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
-        wanted = Settings(
-            search,
-            optimizer,
-            1,
-            memory_bytes,
-            bucket_bytes,
-            layouts or {},
-            Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload),
-            stage,
-        )
-        if wanted.levers.moves_to_host and not cluster.device.host_bandwidth:
-            warnings.warn(
-                f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and gains "
-                "nothing",
-                PlanWarning,
-                stacklevel=2,
-            )
-        meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
+            def meshes_of(part: Cluster) -> tuple[Mesh, ...]:
+                return candidate_meshes(part, max_mesh_axes) if mesh is None else (mesh,)
 
-        def plan_of(graph: Graph, passes: int) -> Plan:
-            settings = (mode, search, optimizer, module.training, bucket_bytes)
-            if not by_price:
-                own_mesh = mesh or Mesh(dp=cluster.num_devices)
-                factored, choice = decide(graph, annotations, own_mesh, mode)
-                choice = keep(choice, layouts or {}, graph, factored, own_mesh)
-                asked = replace(wanted, passes=passes)
-                choice, spmd = built(graph, factored.rules, choice, own_mesh, asked, Kinds())
-                stages = (stage_of(graph, factored.rules, choice, spmd),)
-                return Plan(stages, *settings, precision=precision, micro_batches=passes)
-            planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
-            if recompute == "auto":
-                planned = plan_within(planner, captured.segments, None if stage is None else gathered, offload)
-            else:
-                planned = planner.plan()
-            if planned.ranking.excess:
-                raise nothing_fits(planned.ranking)
-            listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
-            pricing = _pricing(cluster, planned.search)
-            found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
-            return Planned.of(found, planned.search)
+            def pass_of(short: Graph, size: int) -> Graph:
+                return short if size == step else Passes.over(module, short, size, call.graph).graphs[size]
 
-        trials = Trials(call, graph, batches)
-        for own_graph, passes in trials:
-            try:
-                trials.add(plan_of(own_graph, passes))
-            except PlanError as error:
-                trials.refuse(error)
-        best = trials.best()
-        if wanted.levers.moves_to_host and not any(entry.offloaded for entry in best.operators):
-            warnings.warn(
-                "nothing waits on the host: what backward needs of these parts is made again, is smaller than 64 KiB "
-                "on a device, or is held by something else",
-                PlanWarning,
-                stacklevel=2,
-            )
-        return replace(best, tried=trials.choices) if isinstance(best, Planned) else best
+            shallow: list[Shallow] = []  # made where it is wanted
+
+            def seconds_of(own: Setting) -> float:
+                if not shallow:
+                    whole = step_graph(graph if samples == step else call.graph(step))
+                    priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
+                    shallow.append(Shallow(whole, pass_of, meshes_of, cluster, priced))
+                return shallow[0].seconds(own)
+
+            floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
+            better = None if graph.loss is None else seconds_of
+            return Joined.of(*joint_search(settings, floor, cluster, plan_of_setting, tries=tries, seconds_of=better))
+        return planned_with(stages, schedule, global_batch, micro_batch)
 
 
 def compare(

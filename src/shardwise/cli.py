@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import shtab
 
+from shardwise.commands.alone import run_rank_alone
 from shardwise.commands.command import Command
 from shardwise.commands.data import add_json, cluster_data, show
 from shardwise.commands.elastic import add_elastic_arguments, elastic_settings
@@ -88,11 +89,20 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="when a rank has ended with exit code 0, stop those that still run after this time (never)",
     )
     add_elastic_arguments(parser)
+    add(
+        "--alone",
+        type=int,
+        metavar="RANK",
+        help="measure one rank's part of a plan here, without the others: shardwise run --alone RANK PLAN MODEL",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments")
 
 
 def _run(chosen: argparse.Namespace) -> int:
     command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
+    if chosen.alone is not None:
+        _check_alone(chosen)
+        return run_rank_alone(chosen.alone, command)
     hosts, node_rank = _hosts(chosen)
     return launch(
         ["-m", *command] if chosen.module else command,
@@ -108,6 +118,16 @@ def _run(chosen: argparse.Namespace) -> int:
         exit_grace_seconds=chosen.exit_grace,
         elastic=elastic_settings(chosen),
     )
+
+
+def _check_alone(chosen: argparse.Namespace) -> None:
+    """Raise LaunchError for options of a job of several ranks."""
+    others = {"-n": chosen.num_ranks, "--nnodes": chosen.nnodes, "-m": chosen.module or None}
+    others |= {"--hostfile": chosen.hostfile, "--rank-table": chosen.rank_table, "--elastic": chosen.elastic or None}
+    given = [option for option, value in others.items() if value is not None]
+    if given:
+        what = f"--alone runs one rank without others, and {given[0]} is about several"
+        raise LaunchError(problem(what, fix=f"leave out {given[0]}: shardwise run --alone RANK PLAN MODEL"))
 
 
 def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:

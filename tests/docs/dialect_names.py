@@ -29,6 +29,7 @@ def table() -> str:
         "mindspore.communication": ms.communication.__all__,
         "mindspore.parallel": ms.parallel.__all__,
         "mindspore.dataset": ms.dataset.__all__,
+        "mindspore.dataset.text": ms.dataset.text.__all__,
         "mindspore.dataset.transforms": ms.dataset.transforms.__all__,
         "mindspore.dataset.vision": ms.dataset.vision.__all__,
         "Tensor, beside torch's methods": [name for name in ms.tensor_methods.METHODS if not name.startswith("__")],

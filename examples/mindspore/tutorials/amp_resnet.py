@@ -8,6 +8,7 @@ import shardwise.mindspore.dataset.vision.c_transforms as C
 import shardwise.mindspore as ms
 import shardwise.mindspore.dataset as ds
 from shardwise.mindspore import nn, ops
+from shardwise.mindspore.communication import get_group_size, get_rank, init
 from shardwise.mindspore.train.callback import Callback, LearningRateScheduler, TimeMonitor
 
 
@@ -58,6 +59,27 @@ def train_images(folder, level="O2"):
                      DynamicLossScaleManager(2.0**8, 2, 2))  # fmt: skip
     model.train(2, data, callbacks=[TimeMonitor(steps), seen], dataset_sink_mode=False)
     return seen.losses, model.eval(data)["acc"], net
+
+
+def train_rows(folder, level="O2", steps=2):
+    """Data parallel in float16, without statistics of batches: the losses of a rank's rows."""
+    init()
+    rank, ranks = get_rank(), get_group_size()
+    if ranks > 1:
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    ms.set_seed(6)
+    data = ds.Cifar10Dataset(folder, "train", shuffle=False, num_shards=ranks, shard_id=rank)
+    data = data.map([C.Rescale(1 / 255, 0.0), C.HWC2CHW()], "image").map(C2.TypeCast(ms.int32), "label")
+    net, seen = ResNet(), []
+    for cell in (own for _, own in net.cells_and_names() if isinstance(own, nn.BatchNorm2d)):
+        cell.use_batch_statistics = False
+    optimizer = nn.Momentum(net.trainable_params(), 0.05, 0.9)
+    loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+    train_net = ms.build_train_network(net, optimizer, loss, level=level)
+    for image, label in data.batch(8 // ranks, True).take(steps).create_tuple_iterator(num_epochs=1):
+        seen.append(float(train_net(image, label)[0].asnumpy()))
+    assert {p.dtype for p in net.trainable_params()} == {ms.float32}
+    return seen
 
 
 class Classifier(nn.Cell):

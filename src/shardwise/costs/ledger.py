@@ -56,12 +56,13 @@ class Tensor:
 @dataclass
 class Ledger:
     """``phase`` and ``op``: what goes on; ``live``: bytes per category; ``peaks``: the most so far, per phase;
-    ``over``: the most at every operator in turn, if a list is given for that."""
+    ``held``: per phase and operator; ``over``: the most at every operator in turn, if a list is given for that."""
 
     phase: str = "forward"
     op: str = ""
     live: Counter[Category] = field(default_factory=Counter)
     peaks: dict[str, Peak] = field(default_factory=dict)
+    held: dict[tuple[str, str], int] = field(default_factory=dict)
     over: list[Peak] | None = None
 
     def new(self, num_bytes: int, category: Category = "temporaries") -> Storage:
@@ -84,6 +85,9 @@ class Ledger:
     def note(self, transient: int = 0) -> None:
         """What is live now, and ``transient`` bytes more, may be the most."""
         total = sum(self.live.values()) + transient
+        where = self.phase, self.op
+        if total > self.held.get(where, -1):
+            self.held[where] = total
         known = self.peaks.get(self.phase)
         if known is None or total > known.num_bytes:
             self.peaks[self.phase] = self._now(total, transient)

@@ -14,6 +14,7 @@ from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
 from shardwise.costs.optimizers import states_of, temporary_bytes
 from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
+from shardwise.programs.constants import with_constants_apart
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction
 from shardwise.programs.once import Repeated, repeated
@@ -27,13 +28,15 @@ from shardwise.programs.vjp import Kinds
 class Memory:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
     backward at the end of forward; ``host_bytes``: of that, what waits in the memory of the host, not in the
-    device's; ``over``: the most at every operator in turn, where that was asked for."""
+    device's; ``over``: the most at every operator in turn, where that was asked for; ``held``: (phase, operator) -> the
+    most while it runs."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
     kept_bytes: int
     host_bytes: int = 0
     over: tuple[Peak, ...] = ()
+    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:
@@ -53,8 +56,11 @@ def memory_of_program(
     """The memory of one rank's training step. ``parts``: ``passes_of`` it, where they are there already; ``over_time``:
     whether to keep what is held at every operator, and not only the most."""
     parts = parts or passes_of(program, prices)
-    ledger = Ledger(over=[] if over_time else None)
-    return _Walk(program if parts is None else parts.each, prices, parts, ledger=ledger).run()
+    divided, ledger = (
+        with_constants_apart(program if parts is None else parts.each),
+        Ledger(over=[] if over_time else None),
+    )
+    return _Walk(divided.step, prices, divided.constants, parts, ledger=ledger).run()
 
 
 def passes_of(program: Program, prices: Prices) -> Repeated | None:
@@ -64,10 +70,12 @@ def passes_of(program: Program, prices: Prices) -> Repeated | None:
 
 @dataclass
 class _Walk:
-    """``parts``: what a step of several passes does once, around ``program``, which is a pass."""
+    """``constants``: what makes values that stay from step to step (``programs.constants``); ``parts``: what a step of
+    several passes does once, around ``program``, which is a pass."""
 
     program: Program
     prices: Prices
+    constants: Program
     parts: Repeated | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
@@ -82,7 +90,8 @@ class _Walk:
         coordinates = self.spmd.mesh.coordinates(self.program.rank)
         self.messages = Messages(self.ledger, self.spmd.mesh, coordinates, is_gloo)
         self.parameters = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
-        self.casts = {computed_name(name) for name in self.parameters} | {*self.program.given}
+        self.fixed = {*self.constants.delivered}
+        self.casts = {computed_name(name) for name in self.parameters} | ({*self.program.given} - self.fixed)
         self.saved = set(self.program.saved)
         parts = [self.program] if self.parts is None else [self.program, self.parts.behind]
         made = [pair for part in parts for pair in part.gradients.items()]
@@ -104,6 +113,7 @@ class _Walk:
 
     def run(self) -> Memory:
         self._persistent()
+        self._once(self.constants.forward, self.fixed)
         if self.parts is not None:
             self._once(self.parts.ahead.forward, self.program.given)
         for index, instruction in enumerate(self.program.forward):
@@ -123,6 +133,7 @@ class _Walk:
             kept,
             self.host_bytes,
             tuple(self.ledger.over or ()),
+            self.ledger.held,
         )
 
     def _persistent(self) -> None:
@@ -172,7 +183,7 @@ class _Walk:
         """A name for a tensor; the storage is what the name is, unless it was something already."""
         storage = self.ledger.hold(tensor.storage)
         category: Category = "saved" if name in self.saved else "gradients" if name in self.gradients else "temporaries"
-        category = "parameters" if name in self.casts else category
+        category = "parameters" if name in self.casts else "inputs" if name in self.fixed else category
         if storage.category in ("temporaries", "communication") and category != "temporaries":
             self.ledger.recategorize(storage, category)
         self.tensors[name] = Tensor(self.program.forms.get(name, tensor.form), storage)
@@ -237,7 +248,8 @@ class _Walk:
         if self.prices.passes > 1:  # they were added to those that stay, and are gone
             for name in self.gradients & self.tensors.keys():
                 self._forget(name)
-        for name in [name for name in self.tensors if name not in self.graph.source_of and name not in self.gradients]:
+        stay = {*self.graph.source_of, *self.gradients, *self.fixed}
+        for name in [name for name in self.tensors if name not in stay]:
             self._forget(name)
         if self.parts is not None:
             behind = self.parts.behind

@@ -8,6 +8,7 @@ a stream each.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
@@ -17,6 +18,7 @@ from shardwise.costs.memory import busiest_program, memory_of_program, passes_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.constants import with_constants_apart
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.once import Repeated
 from shardwise.programs.opaque import Differentiate, Record
@@ -48,7 +50,8 @@ class SimulatedStep:
     """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
     update; ``communication``: of all messages; ``exposed``: how long operators wait for messages, or are slowed down by
     them; ``peak``: the most
-    memory; ``events``: by their start on every stream."""
+    memory; ``events``: by their start on every stream; ``held``: (phase, operator) -> the most memory while it runs;
+    ``kept_bytes``: what forward saves for backward."""
 
     seconds: float
     compute: float
@@ -57,6 +60,8 @@ class SimulatedStep:
     peak: Peak
     forward: float = 0.0
     events: tuple[Event, ...] = ()
+    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    kept_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -74,11 +79,19 @@ def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
     parts = passes_of(program, prices)
     timeline = Timeline(program, prices, parts)
     timeline.run()
-    peak = memory_of_program(program, prices, parts).peak
+    memory = memory_of_program(program, prices, parts)
     waited = timeline.now - timeline.compute - timeline.starved
     exposed, events = max(waited, 0.0), tuple(timeline.events)
     return SimulatedStep(
-        timeline.now, timeline.compute, timeline.communication, exposed, peak, timeline.forward, events
+        timeline.now,
+        timeline.compute,
+        timeline.communication,
+        exposed,
+        memory.peak,
+        timeline.forward,
+        events,
+        memory.held,
+        memory.kept_bytes,
     )
 
 
@@ -122,6 +135,7 @@ class Timeline:
         if parts is not None:
             self.program = parts.each
             self._share(parts)
+        self.program = with_constants_apart(self.program).step  # these take no time in a step
         ahead = self.now
         self._walk(self.program.forward)
         self.forward = self.now - ahead

@@ -25,7 +25,6 @@ CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
     TRANSFORMS: "write it out with batched operators; gradients inside the model are torch.autograd.grad(..., "
     "create_graph=True)",
 }
-_NAMED = {"map_impl": "torch.map"}  # operators of higher order that are not called as what makes them
 
 _REJECTED = {
     "item": ("reads a number out of a tensor", _READ_A_NUMBER),
@@ -51,7 +50,7 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     """
     if not isinstance(target, OpOverload):
         name = getattr(target, "__name__", str(target))
-        used = _NAMED.get(name, f"torch.{name}")
+        used = f"torch.{name.removesuffix('_impl')}"
         if "_functorch" in str(getattr(target, "__module__", "")):
             used = TRANSFORMS
         what, fix = f"{used} in forward can not be captured", CONSTRUCTS.get(used, "")

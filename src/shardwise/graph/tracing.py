@@ -394,7 +394,13 @@ def _export_as(
         replaced, segments = functions_as_operators(user_line), segments_opened(traced.module)
         called = torch.enable_grad(), precision.around_call()
         with torch.fx.traceback.preserve_node_meta(), lines, replaced, segments, called[0], called[1]:
-            program = torch.export.export(traced, inputs, strict=False)
+            try:
+                program = torch.export.export(traced, inputs, strict=False)
+            except AssertionError as error:  # torch 2.11, of what a transform left behind
+                if not lines.transformed:
+                    raise
+                what = f"{TRANSFORMS} in forward can not be captured"
+                raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed
 
 

@@ -8,7 +8,12 @@ cell. What maps to what is on the page "Coming from MindSpore" of the documentat
 import logging
 
 from shardwise.mindspore import aliases, amp, common, communication, context, dataset, nn, numpy, ops, parallel, train
-from shardwise.mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
+from shardwise.mindspore.amp import (
+    DynamicLossScaleManager,
+    FixedLossScaleManager,
+    LossScaleManager,
+    build_train_network,
+)
 from shardwise.mindspore.common import dtype
 from shardwise.mindspore.common.dtype import (
     bfloat16,
@@ -36,7 +41,7 @@ from shardwise.mindspore.common.dtype import (
 )
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import get_seed, set_seed
-from shardwise.mindspore.compiling import JitConfig, jit, jit_class, lazy_inline, ms_function, mutable
+from shardwise.mindspore.compiling import JitConfig, constexpr, jit, jit_class, lazy_inline, ms_function, mutable
 from shardwise.mindspore.context import (
     GRAPH_MODE,
     PYNATIVE_MODE,
@@ -47,23 +52,34 @@ from shardwise.mindspore.context import (
     reset_algo_parameters,
     reset_auto_parallel_context,
     reset_context,
+    run_check,
     set_algo_parameters,
     set_auto_parallel_context,
     set_context,
+    set_deterministic,
+    set_device,
 )
 from shardwise.mindspore.layout import Layout
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.functional import grad, shard, value_and_grad
+from shardwise.mindspore.ops.functional import grad, jacfwd, jacrev, jvp, shard, value_and_grad, vjp, vmap
+from shardwise.mindspore.ops.functions import is_tensor
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, from_numpy, tensor
 from shardwise.mindspore.train import (
     Callback,
     CheckpointConfig,
+    EarlyStopping,
+    History,
+    LambdaCallback,
+    LearningRateScheduler,
     LossMonitor,
     Model,
     ModelCheckpoint,
+    ReduceLROnPlateau,
+    RunContext,
     TimeMonitor,
     build_searched_strategy,
+    data_sink,
     export,
     load,
     load_checkpoint,
@@ -87,26 +103,36 @@ __all__ = [
     "Cell",
     "CheckpointConfig",
     "DynamicLossScaleManager",
+    "EarlyStopping",
     "FixedLossScaleManager",
+    "History",
     "JitConfig",
+    "LambdaCallback",
     "Layout",
+    "LearningRateScheduler",
     "LossMonitor",
+    "LossScaleManager",
     "Model",
     "ModelCheckpoint",
     "ParallelMode",
     "Parameter",
     "ParameterTuple",
+    "ReduceLROnPlateau",
+    "RunContext",
     "Tensor",
     "TimeMonitor",
     "amp",
     "bfloat16",
     "bool_",
     "build_searched_strategy",
+    "build_train_network",
     "common",
     "communication",
     "complex64",
     "complex128",
+    "constexpr",
     "context",
+    "data_sink",
     "dataset",
     "double",
     "dtype",
@@ -130,8 +156,12 @@ __all__ = [
     "int32",
     "int64",
     "int_",
+    "is_tensor",
+    "jacfwd",
+    "jacrev",
     "jit",
     "jit_class",
+    "jvp",
     "lazy_inline",
     "load",
     "load_checkpoint",
@@ -151,10 +181,13 @@ __all__ = [
     "reset_algo_parameters",
     "reset_auto_parallel_context",
     "reset_context",
+    "run_check",
     "save_checkpoint",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "set_context",
+    "set_deterministic",
+    "set_device",
     "set_seed",
     "shard",
     "tensor",
@@ -166,5 +199,7 @@ __all__ = [
     "uint32",
     "uint64",
     "value_and_grad",
+    "vjp",
+    "vmap",
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__)

@@ -120,7 +120,25 @@ def _next_scale(scale: float, factor: float, finite: bool, is_time: bool) -> flo
     return grown if math.isfinite(grown) else scale
 
 
-class FixedLossScaleManager:
+class LossScaleManager:
+    """The base of managers of one's own: the scale of the loss, whether a step that overflows is left out, and what
+    follows from either."""
+
+    def get_loss_scale(self) -> float:
+        raise NotImplementedError(f"{type(self).__name__}.get_loss_scale")
+
+    def get_drop_overflow_update(self) -> bool:
+        return self.get_update_cell() is not None
+
+    def update_loss_scale(self, overflow: bool) -> None:
+        """Choose the scale of the next step: by default the same."""
+
+    def get_update_cell(self) -> Any:
+        """What TrainOneStepWithLossScaleCell takes; None where overflowing steps are not left out."""
+        return None
+
+
+class FixedLossScaleManager(LossScaleManager):
     """Always the same scale. ``drop_overflow_update``: whether a step changes nothing if a gradient is not finite."""
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
@@ -132,15 +150,11 @@ class FixedLossScaleManager:
     def get_drop_overflow_update(self) -> bool:
         return self._drop
 
-    def update_loss_scale(self, overflow: bool) -> None:
-        """Nothing changes."""
-
     def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
-        """What TrainOneStepWithLossScaleCell takes; None where overflowing steps are not left out."""
         return FixedLossScaleUpdateCell(self._scale) if self._drop else None
 
 
-class DynamicLossScaleManager:
+class DynamicLossScaleManager(LossScaleManager):
     """As ``DynamicLossScaler``, told of the overflow instead of its absence, with a float as the scale."""
 
     def __init__(self, init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
@@ -153,7 +167,6 @@ class DynamicLossScaleManager:
         return self.loss_scale
 
     def get_drop_overflow_update(self) -> bool:
-        """True: a step whose gradients are not finite changes nothing."""
         return True
 
     def update_loss_scale(self, overflow: bool) -> None:
@@ -163,7 +176,6 @@ class DynamicLossScaleManager:
         self.cur_iter = 0 if overflow else (self.cur_iter + 1) % self.scale_window
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
-        """What TrainOneStepWithLossScaleCell takes."""
         return DynamicLossScaleUpdateCell(self.loss_scale, self.scale_factor, self.scale_window)
 
 

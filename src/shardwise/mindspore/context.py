@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import Check, known_name, one_of, text, whole
+from shardwise.mindspore.checks import Check, flag, known_name, one_of, text, whole
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import ALGO_CHECKS, ALIASES, CHECKS, AlgoParameters, Options, ParallelMode
 
@@ -132,6 +132,23 @@ def set_context(**values: Any) -> None:
         note(f'device_target="{target}": the program runs on what this machine has, the {has}', MACHINE)
 
 
+def set_device(device_target: str, device_id: int = 0) -> None:
+    """Which kind of device, and which of them: ``set_context(device_target=, device_id=)``."""
+    set_context(device_target=device_target, device_id=device_id)
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Whether kernels give the same bits in every run: torch's switch."""
+    torch.use_deterministic_algorithms(flag("deterministic", deterministic))
+
+
+def run_check() -> None:
+    """Multiply two matrices on this machine, and say so."""
+    ones = torch.ones(2, 2, device=settings().device_type)
+    assert torch.equal(ones @ ones, ones + ones)
+    print(f"shardwise.mindspore: multiplication has been calculated correctly on the {get_context('device_target')}.")
+
+
 def get_context(name: str) -> Any:
     """A setting. Without one, ``device_target`` is what the machine has: "GPU" or "CPU"."""
     known_name(name, _SETTINGS, "get_context")
@@ -184,16 +201,7 @@ def reset_algo_parameters() -> None:
 
 
 __all__ = [
-    "GRAPH_MODE",
-    "PYNATIVE_MODE",
-    "ParallelMode",
-    "get_algo_parameters",
-    "get_auto_parallel_context",
-    "get_context",
-    "reset_algo_parameters",
-    "reset_auto_parallel_context",
-    "reset_context",
-    "set_algo_parameters",
-    "set_auto_parallel_context",
-    "set_context",
-]
+    "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_algo_parameters", "get_auto_parallel_context", "get_context",
+    "reset_algo_parameters", "reset_auto_parallel_context", "reset_context", "run_check", "set_algo_parameters",
+    "set_auto_parallel_context", "set_context", "set_deterministic", "set_device",
+]  # fmt: skip

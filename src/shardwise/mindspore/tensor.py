@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import problem
-from shardwise.mindspore.tensor_methods import METHODS, dtype_of
+from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
 class Tensor(torch.Tensor):
@@ -52,6 +52,11 @@ class Tensor(torch.Tensor):
         args, kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    @staticmethod
+    def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+        """A tensor that shares an array's memory."""
+        return from_numpy(array)
+
     vars().update(METHODS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -73,7 +78,19 @@ def plain(x: Any) -> Any:
 
 class Parameter(nn.Parameter):
     """A parameter with a name. ``name``: the one in checkpoints, by default the path of its attribute.
-    ``layerwise_parallel``: every rank has another one, so its gradient is not reduced."""
+    ``layerwise_parallel``: every rank has another one, so its gradient is not reduced. Assignments (``p += 1``,
+    ``p[0] = 1``) are no part of what is differentiated."""
+
+    def _copied(self, init: Any = "same") -> Parameter:
+        """Another parameter with the same values, or as ``init`` says."""
+        copied = copy.deepcopy(self)
+        if init != "same":
+            from shardwise.mindspore.common.initializer import initializer
+
+            copied.data.copy_(initializer(init, tuple(self.shape), self.dtype))
+        return copied
+
+    vars().update(by_caller(Tensor, _copied))
 
     def __new__(
         cls,
@@ -84,6 +101,7 @@ class Parameter(nn.Parameter):
         parallel_optimizer: bool = True,
     ) -> Parameter:
         data = as_torch(default_input)
+        data = data.clone() if isinstance(default_input, torch.Tensor) else data  # which stays as it is
         if requires_grad and not data.is_floating_point():
             requires_grad = False
         parameter = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
@@ -153,24 +171,25 @@ class ParameterTuple(tuple[Parameter, ...]):
 
     def clone(self, prefix: str, init: Any = "same") -> ParameterTuple:
         """Copies, whose names start with ``prefix``; ``init="zeros"``: filled with zeros."""
-        copies = ParameterTuple(copy.deepcopy(parameter) for parameter in self)
+        copies = ParameterTuple(Parameter._copied(parameter, init) for parameter in self)
         for parameter in copies:
             parameter.name = f"{prefix}.{parameter.name}"
-            if init == "zeros":
-                parameter.data.zero_()
         return copies
 
 
 def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Data of any kind as a plain torch tensor. Python's floats become float32, arrays keep their dtype."""
+    """Data of any kind as a plain torch tensor. Python's floats become float32, arrays, which are copied, keep
+    their dtype."""
     if isinstance(data, torch.Tensor):
         tensor = data.detach() if isinstance(data, nn.Parameter) else plain(data)
         tensor = tensor if torch.compiler.is_exporting() else tensor.as_subclass(torch.Tensor)
     elif isinstance(data, np.ndarray):
-        tensor = torch.from_numpy(np.ascontiguousarray(data) if data.flags.writeable else data.copy())
+        tensor = torch.from_numpy(data.copy())
     else:
         listed = isinstance(data, (list, tuple)) and any(isinstance(one, (torch.Tensor, np.ndarray)) for one in data)
-        tensor = torch.as_tensor(np.array([np.asarray(as_torch(one)) for one in data]) if listed else data)
+        tensor = torch.as_tensor(
+            np.array([np.asarray(as_torch(one)) for one in data]) if listed else data, dtype=None if listed else dtype
+        )
     return tensor if dtype is None else tensor.to(dtype)
 
 

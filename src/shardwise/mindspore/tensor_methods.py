@@ -20,12 +20,12 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 
-WORDS = frozenset(("dim", "keepdim", "unbiased", "correction"))
+WORDS = frozenset(("dim", "dtype", "keepdim", "unbiased", "correction"))
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 Axes = int | Sequence[int] | None
 _NAMES = (
     "size", "__getitem__", "__setitem__", "transpose", "split", "repeat", "gather", "max", "min", "mean", "sum", "prod",
-    "all", "any", "std", "var",
+    "all", "any", "std", "var", "take", "item", "view", "clone",
 )  # fmt: skip
 TORCHS: dict[str, Callable[..., Any]] = {
     name: getattr(torch.Tensor, name) for name in _NAMES
@@ -80,7 +80,7 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
         if WORDS & set(others):
             given = () if axis is None else (axis,)
-            return TORCHS[name](x, *given, **others)
+            return TORCHS[name](x, *given, **({"keepdim": True} if keep_dims else {}), **others)
         return function(x, _dims(x, axis), _kept(keep_dims, others))
 
     reduce.__name__ = name
@@ -172,6 +172,65 @@ def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 
     return Gather(batch_dims)(x, first, second)
 
 
+def _extreme(name: str) -> Callable[..., Any]:
+    """``x.max()``, by default a value; ``return_indices``: and where it is."""
+    reduce = _reduction(name, lambda x, dims, keep: getattr(torch, f"a{name}")(x, dims, keepdim=keep))
+
+    def extreme(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
+        if not others.pop("return_indices", False):
+            return reduce(x, axis, keep_dims, **others)
+        return tuple(getattr(torch, name)(x, axis, _kept(keep_dims, others)))
+
+    extreme.__name__ = name
+    return extreme
+
+
+def _with_value(name: str) -> Callable[..., Any]:
+    """``x.argmax_with_value(axis)``: places and values."""
+
+    def both(x: torch.Tensor, axis: int = 0, keep_dims: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        values, places = getattr(torch, name)(x, axis, keep_dims)
+        return places, values
+
+    return both
+
+
+def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "clip") -> torch.Tensor:
+    """The elements, or slices along ``axis``, at some places."""
+    places = torch.as_tensor(indices).long()
+    if axis is None:
+        return torch.take(x, places)
+    chosen = torch.index_select(x, axis, places.reshape(-1))
+    return chosen.reshape(*x.shape[:axis], *places.shape, *x.shape[axis % x.dim() + 1 :])
+
+
+def viewed(x: torch.Tensor, *shape: Any) -> torch.Tensor:
+    """Another shape of the same elements, also where they do not lie in order; of a dtype torch's."""
+    if len(shape) == 1 and not isinstance(shape[0], (int, tuple, list)):
+        of_dtype: torch.Tensor = TORCHS["view"](x, *shape)
+        return of_dtype
+    return x.reshape(*shape)
+
+
+def single(x: torch.Tensor, index: Any = None) -> Any:
+    """An element as Python's number: that of ``index``, a place or one per dim; else the only one."""
+    if index is None:
+        return TORCHS["item"](x)
+    return TORCHS["item"](x.reshape(-1)[index] if isinstance(index, int) else x[index])
+
+
+def _as_function(name: str) -> Callable[..., Any]:
+    """The function ``ops.name``, of the tensor."""
+
+    def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        from shardwise.mindspore.ops.functions import FUNCTIONS
+
+        return FUNCTIONS[name](x, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
 def _filled(x: torch.Tensor, value: Any) -> torch.Tensor:
     return torch.full_like(x, number(value))
 
@@ -185,6 +244,10 @@ def asnumpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return np.asarray(x.detach().as_subclass(torch.Tensor).cpu().numpy())
 
 
+_FUNCTIONS = (
+    "approximate_equal", "gather_elements", "gather_nd", "inv", "reverse", "unsorted_segment_max",
+    "unsorted_segment_min", "unsorted_segment_prod", "xdivy",
+)  # fmt: skip
 METHODS: dict[str, Any] = {
     "size": property(size),
     "__getitem__": indexed,
@@ -201,8 +264,26 @@ METHODS: dict[str, Any] = {
     "expand_dims": lambda x, axis: x.unsqueeze(axis),
     "copy": lambda x: x.clone(),
     "init_data": lambda x, *settings, **named: x,
-    "max": _reduction("max", lambda x, dims, keep: torch.amax(x, dims, keepdim=keep)),
-    "min": _reduction("min", lambda x, dims, keep: torch.amin(x, dims, keepdim=keep)),
+    "max": _extreme("max"),
+    "min": _extreme("min"),
+    "take": taken,
+    "view": viewed,
+    "item": single,
+    "argmax_with_value": _with_value("max"),
+    "argmin_with_value": _with_value("min"),
+    "ptp": lambda x, axis=None, keepdims=False: x.amax(_dims(x, axis), keepdims) - x.amin(_dims(x, axis), keepdims),
+    "top_k": lambda x, k, sorted=True: tuple(torch.topk(x, k, sorted=sorted)),
+    "invert": lambda x: torch.bitwise_not(x),
+    "strides": property(lambda x: tuple(x.element_size() * step for step in x.stride())),
+    "has_init": property(lambda x: False),
+    "to_tensor": lambda x: x,
+    "tobytes": lambda x: asnumpy(x).tobytes(),
+    "scatter_sub": _as_function("tensor_scatter_sub"),
+    "scatter_mul": _as_function("tensor_scatter_mul"),
+    "scatter_div": _as_function("tensor_scatter_div"),
+    "scatter_max": _as_function("tensor_scatter_max"),
+    "scatter_min": _as_function("tensor_scatter_min"),
+    **{name: _as_function(name) for name in _FUNCTIONS},
     "mean": _reduction("mean", lambda x, dims, keep: torch.mean(x, dims, keepdim=keep)),
     "sum": _reduction("sum", lambda x, dims, keep: torch.sum(x, dims, keepdim=keep)),
     "prod": _reduction("prod", _one_by_one("prod")),
@@ -227,9 +308,9 @@ def _is_torchs(frame: Any) -> bool:
     return isinstance(owner, torch.nn.Module) and not hasattr(owner, "construct")
 
 
-def _otherwise(name: str) -> Any:
+def _otherwise(name: str, own: Any) -> Any:
     """A method that torch has too, by who calls it."""
-    own, torchs = METHODS[name], TORCHS[name]
+    torchs = TORCHS[name]
 
     def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (torchs if _is_torchs(sys._getframe(1)) else own)(x, *args, **kwargs)
@@ -237,8 +318,49 @@ def _otherwise(name: str) -> Any:
     return method
 
 
+def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, Any]:
+    """Methods of parameters: the reference's, ``clone`` among them, for code that means them; and operators, whose
+    results are of ``kind`` there, outside of cells."""
+
+    def operator(name: str) -> Any:
+        torchs = getattr(torch.Tensor, name)
+
+        def method(x: torch.Tensor, *args: Any) -> Any:
+            result = torchs(x, *args)
+            ours = isinstance(result, torch.Tensor) and not _active[0] and not _is_torchs(sys._getframe(1))
+            return result.as_subclass(kind) if ours else result
+
+        return method
+
+    def in_place(name: str) -> Any:
+        torchs = getattr(torch.Tensor, name)
+
+        def method(x: torch.Tensor, *args: Any) -> Any:
+            if _is_torchs(sys._getframe(1)):
+                return torchs(x, *args)
+            with torch.no_grad():
+                return torchs(x, *args)
+
+        return method
+
+    def data(x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = torchs_data.__get__(x)
+        return values if _is_torchs(sys._getframe(1)) else values.as_subclass(kind)
+
+    torchs_data: Any = vars(torch._C.TensorBase)["data"]
+    operators = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
+    return {
+        **NEW,
+        **OTHERWISE,
+        "clone": _otherwise("clone", clone),
+        "data": property(data, torchs_data.__set__),
+        **{name: operator(name) for name in (*operators, "__neg__", "__matmul__", "__getitem__")},
+        **{f"__{name}__": in_place(f"__{name}__") for name in ("iadd", "isub", "imul", "itruediv", "setitem")},
+    }
+
+
 # Torch asks its class for ``size``, which stays its own.
-OTHERWISE = {name: _otherwise(name) for name in METHODS if name not in NEW and name != "size"}
+OTHERWISE = {name: _otherwise(name, METHODS[name]) for name in METHODS if name not in NEW and name != "size"}
 _active = [0]  # how many calls are inside of each other
 
 

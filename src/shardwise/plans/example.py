@@ -10,27 +10,60 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanError, PlanWarning
-from shardwise.graph.batch import num_samples, with_samples
+from shardwise.graph.batch import batch_size, num_samples, with_samples
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.precision import MODELS_OWN, Precision
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes
+from shardwise.programs.vjp import Kinds
 from shardwise.search.micro_batch import Batches, Tried
 
 
 @dataclass(frozen=True)
+class Captures:
+    """What one call of ``sw.plan`` captured: samples -> the graph; the passes over one, by their size and whether they
+    are those of stages; and the kinds of calls that were traced."""
+
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    passes: dict[tuple[int | None, int, bool], Passes] = field(default_factory=dict)
+    kinds: Kinds = field(default_factory=Kinds)
+
+
+@dataclass(frozen=True)
 class Example:
-    """A module with example arguments (args, kwargs), as ``sw.plan`` takes them."""
+    """A module with example arguments (args, kwargs), as ``sw.plan`` takes them. ``known``: what of it was captured
+    while the module stays as it is."""
 
     module: torch.nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     loss: Callable[..., Any] | None = None
     strategies: Mapping[str, Any] | None = None
     precision: Precision = MODELS_OWN
+    known: Captures | None = field(default=None, compare=False, repr=False)
 
     def graph(self, samples: int | None = None) -> Graph:
         """The graph of the call, with so many samples if they are not those of the example."""
+        if self.known is None or samples is None:
+            return self._captured(samples)
+        if samples not in self.known.graphs:
+            self.known.graphs[samples] = self._captured(samples)
+        return self.known.graphs[samples]
+
+    def passes(self, whole: Graph, micro_batch: int, *, staged: bool) -> Passes:
+        """The passes over the batch of a graph of the call; ``staged``: of its training step, for a pipeline."""
+        key = batch_size(whole), micro_batch, staged
+        if self.known is not None and key in self.known.passes:
+            return self.known.passes[key]
+        if staged:
+            found = Passes.over(self.module, whole, micro_batch, self.graph)
+        else:
+            found = Passes.of(whole, micro_batch, self.graph)
+        if self.known is not None:
+            self.known.passes[key] = found
+        return found
+
+    def _captured(self, samples: int | None) -> Graph:
         arguments = self.arguments if samples is None else with_samples(self.arguments, samples)
         captured = capture(
             self.module, *arguments, loss=self.loss, strategies=self.strategies, precision=self.precision
@@ -80,7 +113,7 @@ class Trials:
                 yield whole, 1
             else:
                 try:
-                    passes = Passes.of(whole, micro_batch, self.call.graph)
+                    passes = self.call.passes(whole, micro_batch, staged=False)
                 except PlanError as error:
                     self.refuse(error)
                     return  # so it is for all sizes
@@ -113,7 +146,7 @@ class Trials:
         if self._best is None:
             assert self._failure is not None, "nothing was tried"
             raise self._failure
-        announce_statistics(sorted(self._statistics), stacklevel=4)
+        announce_statistics(sorted(self._statistics), stacklevel=5)
         return self._best
 
     @property

@@ -31,6 +31,8 @@ from shardwise.search.levers import blocks_of
 from shardwise.search.micro_batch import Batches
 
 TRIES = 24  # settings that are planned at most
+OPERATORS = 12_000  # of large models fewer, so that these are all their operators; two at least
+REFINED = 16  # pairs of a number of places and a micro-batch that are estimated by a search
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")  # where the user names none
 _Found = TypeVar("_Found", bound=Plan)
 
@@ -44,6 +46,11 @@ class Setting:
     schedule: str
     micro_batch: int
     passes: int
+
+    @property
+    def places(self) -> int:
+        """How many parts of the devices there are."""
+        return self.stages // schedule_of(self.schedule).stages_per_place if self.stages > 1 else 1
 
     def __str__(self) -> str:
         stages = f"{self.stages} stages, {self.schedule}" if self.stages > 1 else "1 stage"
@@ -132,12 +139,12 @@ class Floor:
         return self.seconds * setting.stages / setting.passes / (1 - steady**setting.stages)
 
     def estimate(self, setting: Setting, cluster: Cluster) -> float:
-        """About how long a step takes: products, gradients that every pass reduces, kernels to start, and bubbles."""
-        per_place = schedule_of(setting.schedule).stages_per_place if setting.stages > 1 else 1
-        places = setting.stages // per_place
+        """About how long a step takes: products, gradients that are reduced once, kernels to start, and bubbles."""
+        places = setting.places
+        per_place = setting.stages // places
         level = cluster.levels[-1]
         bandwidth = level.link_bandwidth(level.size) / level.shared_by if cluster.num_devices > 1 else inf
-        reduced = setting.passes * 2 * self.parameter_bytes / setting.stages / bandwidth
+        reduced = 2 * self.parameter_bytes / setting.stages / bandwidth
         started = setting.passes * self.kernels / places * cluster.device.kernel_latency
         return max(2 * self.seconds, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
 
@@ -153,6 +160,11 @@ def _least_flops(op: Op, graph: Graph) -> float:
         seen = 0.5 if arguments(op).get("is_causal") else 1.0
         return own * seen * (1 + (ATTENTION_BACKWARD if flowing else 0.0))
     return own * (1.0 + min(flowing, 2))
+
+
+def tries_of(graph: Graph) -> int:
+    """How many settings of a model are planned at most."""
+    return min(TRIES, max(2, OPERATORS // len(graph.ops)))
 
 
 def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
@@ -209,29 +221,36 @@ def _is_needless(schedule: Schedule, places: int, passes: int, schedules: Sequen
 
 
 def joint_search(
-    settings: Sequence[Setting], floor: Floor, cluster: Cluster, plan_of: Callable[[Setting], _Found]
+    settings: Sequence[Setting],
+    floor: Floor,
+    cluster: Cluster,
+    plan_of: Callable[[Setting], _Found],
+    *,
+    tries: int = TRIES,
+    seconds_of: Callable[[Setting], float] | None = None,
 ) -> tuple[_Found, Joint]:
     """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: raises PlanError where a
-    setting has none. Raises PlanError where no setting has one."""
+    setting has none; ``tries``: how many are planned at most; ``seconds_of``: a better estimate of a step, that takes
+    longer (``plans.shallow``). Raises PlanError where no setting has one."""
     best: tuple[float, Setting, _Found] | None = None
     failure: PlanError | None = None
     seen: list[Considered] = []
     planned = 0
-    for setting in sorted(settings, key=lambda own: (floor.estimate(own, cluster), own.stages, own.passes)):
+    for setting in _in_order(settings, floor, cluster, seconds_of if len(settings) > tries else None):
         one = Considered(setting, floor.bound(setting))
         if best is not None and one.bound >= best[0]:
             seen.append(replace(one, pruned=best[0]))
             continue
-        if planned == TRIES:
+        if planned >= tries and best is not None:
             seen.append(one)
             continue
+        planned += 1
         try:
             found = plan_of(setting)
         except PlanError as error:
             failure = failure or error
             seen.append(replace(one, refused=str(error).partition("\n")[0]))
             continue
-        planned += 1
         seconds, num_bytes = _figures(found)
         seen.append(replace(one, step_seconds=seconds, num_bytes=num_bytes))
         if best is None or seconds < best[0]:
@@ -241,6 +260,23 @@ def joint_search(
             problem("there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's")
         )
     return best[2], Joint(tuple(seen), best[1])
+
+
+def _in_order(
+    settings: Sequence[Setting], floor: Floor, cluster: Cluster, seconds_of: Callable[[Setting], float] | None
+) -> list[Setting]:
+    """The settings, those of the shortest estimated step first: by a rough estimate, the first of these by a better one
+    where there is one."""
+    ordered = sorted(settings, key=lambda own: (floor.estimate(own, cluster), own.stages, own.passes))
+    if seconds_of is None:
+        return ordered
+    sizes = list(dict.fromkeys((own.places, own.micro_batch) for own in ordered))[:REFINED]
+    refined = [own for own in ordered if (own.places, own.micro_batch) in sizes]
+    others = [own for own in ordered if (own.places, own.micro_batch) not in sizes]
+    seconds = {own: seconds_of(own) for own in refined}
+    refined.sort(key=seconds.__getitem__)
+    hopeless = [own for own in refined if seconds[own] == inf]
+    return refined[: len(refined) - len(hopeless)] + others + hopeless
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
@@ -254,4 +290,4 @@ def _figures(plan: Plan) -> tuple[float, float]:
     return plan.predicted.planned_seconds, plan.predicted.memory_bytes
 
 
-__all__ = ["TRIES", "Considered", "Floor", "Joint", "Setting", "check_joint", "joint_search", "settings_of"]
+__all__ = ["TRIES", "Considered", "Floor", "Joint", "Setting", "check_joint", "joint_search", "settings_of", "tries_of"]

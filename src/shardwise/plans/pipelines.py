@@ -34,30 +34,26 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
+from shardwise.plans.chosen import Chooser, Chosen, Searched
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
-from shardwise.plans.refusal import nothing_fits
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
-from shardwise.rules.atoms import Factored
-from shardwise.search.decide import decide
-from shardwise.search.fitting import plan_within
-from shardwise.search.kept import keep
-from shardwise.search.levers import Levers, blocks_of
+from shardwise.search.levers import Levers
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import Work, least_seconds, solve_order
-from shardwise.search.planner import Planner, Settings, built, in_passes
+from shardwise.search.planner import Settings, in_passes
 from shardwise.search.stages import balanced_parts
 
-TRIES = 3  # to fit the values of all micro-batches in flight
+TRIES = 3  # to fit what crosses, too
 
 
 def pipeline_of(
@@ -70,7 +66,7 @@ def pipeline_of(
     *,
     by_price: bool,
     order: OrderOf,
-) -> Plan:
+) -> Found:
     """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
     be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
     scheduled."""
@@ -108,20 +104,23 @@ def pipeline_of(
         asked.offload,
         order,
     )
-    best: Plan | None = None
+    Levers.of(captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload)  # or it refuses
+    kinds = Kinds() if call.known is None else call.known.kinds
+    best: Found | None = None
     failure: PlanError | None = None
     statistics: frozenset[str] = frozenset()
     for passes in _divided(call, captured.graph, asked, how):
         sizes = passes.sizes
         own = replace(how, settings=replace(settings, passes=len(sizes)))
         try:
-            found = plan_pipeline(own, passes.graphs[sizes[0]], passes, replace(template, micro_batches=len(sizes)))
+            own_template = replace(template, micro_batches=len(sizes))
+            found = plan_pipeline(own, passes.graphs[sizes[0]], passes, own_template, kinds)
         except PlanError as error:
             failure = failure or error
             if not by_price:
                 break
             continue
-        if best is not None and _seconds(found) >= _seconds(best):
+        if best is not None and _seconds(found.plan) >= _seconds(best.plan):
             break
         best, statistics = found, passes.statistics
         if not by_price:
@@ -129,7 +128,7 @@ def pipeline_of(
     if best is None:
         assert failure is not None, "something was tried"
         raise failure
-    announce_statistics(sorted(statistics), stacklevel=4)
+    announce_statistics(sorted(statistics), stacklevel=5)
     return best
 
 
@@ -187,23 +186,18 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
     full = [size for size in batches.candidates if not how.schedule.fault(how.num_places, batches.step // size)]
     whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
     for size in full or batches.candidates[-1:]:
-        yield Passes.single(whole) if size == batches.step else Passes.over(call.module, whole, size, call.graph)
+        yield Passes.single(whole) if size == batches.step else call.passes(whole, size, staged=True)
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """What the search chose for a part by itself, and its program."""
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A plan, and the search for each of its stages."""
 
-    factored: Factored
-    choice: Choice
-    spmd: Spmd
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.spmd.mesh
+    plan: Plan
+    searched: tuple[Searched | None, ...]
 
 
-def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan) -> Plan:
+def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan, kinds: Kinds) -> Found:
     """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at.
     Raises PlanError where it can not be."""
     num_passes = len(passes.sizes)
@@ -222,9 +216,9 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan)
     cut = cut_for_stages(graph, parts, passes.prelude)
     check_last(cut, graph)
     _check_parameters(cut)
-    kinds = Kinds()
     limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
-    chosen = [_choose(how, part, flying[i], limits[i], kinds) for i, part in enumerate(cut.parts)]
+    chooser = Chooser(how, kinds)
+    chosen = chooser.of_all(cut.parts, flying, limits[0])
     for left in reversed(range(TRIES)):
         choices, spmds = _together(cut, chosen, how.settings)
         timed = _timed(how, cut, spmds, num_passes, kinds) if how.by_price or how.schedule.is_solved else []
@@ -235,7 +229,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan)
             raise _too_much(how, cut, flying, over)
         for number, num_bytes in over.items():
             limits[number] -= num_bytes
-            chosen[number] = _choose(how, cut.parts[number], flying[number], limits[number], kinds)
+            chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number])
     ends = zip(chosen, choices, spmds, strict=True)
     stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
     schedule = how.schedule
@@ -245,7 +239,8 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan)
     pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
     lines = format_order(schedule.actions)
     pricing = PricingEntry(format_cluster(how.cluster), "", "", "", ()) if how.by_price else None
-    return replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
+    plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
+    return Found(plan, tuple(one.searched for one in chosen))
 
 
 def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
@@ -265,43 +260,7 @@ def _check_parameters(cut: Cut) -> None:
             )
 
 
-def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: Kinds) -> _Chosen:
-    """What the search chooses for a part. ``limit``: the bytes of a device for it."""
-    names, scopes = set(part.op_by_name), {op.scope for op in part.ops}
-    annotations = tuple(own for own in how.annotations if own.scope in scopes)
-    segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
-    known = {name for source in part.sources for name in source.names}
-    offload = "auto" if how.offload == "all" and not blocks_of(part) else how.offload  # an embedding by itself
-    levers = Levers.of(part, segments, how.recompute, how.gathered or "held", offload)
-    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in known}
-    settings = replace(how.settings, levers=levers, layouts=layouts)
-    if not how.by_price:
-        (mesh,) = how.meshes
-        factored, choice = decide(part, annotations, mesh, how.mode)
-        choice = keep(choice, layouts, part, factored, mesh)
-        return _Chosen(factored, *built(part, factored.rules, choice, mesh, settings, kinds))
-    allowed = limit
-    for _ in range(TRIES):
-        planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=allowed))
-        planned = plan_within(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
-        if planned.ranking.excess:
-            raise nothing_fits(planned.ranking)
-        memory = memory_of(planned.spmd, planner.prices(planned.spmd.mesh), kinds=kinds)
-        others = (in_flight - 1) * memory.kept_bytes
-        if memory.peak.num_bytes + others <= limit:
-            return _Chosen(planned.factored, planned.choice, planned.spmd)
-        allowed = max(limit - others, 1.0)
-    raise PlanError(
-        problem(
-            f"a stage of {len(part.ops)} operators keeps {format_bytes(memory.kept_bytes)} of {in_flight} "
-            f"micro-batches at once, and has {format_bytes(limit)}",
-            op=part.ops[0].name,
-            fix="choose a smaller micro_batch, more stages, or 1F1B, which keeps fewer micro-batches than GPipe",
-        )
-    )
-
-
-def _together(cut: Cut, chosen: Sequence[_Chosen], settings: Settings) -> tuple[list[Choice], list[Spmd]]:
+def _together(cut: Cut, chosen: Sequence[Chosen], settings: Settings) -> tuple[list[Choice], list[Spmd]]:
     """Choices and programs whose ends meet: what crosses, and parameters of several stages."""
     own = _stored_alike(cut, chosen)
     choices = meeting(
@@ -311,7 +270,7 @@ def _together(cut: Cut, chosen: Sequence[_Chosen], settings: Settings) -> tuple[
     return choices, [_rebuilt(part, one, choice, settings) for part, one, choice in ends]
 
 
-def _stored_alike(cut: Cut, chosen: Sequence[_Chosen]) -> list[Choice]:
+def _stored_alike(cut: Cut, chosen: Sequence[Chosen]) -> list[Choice]:
     """The choices with every parameter of several stages in the layout that the last of them has it in, device by
     device; whole, where that is none everywhere."""
     choices = [one.choice for one in chosen]
@@ -332,7 +291,7 @@ def _stored_alike(cut: Cut, chosen: Sequence[_Chosen]) -> list[Choice]:
     return choices
 
 
-def _rebuilt(part: Graph, one: _Chosen, choice: Choice, settings: Settings) -> Spmd:
+def _rebuilt(part: Graph, one: Chosen, choice: Choice, settings: Settings) -> Spmd:
     """The program of a choice with other ends, which makes again and offloads what it did before."""
     again = {(c.origin, c.target) for c in one.spmd.conversions if c.result in one.spmd.lifetimes.conversions}
     parameters = {source.value for source in part.sources if source.kind == "parameter"}
@@ -344,7 +303,7 @@ def _rebuilt(part: Graph, one: _Chosen, choice: Choice, settings: Settings) -> S
     return in_passes(spmd, settings)
 
 
-def _listed(how: Pipelining, cut: Cut, number: int, one: _Chosen, choice: Choice, spmd: Spmd) -> Stage:
+def _listed(how: Pipelining, cut: Cut, number: int, one: Chosen, choice: Choice, spmd: Spmd) -> Stage:
     """A part as a stage of the plan."""
     part = cut.parts[number]
     stage = stage_of(part, one.factored.rules, choice, spmd)

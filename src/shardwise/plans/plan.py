@@ -232,8 +232,8 @@ class Plan:
         if self.is_pipeline:
             return PlanError(
                 problem(
-                    "a plan of stages is not explained: it has a search for every stage",
-                    fix="print(plan) shows what every stage takes; plan a part of the model by itself",
+                    "a plan of stages has a search for every stage, and its file has none of them",
+                    fix="sw.plan(..., stages=...).explain(name) explains an operator in its stage",
                 )
             )
         why = "it was not chosen by price" if self.predicted is None else "a plan file has no search in it"

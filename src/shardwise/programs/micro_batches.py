@@ -41,6 +41,11 @@ def whole_name(value: str) -> str:
     return _WHOLE + value
 
 
+def is_of_step(value: str) -> bool:
+    """Whether a source of a pass is what a step gives to it: another one in every pass, or in every step."""
+    return value == FIRST or value.startswith(_WHOLE)
+
+
 def whole_sources(graph: Graph) -> tuple[str, ...]:
     """The values of the prelude that a graph takes."""
     return tuple(s.value.removeprefix(_WHOLE) for s in graph.sources if s.value.startswith(_WHOLE))
@@ -406,4 +411,14 @@ def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, 
     return given
 
 
-__all__ = ["APART", "FIRST", "Passes", "pass_graph", "pass_sizes", "values_of_step", "whole_name", "whole_sources"]
+__all__ = [
+    "APART",
+    "FIRST",
+    "Passes",
+    "is_of_step",
+    "pass_graph",
+    "pass_sizes",
+    "values_of_step",
+    "whole_name",
+    "whole_sources",
+]

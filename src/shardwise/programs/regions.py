@@ -105,7 +105,7 @@ def kind_of(region: Region, program: Program) -> object:
     """A key that is equal for regions that one compiled pair of halves serves: the same kernels on tensors of the same
     forms, connected in the same way, inside and with what is outside."""
     number: dict[str, int] = {}
-    static = {source.value for source in program.spmd.graph.sources if source.kind == "parameter"}
+    static = {source.value for source in program.spmd.graph.sources if source.kind == "parameter"} | {*program.given}
 
     def numbers(names: Iterable[str]) -> tuple[int, ...]:
         return tuple(number.setdefault(name, len(number)) for name in names)

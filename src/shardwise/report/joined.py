@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import PlanError, problem
 from shardwise.plans.joint import Joint
 from shardwise.plans.plan import Plan
 from shardwise.report.explain import Explanation
-from shardwise.report.planned import MicroBatches, Planned, entries
+from shardwise.report.planned import InStage, MicroBatches, Planned, Staged, entries
 from shardwise.runtime.step_profile import StepProfile
 
 
@@ -29,14 +28,13 @@ class Joined(Plan):
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(entries(self).values())
 
-    def explain(self, name: str) -> Joint | Explanation | MicroBatches:
-        """``"stages"``: what was considered and why this setting was taken; other names where the plan has no stages:
-        as of a plan without. Raises PlanError for an unknown name."""
+    def explain(self, name: str) -> Joint | Explanation | MicroBatches | InStage:
+        """``"stages"``: what was considered and why this setting was taken; other names: as the plan of that setting
+        explains them. Raises PlanError for an unknown name."""
         if name == "stages":
             return self.joint
-        if isinstance(self.found, Planned):
-            return self.found.explain(name)
-        raise PlanError(problem(f"a plan in stages does not explain {name!r}", fix='explain("stages")'))
+        assert isinstance(self.found, (Planned, Staged)), "it was chosen by price"
+        return self.found.explain(name)
 
     def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
         """Write the plan as a page that one looks at, as a plan of that setting does."""

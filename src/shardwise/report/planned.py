@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.timeline import SimulatedStep, simulate, simulate_program
 from shardwise.costs.trace import write_trace
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, problem
 from shardwise.layouts.text import format_layout
 from shardwise.plans.bind import program_of
+from shardwise.plans.chosen import Searched
 from shardwise.plans.plan import Plan
 from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
@@ -125,16 +127,46 @@ class Planned(Plan):
         return simulate(program_of(self, self.finished_search.cost.domains.graph), prices_of(self))
 
 
+@dataclass(frozen=True, slots=True)
+class InStage:
+    """Why something is as it is in its ``stage``. ``alike``: what it is called in the first of equal stages, whose
+    search this is; empty: by its own name."""
+
+    stage: int
+    alike: str
+    explanation: Explanation
+
+    def __str__(self) -> str:
+        alike = f", planned as an equal one: there it is {self.alike}" if self.alike else ""
+        return f"in stage {self.stage}{alike}\n{self.explanation}"
+
+
 @dataclass(frozen=True, eq=False)
 class Staged(Plan):
-    """The plan of a pipeline: it has a report, and no one search that could explain it."""
+    """The plan of a pipeline. ``searched``: the search for each stage, which is no part of the plan."""
+
+    searched: tuple[Searched | None, ...] = field(default=(), kw_only=True, repr=False)
 
     @staticmethod
-    def of(plan: Plan) -> Staged:
-        return Staged(**entries(plan))
+    def of(plan: Plan, searched: tuple[Searched | None, ...]) -> Staged:
+        return Staged(**entries(plan), searched=searched)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(entries(self).values())
+
+    def explain(self, name: str) -> InStage:
+        """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
+        crosses between stages, and parameters that several have, were brought together afterwards. Raises PlanError for
+        an unknown name, and where no stage was chosen by price."""
+        for number, own in enumerate(self.searched):
+            if own is not None and name in own.names:
+                called = own.names[name]
+                return InStage(number, "" if called == name else called, explain(own.search, called))
+        known = [name for own in self.searched if own is not None for name in own.names]
+        if not known:
+            raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
+        near = ", ".join(get_close_matches(name, known, 3) or known[:6])
+        raise PlanError(problem(f"no stage has {name!r}", fix=f"one of {near}, ..."))
 
     def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
         """Write the plan as a page that one looks at, as ``Planned.report`` does: its stages, the schedule of a step,

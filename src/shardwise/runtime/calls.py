@@ -22,6 +22,7 @@ from shardwise.graph.trees import check_leaves, flatten, flatten_with_path, is_c
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
+from shardwise.programs.constants import with_constants_apart
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.once import repeated
@@ -32,6 +33,7 @@ from shardwise.programs.vjp import Kinds
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import compiled_program, with_every_cotangent
+from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
@@ -269,7 +271,7 @@ class Calls:
         repeats: bool = False,
     ) -> Compiled:
         """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
-        runs = self._step_of(spmd, call.loss_only, repeats=repeats)
+        runs = self.step_of(spmd, call.loss_only, repeats=repeats)
         captured = replace(captured, graph=graph)
         sources = graph.sources
         constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
@@ -292,7 +294,7 @@ class Calls:
             ),
         )
 
-    def _step_of(self, spmd: Spmd, loss_only: bool, *, repeats: bool) -> Step | RepeatedStep:
+    def step_of(self, spmd: Spmd, loss_only: bool, *, repeats: bool) -> Step | RepeatedStep:
         """This rank's step of a program, emitted; ``repeats``: the passes of one."""
         device, compiles = self.settings.device, self.settings.compile
         local = localize(spmd, self.ranks.place.device_of(self.ranks.rank))
@@ -312,8 +314,12 @@ class Calls:
         def emitted(program: Program, on_host: frozenset[str]) -> Emitted:
             return emit(program, self.ranks, device=device, on_host=on_host, host_ranks=self.host_ranks)
 
-        def compiled(**settings: Any) -> tuple[Program, frozenset[str]]:
+        def variant(**settings: Any) -> tuple[Program, frozenset[str]]:
             program, on_host = written(**settings)
+            return with_constants_apart(program, divided.constants.delivered).step, on_host
+
+        def compiled(**settings: Any) -> tuple[Program, frozenset[str]]:
+            program, on_host = variant(**settings)
             if compiles:
                 program = compiled_program(program, self.ranks, device, on_host)
             return program, on_host
@@ -322,24 +328,35 @@ class Calls:
             program, on_host = compiled()
 
             def for_some(given: tuple[bool, ...]) -> Emitted:
-                reached, _ = written(reached=given)
+                reached, _ = variant(reached=given)
                 return emitted(with_every_cotangent(program, given, reached.gradients), on_host)
 
-            return Step(emitted(program, on_host), for_some, lambda: emitted(*compiled(with_gradients=False)))
+            return Step(
+                emitted(program, on_host),
+                for_some,
+                lambda: emitted(*compiled(with_gradients=False)),
+                constants=constants,
+            )
 
         program, on_host = written()
         self._announce(program.untraceable)
         if repeats:
             parts = repeated(program)
-            each = compiled_program(parts.each, self.ranks, device, on_host) if compiles else parts.each
+            divided = with_constants_apart(parts.each)
+            each = compiled_program(divided.step, self.ranks, device, on_host) if compiles else divided.step
             ahead, behind = emitted(parts.ahead, on_host), emitted(parts.behind, on_host)
-            plain = (lambda: emitted(parts.each, on_host)) if compiles else None
-            return RepeatedStep(program, ahead, emitted(each, on_host), behind, plain)
+            plain = (lambda: emitted(divided.step, on_host)) if compiles else None
+            constants = Constants(divided.constants, lambda made: emitted(made, on_host))
+            return RepeatedStep(program, ahead, emitted(each, on_host), behind, constants, plain)
+        divided = with_constants_apart(program)
+        constants = Constants(divided.constants, lambda made: emitted(made, on_host))
         return Step(
-            emitted(program, on_host),
-            lambda given: emitted(*written(reached=given)),
+            emitted(divided.step, on_host),
+            lambda given: emitted(*variant(reached=given)),
             lambda: emitted(*compiled(with_gradients=False)),
             compiled_step if compiles else None,
+            constants,
+            program,
         )
 
     def _announce_kept(self, program: LocalProgram) -> None:

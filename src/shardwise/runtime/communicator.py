@@ -38,13 +38,36 @@ scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A collective that was started. What it sends is held until it is waited for, whatever the backend holds: on GPUs
+    it runs on a stream of its own, and memory that is let go is given away at once."""
+
+    work: Any
+    sent: torch.Tensor
+
+
+def adds_rows(group: Any) -> bool:
+    """Whether a reduce-scatter of the group is an exchange of parts whose rows every member adds up. gloo's own reduces
+    everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an exchange 13 and 27 (torch 2.13, a
+    2-core AMD EPYC under load)."""
+    return bool(dist.get_backend(group) == "gloo")
+
+
+def add_rows(rows: torch.Tensor, op: Any) -> torch.Tensor:
+    """[parts, ...] -> [...]: what members have sent to this one, reduced in the order of their ranks."""
+    if op == dist.ReduceOp.SUM:
+        return rows[0] + rows[1] if len(rows) == 2 else rows.sum(0, dtype=rows.dtype)
+    return rows.amax(0) if op == dist.ReduceOp.MAX else rows.amin(0)
+
+
 @dataclass
 class Rows:
     """Tensors of all ranks on their way to each of them: of equal size, in a row each. ``failed``: what an error of the
     network means."""
 
     rows: torch.Tensor
-    work: Any
+    flight: InFlight
     what: str
     failed: Callable[[Exception], Exception | None]
 
@@ -52,7 +75,7 @@ class Rows:
         """The rows, when they are here. Raises CollectiveError."""
         try:
             with trail.waiting(self.what.encode()):
-                self.work.wait()
+                self.flight.work.wait()
         except RuntimeError as error:
             explained = self.failed(error)
             if explained is None:
@@ -152,13 +175,14 @@ class Communicator:
 
         rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
         try:
-            work = gather_tensor(rows.view(-1), tensor.reshape(-1), group=group, async_op=True)
+            sent = tensor.reshape(-1)
+            work = gather_tensor(rows.view(-1), sent, group=group, async_op=True)
         except RuntimeError as error:
             explained = failed(error)
             if explained is None:
                 raise
             raise explained from error
-        return Rows(rows, work, what, failed)
+        return Rows(rows, InFlight(work, sent), what, failed)
 
     def make_sure(self) -> None:
         """Called before every collective: whether this rank is right in what it took for granted."""
@@ -169,20 +193,6 @@ class Communicator:
         """Add a collective to the record, where one is kept."""
         if self.record is not None:
             self.record.append(Collective(kind, axes, num_bytes))
-
-
-def adds_rows(group: Any) -> bool:
-    """Whether a reduce-scatter of the group is an exchange of parts whose rows every member adds up. gloo's own reduces
-    everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an exchange 13 and 27 (torch 2.13, a
-    2-core AMD EPYC under load)."""
-    return bool(dist.get_backend(group) == "gloo")
-
-
-def add_rows(rows: torch.Tensor, op: Any) -> torch.Tensor:
-    """[parts, ...] -> [...]: what members have sent to this one, reduced in the order of their ranks."""
-    if op == dist.ReduceOp.SUM:
-        return rows[0] + rows[1] if len(rows) == 2 else rows.sum(0, dtype=rows.dtype)
-    return rows.amax(0) if op == dist.ReduceOp.MAX else rows.amin(0)
 
 
 class Message:
@@ -208,8 +218,8 @@ class Message:
         self.single, self.with_own = len(moves) == 1, first.with_own
         self.adds_rows = self.kind == "reduce_scatter" and adds_rows(self.group)
 
-    def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[torch.Tensor, Any]:
-        """Start the collective: (the buffer it fills, the handle to ``finish``, None if that is done).
+    def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[torch.Tensor, InFlight | None]:
+        """Start the collective: (the buffer it fills, what to ``finish``, None if that is done).
 
         Raises CollectiveError, or OutOfDeviceMemoryError.
         """
@@ -224,11 +234,11 @@ class Message:
             self._explain(error)
             raise
 
-    def finish(self, work: Any) -> None:
+    def finish(self, flight: InFlight) -> None:
         """Wait for a collective. Raises as ``launch`` does."""
         try:
             with trail.waiting(self.label):
-                work.wait()
+                flight.work.wait()
         except (RuntimeError, MemoryError) as error:
             self._explain(error)
             raise
@@ -243,16 +253,16 @@ class Message:
         if explained is not None:
             raise explained from error
 
-    def _launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+    def _launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight | None]:
         if self.kind == "all_reduce":
-            buffer, work = self._all_reduce(tensors, wait)
+            buffer, flight = self._all_reduce(tensors, wait)
         elif self.kind == "all_gather":
-            buffer, work = self._all_gather(tensors, wait)
+            buffer, flight = self._all_gather(tensors, wait)
         elif self.kind == "reduce_scatter":
-            buffer, work = self._reduce_scatter(tensors, wait)
+            buffer, flight = self._reduce_scatter(tensors, wait)
         else:
-            buffer, work = self._all_to_all(tensors, wait)
-        return buffer, None if wait else work
+            buffer, flight = self._all_to_all(tensors, wait)
+        return buffer, None if wait else flight
 
     def land(self, buffer: torch.Tensor, given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The results, from a buffer that is filled. ``given``: this rank's tensor, where the move needs it as well."""
@@ -281,7 +291,7 @@ class Message:
 
     # ------------------------------------------------------------------------------------------------- collectives
 
-    def _all_reduce(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight]:
         if self.single:
             (tensor,) = tensors
             wire = _wire(tensor)
@@ -290,16 +300,16 @@ class Message:
             tensor = buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.ranks.note(self.kind, self.axes, buffer.numel() * buffer.element_size())
         work = dist.all_reduce(buffer, op=self.op, group=self.group, async_op=not wait)
-        return buffer.view(tensor.dtype), work
+        return buffer.view(tensor.dtype), InFlight(work, buffer)
 
-    def _all_gather(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+    def _all_gather(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight]:
         sent = _row([_wire(tensor) for tensor in tensors], self.largest)
         self.ranks.note(self.kind, self.axes, sum(self.totals) * sent.element_size())
         received = sent.new_empty(self.size * self.largest)
         work = gather_tensor(received, sent, group=self.group, async_op=not wait)
-        return received.view(tensors[0].dtype), work
+        return received.view(tensors[0].dtype), InFlight(work, sent)
 
-    def _reduce_scatter(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+    def _reduce_scatter(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight]:
         if self.single and self.moves[0].sends_memory:
             sent = tensors[0].contiguous().view(-1)
             total = sent.numel()
@@ -313,12 +323,12 @@ class Message:
         if self.adds_rows:
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=not wait)
-            return received, work
+            return received, InFlight(work, sent)
         received = sent.new_empty(sent.numel() // self.size)
         work = scatter_tensor(received, sent, op=self.op, group=self.group, async_op=not wait)
-        return received, work
+        return received, InFlight(work, sent)
 
-    def _all_to_all(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, Any]:
+    def _all_to_all(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight]:
         packed = [move.pack(tensor) for move, tensor in zip(self.moves, tensors, strict=True)]
         parts = [[_wire(messages[member]).reshape(-1) for messages in packed] for member in range(self.size)]
         given = [sum(part.numel() for part in row) for row in parts]
@@ -326,7 +336,7 @@ class Message:
         self.ranks.note(self.kind, self.axes, sent.numel() * sent.element_size())
         received = sent.new_empty(sum(self.totals))
         work = dist.all_to_all_single(received, sent, self.totals, given, group=self.group, async_op=not wait)
-        return received.view(tensors[0].dtype), work
+        return received.view(tensors[0].dtype), InFlight(work, sent)
 
 
 def group_timeout() -> timedelta | None:

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.programs.rank_program import Program
+from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.step import Forward
 
@@ -21,13 +22,14 @@ from shardwise.runtime.step import Forward
 @dataclass
 class RepeatedStep:
     """The programs of a pass and of what is done once (``programs.once.Repeated``), emitted. ``program``: a pass that
-    does all of it by itself, not emitted; ``emit_plain``: emits a pass without compiling it, where ``each`` is
-    compiled."""
+    does all of it by itself, not emitted; ``constants``: what passes are given besides what is made ahead of them;
+    ``emit_plain``: emits a pass without compiling it, where ``each`` is compiled."""
 
     program: Program
     ahead: Emitted
     each: Emitted
     behind: Emitted
+    constants: Constants
     emit_plain: Callable[[], Emitted] | None = None
 
     @property
@@ -44,7 +46,7 @@ class RepeatedStep:
         """Cast and gather what all passes take. ``tensors``: of all sources; inputs are not read."""
         with torch.no_grad():
             given = self.ahead.forward.forward(*tensors)[0] if self.ahead.program.forward else ()
-        return Running(self, tuple(given))
+        return Running(self, (*given, *self.constants.of(self.each.program, tensors)))
 
 
 @dataclass

@@ -27,6 +27,7 @@ from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
+from shardwise.programs.constants import constant_values
 from shardwise.programs.spmd import Spmd, conversions_of
 from shardwise.programs.steps import Step as OperatorStep
 from shardwise.runtime.communicator import Communicator
@@ -193,9 +194,10 @@ class ReplicaCheck:
         last_placeholder = next(copies[node] for node in reversed(program.graph.nodes) if node.op == "placeholder")
         subjects: list[Subject] = []
         prints: list[fx.Node] = []
+        constants = constant_values(spmd)  # made once, out of buffers, which are compared
         for name in _compared(spmd):  # on all ranks the same, although a rank may have two names for one tensor
             node = node_of.get(resolve(name))
-            if node is None:
+            if node is None or name in constants:
                 continue
             after = copies[node]
             if node.op == "placeholder":  # no placeholder may follow another node

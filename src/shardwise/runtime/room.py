@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,11 +22,23 @@ def require_room(plan: Plan, device: torch.device) -> None:
     predicted to take. Every rank calls it. Plans that nobody priced are not judged."""
     if device.type != "cuda" or plan.predicted is None:
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
     rooms: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rooms, probe.room(index))
+    dist.all_gather_object(rooms, room_on(device))
+    check_room(plan, dict(enumerate(rooms)))
+
+
+def room_on(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU: that this process can get, and all."""
+    return probe.room(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def check_room(plan: Plan, rooms: Mapping[int, tuple[int, int]]) -> None:
+    """Raises OutOfDeviceMemoryError where one of some ranks has less room than a step of the plan was predicted to
+    take."""
+    if plan.predicted is None:
+        return
     needed = plan.predicted.memory_bytes / (1 + _TOO_HIGH)
-    rank, (room, whole) = min(enumerate(rooms), key=lambda entry: entry[1][0])
+    rank, (room, whole) = min(rooms.items(), key=lambda entry: entry[1][0])
     if needed <= room:
         return
     own, free, total = (format_quantity(x, "B") for x in (plan.predicted.memory_bytes, room, whole))
@@ -38,4 +51,4 @@ def require_room(plan: Plan, device: torch.device) -> None:
     )
 
 
-__all__ = ["require_room"]
+__all__ = ["check_room", "require_room", "room_on"]

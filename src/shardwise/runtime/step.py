@@ -18,6 +18,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.autocast import check_ambient
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
+from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.faults import refuse_create_graph
 
@@ -31,14 +32,17 @@ EmitFor = Callable[[tuple[bool, ...]], Emitted]
 class Step:
     """A program that can be called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some
     of the delivered values; ``forward_only``: emits it without a backward; ``compiled``: makes the step that trains
-    instead of this one, unless that is observed (``runtime.compiled``)."""
+    instead of this one, unless that is observed (``runtime.compiled``); ``constants``: what all of these are given;
+    ``whole``: the program that makes them itself, not emitted."""
 
     emitted: Emitted
     emit_for: EmitFor
     forward_only: Callable[[], Emitted]
     compiled: Callable[[], Step] | None = None
+    constants: Constants | None = None
+    whole: Program | None = None
     _backward: dict[tuple[bool, ...], Emitted] = field(default_factory=dict)
-    _plain: Any = None
+    _plain: Emitted | None = None
     _compiled: Step | None = None
 
     def __post_init__(self) -> None:
@@ -47,7 +51,7 @@ class Step:
         self.positions = {value: position[value] for value in program.gradients}
         self.num_delivered = len(program.delivered)
         self.differentiable = tuple(name is not None for name in program.cotangents)
-        self.watched = _watched(program)
+        self.watched = _watched(program, None if self.constants is None else self.constants.program)
         self._backward[self.differentiable] = self.emitted
 
     def __call__(
@@ -56,20 +60,33 @@ class Step:
         """(delivered, mutations). ``observed``: runs forward instead of the program's own."""
         needs = torch.is_grad_enabled() and any(tensors[i].requires_grad for i in self.positions.values())
         if not needs:
-            delivered, written, _ = (observed or self._forward_alone())(*tensors)
+            emitted = self.emitted if observed is not None else self._forward_alone()
+            delivered, written, _ = self.forward(tensors, emitted, observed)
         elif self.compiled is not None and observed is None:
             self._compiled = self._compiled or self.compiled()
             return self._compiled(tensors)
         else:
-            run = observed or self.emitted.forward.forward
-            results = _Step.apply(self, run, *tensors)  # type: ignore[no-untyped-call]
+            results = _Step.apply(self, observed, *tensors)  # type: ignore[no-untyped-call]
             delivered, written = results[: self.num_delivered], results[self.num_delivered :]
         return tuple(delivered), tuple(written)
 
-    def _forward_alone(self) -> Forward:
-        if self._plain is None:
-            self._plain = self.forward_only().forward.forward
-        return self._plain  # type: ignore[no-any-return]
+    @property
+    def program(self) -> Program:
+        """The step, which makes its constants itself."""
+        return self.whole or self.emitted.program
+
+    def forward(
+        self, tensors: Sequence[Tensor], emitted: Emitted | None = None, observed: Forward | None = None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]:
+        """Forward, as it was emitted for backward or otherwise: (delivered, mutations, saved)."""
+        emitted = emitted or self.emitted
+        given = () if self.constants is None else self.constants.of(emitted.program, tensors)
+        run: Forward = observed or emitted.forward.forward
+        return run(*tensors, *given)
+
+    def _forward_alone(self) -> Emitted:
+        self._plain = self._plain or self.forward_only()
+        return self._plain
 
     def backward_for(self, given: tuple[bool, ...]) -> Emitted:
         """The program for cotangents of some delivered values."""
@@ -90,8 +107,8 @@ class Step:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, run: Forward, *tensors: Tensor) -> tuple[Tensor, ...]:
-        delivered, written, saved = run(*tensors)
+    def forward(ctx: Any, step: Step, observed: Forward | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        delivered, written, saved = step.forward(tensors, observed=observed)
         ctx.step, ctx.num_tensors = step, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -145,10 +162,11 @@ def _kept(ctx: Any) -> list[Any]:
     return kept
 
 
-def _watched(program: Program) -> tuple[tuple[int, str], ...]:
+def _watched(program: Program, constants: Program | None) -> tuple[tuple[int, str], ...]:
     """What is saved in memory that others can change: its position, and the source or delivered value in question."""
     sources = program.spmd.graph.source_of
-    root = memories(program.forward, sources)
+    ahead = () if constants is None else constants.forward
+    root = memories((*ahead, *program.forward), program.taken if constants is None else sources)
     reachable = {name: name for name in sources} | {root[name]: name for name in reversed(program.delivered)}
     return tuple((i, reachable[root[name]]) for i, name in enumerate(program.saved) if root[name] in reachable)
 

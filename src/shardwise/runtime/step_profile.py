@@ -60,7 +60,8 @@ class StepProfile:
     """``step_seconds``: of a pass, forward and backward, as it is, and as predicted; ``rows``: the largest disagreement
     first; ``peak_bytes``: the most memory of a pass, without states of an optimizer on CPUs, and as predicted;
     ``events``: of this rank, measured one by one, and as predicted; ``compiled``: the step is, and the operators were
-    measured uncompiled. Updates of an optimizer are not measured."""
+    measured uncompiled. Updates of an optimizer are not measured. ``alone``: the rank that ran without the others:
+    nothing is said of messages, measured or predicted."""
 
     step_seconds: tuple[float, float]
     peak_bytes: tuple[int, int]
@@ -69,6 +70,7 @@ class StepProfile:
     compiled: bool
     mesh: Mesh = field(repr=False)
     events: tuple[tuple[Event, ...], tuple[Event, ...]] = field(repr=False)
+    alone: int | None = None
 
     def trace(self, path: str | Path) -> None:
         """Write both steps as one trace, which https://ui.perfetto.dev opens: measured above predicted, with the same
@@ -80,7 +82,9 @@ class StepProfile:
         measured, predicted = map(format_seconds, self.step_seconds)
         own, expected = map(format_bytes, self.peak_bytes)
         compiled = ["the step is compiled; the operators, measured and predicted, are not"] if self.compiled else []
+        alone = [] if self.alone is None else [f"rank {self.alone} of {self.mesh.num_devices} alone: without messages"]
         lines = [
+            *alone,
             f"forward and backward {measured}, predicted {predicted} ({self.cluster})",
             f"peak memory {own}, predicted {expected}",
             *compiled,
@@ -100,9 +104,11 @@ def profile_step(
     held: Sequence[torch.Tensor],
     device: torch.device,
     steps: int,
+    alone: int | None = None,
 ) -> StepProfile:
     """Every rank calls it. ``step``: runs forward and backward; ``taken``: what it ran on this rank; ``held``:
-    parameters and buffers of this rank."""
+    parameters and buffers of this rank; ``alone``: this rank, where there are no others."""
+    gather = _from_all if alone is None else _from_one
     step()  # compiles, and takes memory for the first time
     _finish(device)
     walls, peak = [], 0
@@ -116,7 +122,7 @@ def profile_step(
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     own = taken()
-    program = own.program if isinstance(own, RepeatedStep) else own.emitted.program
+    program = own.program
     is_compiled = (own.emit_plain if isinstance(own, RepeatedStep) else own.compiled) is not None
     passes: list[_Clock] = []
     for _ in range(steps):
@@ -127,21 +133,36 @@ def profile_step(
     prices = prices_of(plan)
     predicted = simulate_program(program, prices)
     expected = tuple(event for event in predicted.events if event.part != "update")
-    updates = sum(event.seconds for event in predicted.events) - sum(event.seconds for event in expected)
+    left_out = sum(event.seconds for event in predicted.events) - sum(event.seconds for event in expected)
+    if alone is not None:
+        left_out += predicted.exposed
+        expected = tuple(event for event in expected if not event.stream)
+        for clock in passes:
+            clock.events = [event for event in clock.events if not event.stream]
     on_cpu = device.type == "cpu"
     states = predicted.peak.parts.get("optimizer states", 0) if on_cpu else 0
-    rows = _compared(passes, expected, prices.links)
-    walls_of: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(walls_of, median(walls))
+    rows = _compared(passes, expected, prices.links, gather)
     return StepProfile(
-        (max(walls_of) / passes[0].num_passes, predicted.seconds - updates),
+        (max(gather(median(walls))) / passes[0].num_passes, predicted.seconds - left_out),
         (max(clock.peak for clock in passes) if on_cpu else peak, predicted.peak_bytes - states),
         tuple(sorted(rows, key=lambda row: -row.difference)),
         prices.links.cluster.name,
         is_compiled,
         plan.mesh,
         (tuple(passes[-1].events), expected),
+        alone,
     )
+
+
+def _from_all(value: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _from_one(value: Any) -> list[Any]:
+    return [value]
 
 
 @dataclass
@@ -267,12 +288,13 @@ def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
         setattr(step, changed, before)
 
 
-def _compared(passes: Sequence[_Clock], expected: Sequence[Event], links: Links) -> Iterator[Compared]:
+def _compared(
+    passes: Sequence[_Clock], expected: Sequence[Event], links: Links, gather: Callable[[Any], list[Any]]
+) -> Iterator[Compared]:
     """Every operator, and all messages of a kind over the same axes, in each part of a step."""
     own = [_sums(clock.events, clock.num_passes) for clock in passes]
     mine = {key: median(sums.get(key, 0.0) for sums in own) for key in own[0]}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather(mine)
     predicted = _sums(expected, 1)
     for key in dict.fromkeys((*mine, *predicted)):
         part, name, stream = key

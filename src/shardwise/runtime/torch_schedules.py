@@ -5,8 +5,8 @@ is asked for a forward, a backward, or a part of one, of a micro-batch, and does
 autograd.
 
 What is used of torch without being public: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
-``PipelineStage``, which run a stage, ``pipeline_order`` of schedules, and ``_PipelineScheduleRuntime``, which runs an
-order that is given to it. Nothing outside this file knows of them.
+``PipelineStage``, which run a stage, what prepares its messages in torch 2.11, ``pipeline_order`` of schedules, and
+``_PipelineScheduleRuntime``, which runs an order that is given to it. Nothing outside this file knows of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from shardwise.costs.pipeline import Action, Kind, Order
@@ -107,6 +107,54 @@ class _Stage(PipelineStage):
         return (None,) if self.is_first else found, []
 
 
+class _StageWhereAllIsDifferentiable(_Stage):
+    """In torch 2.11 all that crosses is marked as differentiable, which integers refuse, and is sent a cotangent. Here
+    nothing is marked, and the cotangent of what has none is one number. The first message of two neighbours is one to
+    itself for a place that has both, which gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        found: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [message for message in found if message.peer != dist.get_rank()]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        trains, self.has_backward = self.has_backward, False
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            self.has_backward = trains
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        received: Any = self.args_recv_info[mb_index]
+        for info, tensor in zip(received, prev_stage_outputs, strict=True):
+            info.buffer = tensor
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Nothing: programs have the types that were planned, and the loss has any."""
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        received: Any = super()._create_grad_recv_info(act_send_info)
+        for info, sent in zip(received, self._worker.sends, strict=False):  # the last stage receives none
+            if not sent.requires_grad:
+                info.buffer = info.buffer.new_empty(1)
+        return received
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        cotangents = bwd_kwargs.get("output_grads") or ()
+        differentiable = [sent.requires_grad for sent in self._worker.sends]
+        kept = tuple(own if is_one else None for own, is_one in zip(cotangents, differentiable, strict=False))
+        found, rest = super().backward_maybe_with_nosync(backward_type, {**bwd_kwargs, "output_grads": kept})
+        if self.is_first:
+            return found, rest
+        numbers = (torch.zeros(1, dtype=value.dtype, device=self.device) for value in self._worker.receives)
+        return tuple(own if own is not None else n for own, n in zip(found, numbers, strict=False)), rest
+
+
+# torch that keeps what crosses as types knows which of it is differentiable.
+_STAGE = _Stage if hasattr(_utils, "_TensorMeta") else _StageWhereAllIsDifferentiable
+
+
 class Scheduled:
     """A schedule over the stages of this rank, for a number of micro-batches."""
 
@@ -121,7 +169,7 @@ class Scheduled:
     ) -> None:
         self._done: set[Action] = set()
         stages = [
-            _Stage(worker, number, num_stages, device, group, self._done) for number, worker in sorted(workers.items())
+            _STAGE(worker, number, num_stages, device, group, self._done) for number, worker in sorted(workers.items())
         ]
         self._of, self._num_places, self._backward = schedule, num_stages // schedule.stages_per_place, True
         self._place = schedule.place_of(min(workers), self._num_places)

@@ -93,7 +93,7 @@ class Way:
 
 
 class Departing(torch.nn.Module):
-    """The message leaves: tensors -> [the buffer that fills, the handle to wait for]. The handle holds what is sent."""
+    """The message leaves: tensors -> [the buffer that fills, what to wait for]. The latter holds what is sent."""
 
     def __init__(self, instruction: Depart, graph: Graph, ranks: Communicator) -> None:
         super().__init__()

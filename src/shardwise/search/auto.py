@@ -91,6 +91,13 @@ class Search:
         )
 
 
+def domains_of(graph: Graph, factored: Factored, axes: Axes, prices: Prices) -> Domains:
+    """The strategies of all operators of a model on one mesh."""
+    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
+    router = Router(axes, prices, factored.atoms, parameters)
+    return Domains(graph, factored.rules, factored.atoms, router)
+
+
 def cost_graph(
     graph: Graph,
     factored: Factored,
@@ -100,10 +107,7 @@ def cost_graph(
     again: Again | None = None,
 ) -> CostGraph:
     """The cost graph of a model on one mesh. ``again``: what backward makes again."""
-    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
-    router = Router(axes, prices, factored.atoms, parameters)
-    domains = Domains(graph, factored.rules, factored.atoms, router)
-    return build(domains, fixed, again=again)
+    return build(domains_of(graph, factored, axes, prices), fixed, again=again)
 
 
 def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:

@@ -19,7 +19,7 @@ from shardwise.costs.memory import memory_of
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
-from shardwise.costs.timeline import simulate
+from shardwise.costs.timeline import SimulatedStep, simulate
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
@@ -33,11 +33,13 @@ from shardwise.programs.vjp import Kinds
 from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
-from shardwise.search.auto import Search, cost_graph, searched, separate_axes
+from shardwise.search.auto import Search, domains_of, searched, separate_axes
 from shardwise.search.candidates import MAX_OPERATORS, MAX_OTHERS, NEAR, Candidate, candidates
-from shardwise.search.cost_graph import CostGraph
+from shardwise.search.cost_graph import CostGraph, build
+from shardwise.search.domains import Domains
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
+from shardwise.search.folded import Folded
 from shardwise.search.kept import Kept, keep
 from shardwise.search.levers import Levers, with_levers
 from shardwise.search.ranking import Ranked, Simulated, ranked
@@ -72,7 +74,8 @@ class Settings:
 @dataclass(frozen=True)
 class Planned:
     """What a planner decided: the choice, its program, what is predicted for it, and the search that it comes from.
-    ``ranking``: among which it was chosen; if that has an ``excess``, nothing fits and this needs least."""
+    ``ranking``: among which it was chosen; if that has an ``excess``, nothing fits and this needs least. ``levers``:
+    what it makes again."""
 
     factored: Factored
     choice: Choice
@@ -80,12 +83,23 @@ class Planned:
     prediction: Prediction
     search: Search
     ranking: Ranked
+    levers: Levers
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a planner found: the candidate to take among those it was ranked with, whose program need not have been
+    built yet, and the searches that they come from (none: nothing of them fits)."""
+
+    ranking: Ranked
+    searches: Sequence[Search] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
-    ``factored``: the same, divided."""
+    ``factored``: the same, divided; ``folded``: estimates for models of many equal blocks (None: every candidate is
+    built as a whole); ``domains``: of the meshes so far, which depend on no lever."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -95,6 +109,8 @@ class Planner:
     meshes: tuple[Mesh, ...]
     settings: Settings
     kinds: Kinds = field(default_factory=Kinds)
+    folded: Folded | None = None
+    domains: dict[Mesh, Domains] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -104,7 +120,8 @@ class Planner:
         annotations = tuple(annotations)
         rules, factored = annotated_rules(graph, annotations)
         _refuse_cuts(annotations, settings.search)
-        return Planner(graph, annotations, rules, factored, cluster, tuple(meshes), settings)
+        meshes = tuple(meshes)
+        return Planner(graph, annotations, rules, factored, cluster, meshes, settings, folded=Folded(graph))
 
     @property
     def limit(self) -> float:
@@ -115,18 +132,26 @@ class Planner:
     def plan(self) -> Planned:
         """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
         the one that needs least."""
+        answer = self.answer()
+        planned = self.planned(answer)
+        if self.folded is not None and planned.ranking.excess and not answer.ranking.excess:
+            return replace(self, folded=None).plan()  # the estimate was too low
+        return planned
+
+    def answer(self) -> Answer:
+        """As ``plan``; what it is the plan of."""
         searches, refused = self._searches()
         if searches:
-            return self._planned(self.fastest(searches), searches)
+            return Answer(self.fastest(searches), searches)
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
         least = searched(cost, self.settings.search, num_bytes)
-        return self._planned(self.within_moments(least, self.rank([least])), [])
+        return Answer(self.within_moments(least, self.rank([least])))
 
-    def plan_that_may_fit(self) -> Planned | None:
-        """As ``plan``; None where what plans hold for long is too much by itself on every mesh, so that no program is
+    def answer_that_may_fit(self) -> Answer | None:
+        """As ``answer``; None where what plans hold for long is too much by itself on every mesh, so that no program is
         built."""
         searches, _ = self._searches()
-        return self._planned(self.fastest(searches), searches) if searches else None
+        return Answer(self.fastest(searches), searches) if searches else None
 
     def _searches(self) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
         """The searches of the meshes on which something fits, and of the others the least bytes."""
@@ -146,9 +171,10 @@ class Planner:
     def cost_graph(self, mesh: Mesh) -> CostGraph:
         """The choices on a mesh and their prices."""
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
-        axes = Axes.of(mesh, separate_axes(fixed, mesh))
-        again = self.settings.levers.priced(self.graph)
-        return cost_graph(self.graph, self.factored, fixed, axes, self.prices(mesh), again)
+        if mesh not in self.domains:
+            axes = Axes.of(mesh, separate_axes(fixed, mesh))
+            self.domains[mesh] = domains_of(self.graph, self.factored, axes, self.prices(mesh))
+        return build(self.domains[mesh], fixed, again=self.settings.levers.priced(self.graph))
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
@@ -240,55 +266,90 @@ class Planner:
         counted = each(near, lambda candidate: "simulating candidates")
         return ranked([self._built(candidate) for candidate in counted], self.limit)
 
-    def _built(self, candidate: Candidate, *, simulated: bool = True) -> Simulated:
-        """A candidate with its program, its peak and a simulated step."""
+    def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> Simulated:
+        """A candidate with its program, its peak and a simulated step; where the model has many equal blocks, and not
+        the ``whole`` program is asked for, with an estimate of these."""
         search = candidate.search
         choice = search.choice(candidate.assignment)
         choice = keep(choice, self.settings.layouts, self.graph, self.factored, search.mesh)
-        choice, spmd = built(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.kinds)
         prices = search.cost.domains.prices
+        if self.folded is not None and not whole:
+
+            def short(graph: Graph, levers: Levers) -> SimulatedStep:
+                own = replace(self.settings, levers=levers)
+                return simulate(self._program(graph, choice, search.mesh, own)[1], prices, self.kinds)
+
+            step = self.folded.step(choice, self.settings.levers, search.mesh, short)
+            if step is not None:
+                return Simulated(candidate, choice, None, step.peak, step)
+        choice, spmd = self._program(self.graph, choice, search.mesh, self.settings)
         if not simulated:
             return Simulated(candidate, choice, spmd, memory_of(spmd, prices, kinds=self.kinds).peak, None)
         step = simulate(spmd, prices, self.kinds)
         return Simulated(candidate, choice, spmd, step.peak, step)
 
+    def _program(self, graph: Graph, choice: Choice, mesh: Mesh, settings: Settings) -> tuple[Choice, Spmd]:
+        return built(graph, self.factored.rules, choice, mesh, settings, self.kinds)
+
     # -- the answer ----------------------------------------------------------------------------------------------------
 
-    def eased(self, planned: Planned, weaker: Levers) -> Planned:
-        """A plan that fits with some of its segments as ``weaker`` has them (the same segments in the same order): as
-        many from the last as the limit allows. Memory decides, as all that is made again costs time."""
+    def eased(self, ranking: Ranked, weaker: Levers) -> tuple[Planner, Ranked]:
+        """A ranking that fits with some of its segments as ``weaker`` has them (the same segments in the same order):
+        as many from the last as the limit allows; and the planner that has them so. Memory decides, as all that is made
+        again costs time."""
         strong = self.settings.levers.segments
-        best, ranking = planned, planned.ranking
+        best, own = ranking.best, self
         least, most = 0, len(strong)  # how many of the first stay as they are; all of them fit
         while least < most:
             count = (least + most) // 2
             mixed = replace(self.settings.levers, segments=strong[:count] + weaker.segments[count:])
-            settings = replace(self.settings, levers=mixed)
-            tried = replace(self, settings=settings)._built(ranking.best.candidate)
+            planner = replace(self, settings=replace(self.settings, levers=mixed))
+            tried = planner._built(ranking.best.candidate)
             if tried.num_bytes <= self.limit:
-                best, most = self._planned(replace(ranking, best=tried), []), count
+                best, own, most = tried, planner, count
             else:
                 least = count + 1
-        strongest, own = planned.prediction, best.prediction  # the search knows the strongest
-        price = strongest.additive_price + own.pass_seconds - strongest.pass_seconds
-        held = strongest.num_bytes + self._kept_bytes(best) - self._kept_bytes(planned)
-        return replace(best, prediction=replace(own, additive_price=price, num_bytes=held))
+        return own, replace(ranking, best=best)
 
-    def _kept_bytes(self, planned: Planned) -> int:
-        return memory_of(planned.spmd, planned.search.cost.domains.prices, kinds=self.kinds).kept_bytes
+    def planned_as_eased(self, answer: Answer, easier: Planner, eased: Ranked) -> Planned:
+        """The plan of what ``eased`` made of an answer. The search knows the price of the strongest levers; what the
+        easier ones take less, and hold more, is what the programs differ by."""
+        if easier is self:
+            return self.planned(answer)
+        planned = easier.planned(Answer(eased))
+        strong, prices = answer.ranking, answer.ranking.search.cost.domains.prices
+        choice, spmd = strong.best.choice, strong.best.spmd
+        if spmd is None:
+            choice, spmd = self._program(self.graph, choice, strong.search.mesh, self.settings)
+        over = over_all_meshes(strong.prediction, strong.search.mesh, answer.searches)
+        best = replace(strong.best, choice=choice, spmd=spmd)
+        over = _as_stored(_as_emitted(over, spmd, strong.search), best, strong.search)
+        held = [
+            one.step.kept_bytes if one.step is not None else memory_of(program, prices, kinds=self.kinds).kept_bytes
+            for one, program in ((planned.ranking.best, planned.spmd), (strong.best, spmd))
+        ]
+        price = over.additive_price + planned.prediction.pass_seconds - over.pass_seconds
+        prediction = replace(planned.prediction, additive_price=price, num_bytes=over.num_bytes + held[0] - held[1])
+        return replace(planned, prediction=prediction)
 
     def bound_without_limit(self) -> float:
         """No plan has a lower additive price, whatever its memory and whatever it makes again."""
         found = (searched(self.cost_graph(mesh), self.settings.search, None) for mesh in self.meshes)
         return min(float(search.outcome.bound) for search in found)
 
-    def _planned(self, ranking: Ranked, searches: Sequence[Search]) -> Planned:
-        best, search = ranking.best, ranking.search
-        prediction = over_all_meshes(ranking.prediction, search.mesh, searches)
+    def planned(self, answer: Answer) -> Planned:
+        """The plan of an answer, whose program is built where that was only estimated."""
+        ranking, best = answer.ranking, answer.ranking.best
+        if best.spmd is None:
+            best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_OPERATORS, whole=True)
+            ranking = replace(ranking, best=best)
+        assert best.spmd is not None, "a whole program was built"
+        search = ranking.search
+        prediction = over_all_meshes(ranking.prediction, search.mesh, answer.searches)
         prediction = _as_emitted(prediction, best.spmd, search)
         if self.settings.layouts or self.settings.zero is not None or self.settings.levers:
             prediction = _as_stored(prediction, best, search)
-        return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking)
+        return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.levers)
 
 
 def built(

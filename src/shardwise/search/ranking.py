@@ -20,11 +20,12 @@ CLEARLY = 0.999
 @dataclass(frozen=True, eq=False)
 class Simulated:
     """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None where the
-    model is too large to be simulated."""
+    model is too large to be simulated. ``spmd``: None where both come from programs of fewer blocks
+    (``search.folded``)."""
 
     candidate: Candidate
     choice: Choice
-    spmd: Spmd
+    spmd: Spmd | None
     peak: Peak
     step: SimulatedStep | None
 

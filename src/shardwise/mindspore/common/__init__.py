@@ -1,8 +1,11 @@
 """Data types, seeds and initial values."""
 
-from shardwise.mindspore.common import dtype
-from shardwise.mindspore.common.initializer import initializer
+from shardwise.mindspore.common import dtype, initializer
 from shardwise.mindspore.common.seed import get_seed, set_seed
+from shardwise.mindspore.compiling import JitConfig, jit, jit_class, lazy_inline, ms_function, mutable
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
 
-__all__ = ["Parameter", "ParameterTuple", "Tensor", "dtype", "get_seed", "initializer", "set_seed"]
+__all__ = [
+    "JitConfig", "Parameter", "ParameterTuple", "Tensor", "dtype", "get_seed", "initializer", "jit", "jit_class",
+    "lazy_inline", "ms_function", "mutable", "set_seed",
+]  # fmt: skip

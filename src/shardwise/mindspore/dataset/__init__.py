@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwise.mindspore.dataset import config, transforms, vision
+from shardwise.mindspore.dataset import config, text, transforms, vision
 from shardwise.mindspore.dataset.files import (
     Cifar10Dataset,
     Cifar100Dataset,
@@ -50,6 +50,7 @@ __all__ = [
     "TextFileDataset",
     "WeightedRandomSampler",
     "config",
+    "text",
     "transforms",
     "vision",
     "zip",

@@ -112,7 +112,25 @@ class Dataset(ABC):
     ) -> Dataset:
         """As ``batch``, items of other lengths padded. ``pad_info``: column -> (shape or None for the longest,
         value)."""
-        return _PaddedBatch(self, count_of("batch_size", batch_size), drop_remainder, pad_info)
+        return PaddedBatch(self, count_of("batch_size", batch_size), drop_remainder, pad_info)
+
+    def bucket_batch_by_length(
+        self,
+        column_names: Sequence[str],
+        bucket_boundaries: Sequence[int],
+        bucket_batch_sizes: Sequence[int],
+        element_length_function: Callable[..., Any] | None = None,
+        pad_info: dict[str, tuple[Any, Any]] | None = None,
+        pad_to_bucket_boundary: bool = False,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Padded batches of rows that are about equally long (``buckets.Buckets``). ``element_length_function``: of the
+        columns; without it the length of the one column."""
+        from shardwise.mindspore.dataset.buckets import Buckets
+
+        columns = named(column_names, self._columns)
+        return Buckets(self, columns, bucket_boundaries, bucket_batch_sizes, element_length_function, pad_info,
+                       pad_to_bucket_boundary, drop_remainder)  # fmt: skip
 
     def zip(self, datasets: Any) -> Dataset:
         """The columns of this and other datasets side by side, as long as the shortest."""
@@ -324,7 +342,9 @@ class _MappedBatch(_Batch):
             yield tuple(self._stacked(name, [as_array(one) for one in values[name]]) for name in self._columns)
 
 
-class _PaddedBatch(_Batch):
+class PaddedBatch(_Batch):
+    """Rows of other lengths, padded to the longest, or as ``pad_info`` says."""
+
     def __init__(self, source: Dataset, size: int, drop: bool, pad_info: dict[str, tuple[Any, Any]] | None) -> None:
         super().__init__(source, size, drop)
         self._info = pad_info
@@ -334,8 +354,13 @@ class _PaddedBatch(_Batch):
             return super()._stacked(name, parts)
         shape, value = (None, 0) if self._info is None else self._info[name]
         longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
-        sizes = [own if size is None else size for own, size in zip(longest, shape or [None] * 9, strict=False)]
+        asked = [self.filled(size) for size in shape or [None] * 9]
+        sizes = [own if size is None else size for own, size in zip(longest, asked, strict=False)]
         return np.stack([PadEnd([int(size) for size in sizes], value)(part) for part in parts])
+
+    def filled(self, size: int | None) -> int | None:
+        """The size of a dim, if anything but the longest."""
+        return size
 
 
 class Zipped(Dataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,6 +139,36 @@ class Duplicate:
         return x, np.copy(x)
 
 
+class Relational(enum.Enum):
+    """How ``Mask`` compares."""
+
+    EQ, NE, GT, GE, LT, LE = "equal", "not_equal", "greater", "greater_equal", "less", "less_equal"
+
+
+class Mask:
+    """Where elements compare so with a constant."""
+
+    def __init__(self, operator: Relational, constant: Any, dtype: Any = np.bool_) -> None:
+        self.compare, self.constant, self.dtype = getattr(np, operator.value), constant, numpys(dtype)
+
+    def __call__(self, x: Any) -> Array:
+        return np.asarray(self.compare(np.asarray(x), self.constant)).astype(self.dtype)
+
+
+class Slice:
+    """A part: numbers, slices, lists of numbers or None, one per dim."""
+
+    def __init__(self, *slices: Any) -> None:
+        self.slices = tuple(slice(None) if own is None else own for own in slices)
+
+    def __call__(self, x: Any) -> Array:
+        array = np.asarray(x)
+        for dim, own in enumerate(self.slices):
+            if own is not Ellipsis:
+                array = array[(slice(None),) * dim + ([own] if isinstance(own, int) else own,)]
+        return array
+
+
 class Unique:
     """The different elements, where each was, and how often."""
 
@@ -146,7 +177,7 @@ class Unique:
 
 
 __all__ = [
-    "Compose", "Concatenate", "Duplicate", "Fill", "OneHot", "PadEnd", "RandomApply", "RandomChoice", "RandomOrder",
-    "TypeCast", "Unique",
+    "Compose", "Concatenate", "Duplicate", "Fill", "Mask", "OneHot", "PadEnd", "RandomApply", "RandomChoice",
+    "RandomOrder", "Relational", "Slice", "TypeCast", "Unique",
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "transforms itself", "OneHotOp": "OneHot"})

@@ -13,17 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
+from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode, Image, ImageEnhance, ImageOps
 from shardwise.mindspore.dataset.transforms import Array, TypeCast
 from shardwise.mindspore.named import absent
-
-try:
-    from PIL import Image, ImageEnhance, ImageOps
-except ImportError as error:
-    raise ImportError(
-        problem(
-            "the MindSpore dialect reads images with Pillow: it is missing", fix='pip install "shardwise[mindspore]"'
-        )
-    ) from error
 
 Sizes = int | Sequence[int]
 
@@ -377,31 +369,11 @@ class ToType(TypeCast):
 
 
 __all__ = [
-    "HWC2CHW",
-    "Border",
-    "CenterCrop",
-    "Crop",
-    "Decode",
-    "Grayscale",
-    "HorizontalFlip",
-    "Inter",
-    "Invert",
-    "Normalize",
-    "Pad",
-    "RandomColorAdjust",
-    "RandomCrop",
-    "RandomCropDecodeResize",
-    "RandomHorizontalFlip",
-    "RandomResizedCrop",
-    "RandomRotation",
-    "RandomVerticalFlip",
-    "Rescale",
-    "Resize",
-    "Rotate",
-    "ToNumpy",
-    "ToPIL",
-    "ToTensor",
-    "ToType",
-    "VerticalFlip",
+    "HWC2CHW", "Border", "CenterCrop", "ConvertMode", "Crop", "Decode", "Grayscale", "HorizontalFlip", "Inter",
+    "Invert", "Normalize", "Pad", "RandomColorAdjust", "RandomCrop", "RandomCropDecodeResize",
+    "RandomHorizontalFlip", "RandomResizedCrop", "RandomRotation", "RandomVerticalFlip", "Rescale", "Resize",
+    "Rotate", "ToNumpy", "ToPIL", "ToTensor", "ToType", "VerticalFlip",
 ]  # fmt: skip
+globals().update(CLASSES)
+__all__ += CLASSES
 __getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "vision itself"})

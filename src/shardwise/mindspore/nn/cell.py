@@ -17,7 +17,7 @@ from shardwise.mindspore import engine
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.tensor import Parameter
+from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import in_words
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
@@ -93,9 +93,27 @@ class Cell(nn.Module):
             value.instance_name = name
         if isinstance(value, nn.Module) and not isinstance(value, Cell):
             value.train(self.training)
+        if isinstance(value, ParameterTuple) and self._takes(value):
+            vars(self).setdefault("_tuples", {})[name] = tuple(own.name for own in value)
+            return
         super().__setattr__(name, value)
         if isinstance(value, Parameter) and value.param_name is None:
             value.param_name = name
+
+    def __getattr__(self, name: str) -> Any:
+        tuples = vars(self).get("_tuples", {})
+        if name in tuples:  # of the parameters that the cell has now: others stand for them where it is captured
+            return ParameterTuple(getattr(self, own) for own in tuples[name])
+        return super().__getattr__(name)
+
+    def _takes(self, parameters: ParameterTuple) -> bool:
+        """Whether these are parameters of this cell itself, by their own names. Those that are in no cell inside become
+        so."""
+        known = {id(parameter) for parameter in self.parameters()}
+        for own in parameters:
+            if id(own) not in known and own.name and "." not in own.name and not hasattr(self, own.name):
+                setattr(self, own.name, own)
+        return bool(parameters) and all(self._parameters.get(own.name) is own for own in parameters)
 
     # Parameters under the reference's names.
 
@@ -131,11 +149,33 @@ class Cell(nn.Module):
         """Kept for programs that say the shapes of their inputs: calls of other shapes are captured as they come."""
         self._inputs = named or inputs
 
-    def add_flags(self, **flags: Any) -> Cell:
+    def add_flags(self, *values: Any, **flags: Any) -> Cell:
         """Kept for programs that call it."""
         return self
 
-    add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = add_flags
+    add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = set_acc = flatten_weights = add_flags
+    update_cell_type = set_param_ps = offload = add_flags
+    phase = "train"  # kept for programs that read it
+
+    @property
+    def cls_name(self) -> str:
+        return type(self).__name__
+
+    def compile(self, *inputs: Any, **settings: Any) -> None:
+        """Kept for programs that call it: a cell is captured where it is split, in its first call."""
+
+    def get_flags(self) -> dict[str, Any]:
+        return {}
+
+    def extend_repr(self) -> str:
+        """What is printed of the cell beside its name: torch's ``extra_repr``."""
+        return ""
+
+    def extra_repr(self) -> str:
+        return self.extend_repr()
+
+    def insert_param_to_cell(self, param_name: str, param: Any, check_name_contain_dot: bool = True) -> None:
+        setattr(self, param_name, param)
 
     def init_parameters_data(self, auto_parallel_mode: bool = False) -> dict[Any, Any]:
         """Parameters have their values already: each stands for itself."""
@@ -273,25 +313,47 @@ def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
 
 
 class SequentialCell(Cell):
-    """Cells one after the other: ``SequentialCell(a, b)`` or ``SequentialCell([a, b])``."""
+    """Cells one after the other: ``SequentialCell(a, b)``, ``SequentialCell([a, b])``, or with names
+    ``SequentialCell(OrderedDict([("first", a), ("second", b)]))``."""
 
     def __init__(self, *cells: Any) -> None:
         super().__init__()
-        listed = list(cells[0].values()) if len(cells) == 1 and isinstance(cells[0], dict) else cells
-        if len(listed) == 1 and isinstance(listed[0], (list, tuple)):
-            listed = listed[0]
-        for number, cell in enumerate(listed):
-            self.add_module(str(number), cell)
+        given: Any = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple, dict)) else cells
+        named = given.items() if isinstance(given, dict) else enumerate(given)
+        for name, cell in named:
+            self.add_module(str(name), cell)
+
+    @property
+    def cell_list(self) -> list[nn.Module]:
+        return list(self.children())
 
     def append(self, cell: nn.Module) -> SequentialCell:
         self.add_module(str(len(self._modules)), cell)
         return self
 
+    def insert(self, index: int, cell: nn.Module) -> None:
+        """Before the cell that is at ``index``; all are numbered anew."""
+        listed = self.cell_list
+        listed.insert(index, cell)
+        self._modules.clear()
+        for number, own in enumerate(listed):
+            self.add_module(str(number), own)
+
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self.children())[index]
+    def __getitem__(self, index: int | slice) -> Any:
+        found = self.cell_list[index]
+        return type(self)(*found) if isinstance(found, list) else found
+
+    def __setitem__(self, index: int, cell: nn.Module) -> None:
+        self.add_module(list(self._modules)[index], cell)
+
+    def __delitem__(self, index: int) -> None:
+        del self._modules[list(self._modules)[index]]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children())
 
     def construct(self, x: Any) -> Any:
         for cell in self.children():

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.errors import problem
+from shardwise.mindspore import context, engine
 from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
@@ -95,6 +96,47 @@ class Embedding(Cell):
         return rows.reshape(*ids.shape, self.embedding_size)
 
 
+class EmbeddingLookup(Embedding):
+    """Rows of ``embedding_table``. ``slice_mode``: along which dim of the table the devices' parts are cut where cells
+    are split: ``TABLE_ROW_SLICE``, ``TABLE_COLUMN_SLICE``, or neither (``BATCH_SLICE``); others are the plan's.
+    ``max_norm``: rows are cut to this length. ``target``: "CPU" keeps the table on the host."""
+
+    BATCH_SLICE, FIELD_SLICE = "batch_slice", "field_slice"
+    TABLE_ROW_SLICE, TABLE_COLUMN_SLICE = "table_row_slice", "table_column_slice"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        param_init: Any = "normal",
+        target: str = "CPU",
+        slice_mode: str = "batch_slice",
+        manual_shapes: Any = None,
+        max_norm: float | None = None,
+        sparse: bool = True,
+        vocab_cache_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(vocab_size, embedding_size, embedding_table=param_init, dtype=dtype)
+        if slice_mode == self.FIELD_SLICE or manual_shapes is not None:
+            fix = "ops.Gather().add_prim_attr('manual_split', (...))"
+            raise NotImplementedError(problem("EmbeddingLookup(manual_shapes=...)", fix=fix))
+        self.max_norm = max_norm
+        if target == "CPU":
+            self.gather.add_prim_attr("primitive_target", "CPU")
+        devices = context.options().stage_devices
+        cut = {self.TABLE_ROW_SLICE: ((devices, 1), (1, 1)), self.TABLE_COLUMN_SLICE: ((1, devices), (1, 1))}
+        if engine.is_split() and slice_mode in cut:
+            self.gather.shard(cut[slice_mode])
+
+    def construct(self, ids: Any) -> Any:
+        rows = super().construct(ids)
+        if self.max_norm is None:
+            return rows
+        length = rows.norm(dim=-1, keepdim=True)
+        return rows * torch.clamp(self.max_norm / length.clamp(min=1e-12), max=1.0)
+
+
 class Conv2d(Cell):
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
 
@@ -123,7 +165,9 @@ class Conv2d(Cell):
                 )
             )
         kernel = pair("kernel_size", kernel_size)
-        self.has_bias, fan_in = has_bias, in_channels // group * math.prod(kernel)
+        self.in_channels, self.out_channels, self.group, self.has_bias = in_channels, out_channels, group, has_bias
+        self.kernel_size, self.stride, self.dilation = kernel, pair("stride", stride), pair("dilation", dilation)
+        self.pad_mode, self.padding, fan_in = pad_mode, padding, in_channels // group * math.prod(kernel)
         init = HeUniform(HE) if weight_init is None else weight_init
         self.weight = Parameter(initializer(init, [out_channels, in_channels // group, *kernel], dtype), "weight")
         if has_bias:
@@ -184,10 +228,11 @@ class Conv3d(Cell):
         super().__init__()
         positive("Conv3d", in_channels=in_channels, out_channels=out_channels, group=group)
         three = [(own,) * 3 if isinstance(own, int) else tuple(own) for own in (kernel_size, stride, dilation)]
-        self.kernel, self.stride, self.dilation = three
+        self.kernel_size, self.stride, self.dilation = three
+        self.in_channels, self.out_channels = in_channels, out_channels
         self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
         self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
-        shape = [out_channels, in_channels // group, *self.kernel]
+        shape = [out_channels, in_channels // group, *self.kernel_size]
         self.weight = Parameter(initializer(HeUniform(HE) if weight_init is None else weight_init, shape, dtype),
                                 "weight")  # fmt: skip
         if has_bias:
@@ -196,7 +241,7 @@ class Conv3d(Cell):
     def construct(self, x: Any) -> Any:
         sides = self.sides if self.pad_mode == "pad" else (0,) * 6
         if self.pad_mode == "same":
-            reach = [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+            reach = [(k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True)]
             sides = tuple(n for i in range(3) for n in same_padding(x.shape[2 + i], reach[i], self.stride[i]))
         if any(sides):
             x = F.pad(x, (*sides[4:], *sides[2:4], *sides[:2]))
@@ -225,7 +270,7 @@ class Conv2dTranspose(Cell):
     ) -> None:
         super().__init__()
         positive("Conv2dTranspose", in_channels=in_channels, out_channels=out_channels, group=group)
-        self.out_channels, self.has_bias = out_channels, has_bias
+        self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
         self.kernel_size, self.stride = pair("kernel_size", kernel_size), pair("stride", stride)
         self.dilation, self.output_padding = pair("dilation", dilation), pair("output_padding", output_padding, 0)
         init = HeUniform(HE) if weight_init is None else weight_init
@@ -268,6 +313,7 @@ class Dropout(Cell):
         if keep_prob is not None and p is not None:
             raise ValueError(problem(f"Dropout(keep_prob={keep_prob}, p={p})", fix="one of the two; p = 1 - keep_prob"))
         self.p = p if p is not None else 0.5 if keep_prob is None else 1 - keep_prob
+        self.keep_prob = 1 - self.p
         if not 0 <= self.p < 1:
             raise ValueError(problem(f"Dropout would drop with probability {self.p}", fix="p from 0, below 1"))
 
@@ -296,6 +342,7 @@ class _Pool2d(Cell):
             raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
         plain = pad_mode.lower() != "pad" and not settings
         self.pool = self.operator(kernel_size, stride, pad_mode) if plain else None
+        self.kernel_size, self.stride, self.pad_mode = kernel_size, stride, pad_mode
         self.sizes = (kernel_size, stride, padding if pad_mode.lower() == "pad" else 0)
         self.settings = settings
 
@@ -334,6 +381,6 @@ class Identity(Cell):
 
 
 __all__ = [
-    "AvgPool2d", "Conv1d", "Conv2d", "Conv2dTranspose", "Conv3d", "Dense", "Dropout", "Embedding", "Flatten",
-    "Identity", "MaxPool2d",
+    "AvgPool2d", "Conv1d", "Conv2d", "Conv2dTranspose", "Conv3d", "Dense", "Dropout", "Embedding",
+    "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
 ]  # fmt: skip

@@ -131,6 +131,22 @@ class ExponentialDecayLR(LearningRateSchedule):
         return float(self.learning_rate * self.decay_rate ** _share(global_step, self.decay_steps, self.is_stair))
 
 
+class NaturalExpDecayLR(ExponentialDecayLR):
+    """learning_rate * exp(-decay_rate * step / decay_steps), the quotient rounded down if ``is_stair``."""
+
+    def construct(self, global_step: int) -> float:
+        share = _share(global_step, self.decay_steps, self.is_stair)
+        return float(self.learning_rate * math.exp(-self.decay_rate * share))
+
+
+class InverseDecayLR(ExponentialDecayLR):
+    """learning_rate / (1 + decay_rate * step / decay_steps), the quotient rounded down if ``is_stair``."""
+
+    def construct(self, global_step: int) -> float:
+        share = _share(global_step, self.decay_steps, self.is_stair)
+        return float(self.learning_rate / (1 + self.decay_rate * share))
+
+
 class CosineDecayLR(LearningRateSchedule):
     """From ``max_lr`` to ``min_lr`` along half a cosine, over ``decay_steps`` steps."""
 
@@ -178,7 +194,7 @@ def _check_range(low: float, high: float) -> None:
 
 
 __all__ = [
-    "CosineDecayLR", "ExponentialDecayLR", "LearningRateSchedule", "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr",
-    "exponential_decay_lr", "inverse_decay_lr", "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr",
-    "warmup_lr",
+    "CosineDecayLR", "ExponentialDecayLR", "InverseDecayLR", "LearningRateSchedule", "NaturalExpDecayLR",
+    "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr", "exponential_decay_lr", "inverse_decay_lr",
+    "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr", "warmup_lr",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, held, own_shard
 from shardwise.mindspore.options import ParallelMode
-from shardwise.mindspore.tensor import Tensor
+from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
 
 STATES = {"momentum_buffer": "moments"}  # torch's word -> the reference's, in checkpoints
 ALONE = (ParallelMode.STAND_ALONE, ParallelMode.HYBRID_PARALLEL)
@@ -66,7 +66,7 @@ class Optimizer:
             raise ValueError(
                 problem(f"order_params has {len(order)} parameters, the groups {len(grouped)}", fix="the same ones")
             )
-        self.parameters: tuple[nn.Parameter, ...] = tuple(order or grouped)
+        self.parameters: Any = ParameterTuple(order or grouped)
         self.groups: list[dict[str, Any]] = [
             {"params": list(group["params"]), "weight_decay": float(group.get("weight_decay", weight_decay))}
             for group in groups
@@ -77,22 +77,41 @@ class Optimizer:
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         raise NotImplementedError
 
-    def get_lr(self) -> float:
+    def get_lr(self) -> Tensor:
         """The learning rate of the next step, of the first group."""
-        return self.rates[0](self.global_step)
+        return Tensor(self.rates[0](self.global_step), torch.float64)
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the next step, a tensor. What is set stays."""
-        return Tensor(self.get_lr())
+        """The learning rate of the next step: a parameter, which may be assigned to, or of a schedule a tensor. What is
+        set stays."""
+        return self.rates[0].parameter if isinstance(self.rates[0], _Constant) else self.get_lr()
 
     @learning_rate.setter
     def learning_rate(self, rate: Rate) -> None:
         self.rates = [_rate(rate)] * len(self.rates)
 
+    # For an optimizer of one's own, whose ``construct(gradients)`` updates ``self.parameters``.
+
+    def scale_grad(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Gradients divided by ``loss_scale``."""
+        return tuple(gradient / self.loss_scale for gradient in gradients)
+
+    def decay_weight(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Gradients with ``weight_decay`` times the parameter added."""
+        decays = {id(p): group["weight_decay"] for group in self.groups for p in group["params"]}
+        return tuple(g + decays[id(p)] * p for g, p in zip(gradients, self.parameters, strict=True))
+
+    def flatten_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As they are: nothing is fused here."""
+        return gradients
+
     @property
     def is_group(self) -> bool:
         return len(self.groups) > 1
+
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Kept for programs that call it: states have the names of their parameters."""
 
     def trainable_params(self) -> list[nn.Parameter]:
         return list(self.parameters)
@@ -106,6 +125,11 @@ class Optimizer:
             raise ValueError(
                 problem(f"{len(gradients)} gradients for {len(self.parameters)} parameters", fix="one each, in order")
             )
+        if type(self).construct is not Optimizer.construct:
+            with engine.inside(), torch.no_grad():
+                self.construct(gradients)
+            self.global_step += 1
+            return True
         optimizer = self._built()
         self._place_loaded()
         for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
@@ -126,7 +150,9 @@ class Optimizer:
         self.global_step += 1
         return True
 
-    construct = __call__
+    def construct(self, gradients: Sequence[torch.Tensor]) -> Any:
+        """The same as a call."""
+        return self(gradients)
 
     def _owners(self) -> list[int | None]:
         """In data_parallel mode with the parallel optimizer the rank that updates each parameter, which alone keeps its
@@ -215,7 +241,19 @@ def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any
     ]
 
 
+class _Constant:
+    """A learning rate that stays until its parameter is assigned to."""
+
+    def __init__(self, value: float) -> None:
+        self.parameter = Parameter(torch.tensor(value, dtype=torch.float64), "learning_rate", requires_grad=False)
+
+    def __call__(self, step: int) -> float:
+        return float(self.parameter)
+
+
 def _rate(rate: Rate) -> Callable[[int], float]:
+    if isinstance(rate, Iterator):
+        rate = list(rate)
     if callable(rate):
         return lambda step: float(rate(step))
     values = np.asarray(rate.detach().cpu() if isinstance(rate, torch.Tensor) else rate, dtype=np.float64)
@@ -223,7 +261,7 @@ def _rate(rate: Rate) -> Callable[[int], float]:
         value = float(values)
         if value < 0:
             raise ValueError(problem(f"learning_rate is {value}", fix="a number from 0"))
-        return lambda step: value
+        return _Constant(value)
     listed = values.tolist()
     return lambda step: float(listed[min(step, len(listed) - 1)])
 
@@ -296,5 +334,26 @@ class Rprop(Optimizer):
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:
-            group["lr"] = self.get_lr()
+            group["lr"] = float(self.get_lr())
         return torch.optim.Rprop(groups, etas=self.etas, step_sizes=self.step_sizes)
+
+
+class ASGD(Optimizer):
+    """Averaged stochastic gradient descent; torch's (Polyak and Juditsky 1992)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        learning_rate: Rate = 0.1,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate, params, weight_decay)
+        self.lambd, self.alpha, self.t0 = lambd, alpha, t0
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for group in groups:
+            group["lr"] = float(self.get_lr())
+        return torch.optim.ASGD(groups, lambd=self.lambd, alpha=self.alpha, t0=self.t0)

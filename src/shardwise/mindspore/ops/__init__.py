@@ -6,18 +6,31 @@ from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import functions, operations
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.composite import GradOperation, HyperMap, Map, MultitypeFuncGraph
-from shardwise.mindspore.ops.functional import depend, grad, partial, shard, stop_gradient, value_and_grad, vmap
+from shardwise.mindspore.ops.functional import (
+    depend,
+    grad,
+    jacfwd,
+    jacrev,
+    jvp,
+    partial,
+    shard,
+    stop_gradient,
+    value_and_grad,
+    vjp,
+    vmap,
+)
 from shardwise.mindspore.ops.functions import *
 from shardwise.mindspore.ops.operations import *
 
 if not TYPE_CHECKING:  # as in ``operations``
     __all__ = [
         "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "clip_by_global_norm", "clip_by_value", "depend",
-        "grad", "partial", "shard", "stop_gradient", "value_and_grad", "vmap",
+        "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad", "vjp", "vmap",
     ]  # fmt: skip
     __all__ += functions.__all__
     __all__ += operations.__all__
-    __getattr__ = absent(__name__, lambda: __all__)
+    _OWN = "a function of torch's operators, which can be split: a kernel of one's own is torch.library.custom_op"
+    __getattr__ = absent(__name__, lambda: __all__, {"Custom": _OWN, "CustomRegOp": _OWN})
 else:
 
     def __getattr__(name: str) -> Any:

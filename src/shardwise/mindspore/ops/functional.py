@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn, vmap
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from shardwise.errors import problem
 from shardwise.mindspore import context, engine, strict
@@ -197,6 +198,71 @@ def _split_as(name: str, role: str, given: tuple[Any, Any], values: tuple[Any, .
     )
 
 
+def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
+    """``fn`` over a dim of its inputs: torch's."""
+    return _of_tensors(torch.vmap(_plainly(fn), in_axes, out_axes))
+
+
+def _plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as a part of a call: cells inside are not the outermost ones."""
+
+    def call(*args: Any) -> Any:
+        with engine.inside():
+            return fn(*args)
+
+    return call
+
+
+def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: pytree.tree_map(engine.as_ours, fn(*pytree.tree_map(plain, args)))
+
+
+def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """What ``fn`` returns, and the product of its Jacobian with ``v``; with ``has_aux`` all other outputs behind."""
+    inputs, v = (x if isinstance(x, (tuple, list)) else (x,) for x in (inputs, v))
+    own = _plainly(_first_and_rest(fn) if has_aux else fn)
+    result: tuple[Any, ...] = _of_tensors(lambda *both: torch.func.jvp(own, both[0], both[1], has_aux=has_aux))(
+        tuple(inputs), tuple(v)
+    )
+    return result
+
+
+def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool = False) -> tuple[Any, ...]:
+    """What ``fn`` returns, and a function of ``v`` that gives its products with the Jacobian, one per input (of one
+    input: itself); with ``has_aux`` all other outputs behind."""
+    if weights is not None:
+        raise NotImplementedError(problem("vjp(weights=...)", fix="ms.grad(fn, None, weights), with a weighted sum"))
+    own = _plainly(_first_and_rest(fn) if has_aux else fn)
+    value, pulled, *aux = torch.func.vjp(own, *map(plain, inputs), has_aux=has_aux)
+
+    def product(*v: Any) -> Any:
+        given = tuple(map(plain, v))
+        grads = pulled(given if isinstance(value, tuple) else given[0])
+        return pytree.tree_map(engine.as_ours, grads[0] if len(inputs) == 1 else grads)
+
+    return (pytree.tree_map(engine.as_ours, value), product, *pytree.tree_map(engine.as_ours, aux))
+
+
+def _first_and_rest(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def split(*args: Any) -> Any:
+        first, *rest = fn(*args)
+        return first, tuple(rest)
+
+    return split
+
+
+def jacrev(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
+    """The Jacobian of ``fn``; backward. With ``has_aux`` that of the first output, and the others."""
+    own = _plainly(_first_and_rest(fn) if has_aux else fn)
+    return _of_tensors(torch.func.jacrev(own, grad_position, has_aux=has_aux))
+
+
+def jacfwd(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
+    """``jacrev``, forward."""
+    own = _plainly(_first_and_rest(fn) if has_aux else fn)
+    return _of_tensors(torch.func.jacfwd(own, grad_position, has_aux=has_aux))
+
+
 def depend(value: Any, expr: Any) -> Any:
     """``value``, after ``expr`` has been computed: eager code and captured code run in order anyway."""
     return value
@@ -215,4 +281,7 @@ def __getattr__(name: str) -> Any:
     return getattr(ops, name)
 
 
-__all__ = ["depend", "differentiate", "grad", "partial", "shard", "stop_gradient", "value_and_grad", "vmap"]
+__all__ = [
+    "depend", "differentiate", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad",
+    "vjp", "vmap",
+]  # fmt: skip

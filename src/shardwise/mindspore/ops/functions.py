@@ -6,7 +6,7 @@ all taken (``named.WORDS``).
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from shardwise.mindspore.ops.indexing import (
     UnsortedSegmentSum,
 )
 from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
+from shardwise.mindspore.ops.of_torch import OF_TORCH
+from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
 from shardwise.mindspore.ops.shape import Slice, StridedSlice, Tile
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number
@@ -77,6 +79,10 @@ def _assigned(variable: Any, change: Any) -> Any:
     return variable
 
 
+def _changed(change: Any, input_x: Any, indices: Any, updates: Any) -> Any:
+    return _assigned(input_x, lambda own: change(own, indices, updates))
+
+
 def _normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, seed: Any = None, dtype: Any = None) -> Any:
     numbers = torch.randn(sizes_of(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
     return numbers * stddev + mean
@@ -100,113 +106,19 @@ def _binary(function: Any) -> Function:
 
 # One argument, called input; and two, called input and other.
 _UNARY = [
-    "abs",
-    "acos",
-    "acosh",
-    "angle",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
-    "ceil",
-    "cos",
-    "cosh",
-    "deg2rad",
-    "det",
-    "digamma",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "frac",
-    "i0",
-    "inverse",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "logical_not",
-    "neg",
-    "numel",
-    "rad2deg",
-    "reciprocal",
-    "relu",
-    "round",
-    "rsqrt",
-    "sigmoid",
-    "sign",
-    "sin",
-    "sinc",
-    "sinh",
-    "sqrt",
-    "square",
-    "t",
-    "tan",
-    "tanh",
-    "trace",
-    "trunc",
-    "conj",
-    "real",
-    "imag",
-    "fliplr",
-    "flipud",
-    "nonzero",
-    "atleast_1d",
-    "atleast_2d",
-    "atleast_3d",
-    "signbit",
-    "logdet",
-    "view_as_real",
-]
+    "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "det",
+    "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "inverse", "isfinite",
+    "isinf", "isnan", "isneginf", "isposinf", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "neg",
+    "numel", "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sigmoid", "sign", "sin", "sinc", "sinh", "sqrt",
+    "square", "t", "tan", "tanh", "trace", "trunc", "conj", "real", "imag", "fliplr", "flipud", "nonzero",
+    "atleast_1d", "atleast_2d", "atleast_3d", "signbit", "logdet", "view_as_real",
+]  # fmt: skip
 _BINARY = [
-    "add",
-    "atan2",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "copysign",
-    "dot",
-    "eq",
-    "floor_divide",
-    "fmax",
-    "fmin",
-    "fmod",
-    "ge",
-    "gt",
-    "hypot",
-    "inner",
-    "kron",
-    "le",
-    "logaddexp",
-    "logaddexp2",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "lt",
-    "matmul",
-    "maximum",
-    "minimum",
-    "mul",
-    "ne",
-    "outer",
-    "remainder",
-    "sub",
-    "true_divide",
-    "xlogy",
-    "gcd",
-    "lcm",
-    "heaviside",
-    "float_power",
-]
+    "add", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "copysign", "dot", "eq", "floor_divide", "fmax",
+    "fmin", "fmod", "ge", "gt", "hypot", "inner", "kron", "le", "logaddexp", "logaddexp2", "logical_and",
+    "logical_or", "logical_xor", "lt", "matmul", "maximum", "minimum", "mul", "ne", "outer", "remainder", "sub",
+    "true_divide", "xlogy", "gcd", "lcm", "heaviside", "float_power",
+]  # fmt: skip
 _SAME = {
     "absolute": "abs", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arccosh": "acosh", "arcsinh": "asinh",
     "arctanh": "atanh", "arctan2": "atan2", "negative": "neg", "inv": "reciprocal", "multiply": "mul",
@@ -414,6 +326,7 @@ FUNCTIONS: dict[str, Function] = {
     "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: UnsortedSegmentSum()(
         input_x, segment_ids, num_segments),
     **NETWORKS,
+    **TENSOR_SCATTERS,
     # -- new tensors
     "arange": lambda start=0, end=None, step=1, *, dtype=None: torch.arange(
         0 if end is None else number(start), number(start if end is None else end), number(step), dtype=_type(dtype)),
@@ -463,7 +376,8 @@ FUNCTIONS: dict[str, Function] = {
     if compute_uv else torch.linalg.svdvals(input),
     "tuple_to_array": lambda input_x: torch.tensor(input_x),
 }  # fmt: skip
-FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()}
+FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()} | OF_TORCH
+FUNCTIONS |= {name: partial(_changed, own) for name, own in SCATTERS.items()}
 
 
 def _ours(name: str, function: Function) -> Function:

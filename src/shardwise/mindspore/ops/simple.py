@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.tensor import Tensor
 from shardwise.mindspore.tensor_methods import dtype_of
 
 
@@ -55,6 +56,35 @@ def _depth_to_space(x: Any, block: int) -> Any:
     return apart.reshape(n, c // block**2, h * block, w * block)
 
 
+def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, nesterov: bool) -> Any:
+    with torch.no_grad():
+        sums.copy_(sums * momentum + gradient)
+        variable.sub_((gradient + momentum * sums if nesterov else sums) * rate)
+    return variable
+
+
+def _hooked(x: Any, hook: Function) -> Any:
+    """``x``, whose gradient is what ``hook`` makes of it, given as a tuple of one; None leaves it as it is."""
+
+    def called(gradient: Any) -> Any:
+        changed = hook((gradient.as_subclass(Tensor),))
+        return changed[0] if isinstance(changed, tuple) else changed
+
+    y = x.view_as(x)
+    if y.requires_grad:
+        y.register_hook(called)
+    return y
+
+
+# Primitives that functions are named after.
+_UPDATES = {
+    "ScatterNdAdd": "scatter_nd_add", "ScatterNdSub": "scatter_nd_sub", "TensorScatterSub": "tensor_scatter_sub",
+    **{f"{family}{kind}": f"{name}_{kind.lower()}" for kind in ("Max", "Min", "Mul", "Div") for family, name in (
+        ("TensorScatter", "tensor_scatter"), ("Scatter", "scatter"))},
+    **{f"UnsortedSegment{kind}": f"unsorted_segment_{kind.lower()}" for kind in ("Max", "Min", "Prod")},
+    "ScatterSub": "scatter_sub",
+}  # fmt: skip
+
 SIMPLE: dict[str, Function] = {
     # -- elements
     "Acosh": lambda x: torch.acosh(x), "Asinh": lambda x: torch.asinh(x), "Atanh": lambda x: torch.atanh(x),
@@ -83,6 +113,7 @@ SIMPLE: dict[str, Function] = {
         *x.shape[:2], x.shape[2] // block_size, block_size, x.shape[3] // block_size, block_size
     ).permute(0, 3, 5, 1, 2, 4).flatten(1, 3),
     "Tril": lambda x, *, diagonal=0: torch.tril(x, diagonal), "Triu": lambda x, *, diagonal=0: torch.triu(x, diagonal),
+    "InvertPermutation": lambda x: torch.argsort(torch.as_tensor(x)),
     "Unique": lambda x: torch.unique(x, return_inverse=True),
     # -- reductions
     "LpNorm": lambda x, *, axis, p=2, keep_dims=False, epsilon=1e-12: torch.linalg.vector_norm(
@@ -90,6 +121,8 @@ SIMPLE: dict[str, Function] = {
     "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
         torch.std(x, axis or tuple(range(x.dim())), correction=int(unbiased), keepdim=keep_dims),
         torch.mean(x, axis or tuple(range(x.dim())), keepdim=keep_dims)),
+    "InTopK": lambda x1, x2, *, k: FUNCTIONS["intopk"](x1, x2, k),
+    "SquareSumAll": lambda x, y: (x.square().sum(), y.square().sum()),
     # -- networks
     "AdaptiveAvgPool2D": lambda x, *, output_size: F.adaptive_avg_pool2d(x, output_size),
     "Conv3D": lambda x, weight, *, out_channel, kernel_size, mode=1, pad_mode="valid", pad=0, stride=1, dilation=1,
@@ -111,10 +144,16 @@ SIMPLE: dict[str, Function] = {
     "SmoothL1Loss": lambda prediction, target, *, beta=1.0, reduction="none": F.smooth_l1_loss(
         prediction, target, reduction=reduction, beta=beta),
     # -- parameters
+    **{word: FUNCTIONS[name] for word, name in _UPDATES.items()},
+    "ApplyMomentum": lambda variable, accumulation, learning_rate, gradient, momentum, *, use_nesterov=False,
+    use_locking=False, gradient_scale=1.0: _momentum(
+        variable, accumulation, learning_rate, gradient / gradient_scale, momentum, use_nesterov),
     "Assign": FUNCTIONS["assign"], "AssignAdd": FUNCTIONS["assign_add"], "AssignSub": FUNCTIONS["assign_sub"],
     "ScatterAdd": lambda x, indices, updates, *, use_locking=False: FUNCTIONS["scatter_add"](x, indices, updates),
     "ScatterUpdate": lambda x, indices, updates, *, use_locking=True: FUNCTIONS["scatter_update"](x, indices, updates),
     # -- new tensors
+    "Multinomial": lambda x, num_samples, *, seed=0, seed2=0, dtype=torch.int32: torch.multinomial(
+        x, int(num_samples), replacement=True).to(dtype_of(dtype)),
     "DType": lambda x: x.dtype, "LinSpace": FUNCTIONS["linspace"], "Rank": lambda x: x.dim(),
     "Randperm": lambda n, *, max_length=1, pad=-1, dtype=torch.int32: torch.randperm(int(n), dtype=dtype_of(dtype)),
     "ScalarToArray": lambda x: torch.tensor(x),
@@ -127,7 +166,9 @@ SIMPLE: dict[str, Function] = {
     "UniformInt": lambda shape, minval, maxval, *, seed=0, seed2=0: torch.randint(
         int(minval), int(maxval), tuple(shape), dtype=torch.int32),
     "UniformReal": lambda shape, *, seed=0, seed2=0: torch.rand(tuple(shape)),
-    "Print": _print,
+    "Print": _print, "StopGradient": lambda x: x.detach(),
+    "HookBackward": lambda x, *, hook_fn, cell_id="": _hooked(x, hook_fn),
+    "InsertGradientOf": lambda x, *, f: _hooked(x, lambda grads: f(grads[0])),
 }  # fmt: skip
 
 

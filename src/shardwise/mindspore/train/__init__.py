@@ -1,6 +1,6 @@
 """Training: ``Model``, callbacks, metrics and checkpoints."""
 
-from shardwise.mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
+from shardwise.mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.train.callback import (
     Callback,
@@ -32,8 +32,9 @@ from shardwise.mindspore.train.metrics import (
     auc,
     get_metric_fn,
     names,
+    rearrange_inputs,
 )
-from shardwise.mindspore.train.model import Model
+from shardwise.mindspore.train.model import Model, data_sink
 from shardwise.mindspore.train.serialization import (
     export,
     load,
@@ -54,11 +55,15 @@ from shardwise.mindspore.train.watching import EarlyStopping, History, LearningR
 
 __all__ = [
     "F1", "MAE", "MSE", "ROC", "Accuracy", "Callback", "CheckpointConfig", "ConfusionMatrix", "CosineSimilarity",
-    "Dice", "DynamicLossScaleManager", "EarlyStopping", "Fbeta", "FixedLossScaleManager", "History", "LambdaCallback",
-    "LearningRateScheduler", "Loss", "LossMonitor", "Metric", "Model", "ModelCheckpoint", "Perplexity", "Precision",
-    "Recall", "ReduceLROnPlateau", "RunContext", "TimeMonitor", "Top1CategoricalAccuracy", "Top5CategoricalAccuracy",
-    "TopKCategoricalAccuracy", "auc", "build_searched_strategy", "export", "get_metric_fn", "load", "load_checkpoint",
-    "load_distributed_checkpoint", "load_param_into_net", "merge_pipeline_strategys", "merge_sliced_parameter", "names",
-    "rank_list_for_transform", "save_checkpoint", "transform_checkpoint_by_rank", "transform_checkpoints",
+    "Dice", "DynamicLossScaleManager", "EarlyStopping", "Fbeta", "FixedLossScaleManager", "History",
+    "LambdaCallback", "LearningRateScheduler", "Loss", "LossMonitor", "LossScaleManager", "Metric", "Model",
+    "ModelCheckpoint", "Perplexity", "Precision", "Recall", "ReduceLROnPlateau", "RunContext", "TimeMonitor",
+    "Top1CategoricalAccuracy", "Top5CategoricalAccuracy", "TopKCategoricalAccuracy", "auc",
+    "build_searched_strategy", "data_sink", "export", "get_metric_fn", "load", "load_checkpoint",
+    "load_distributed_checkpoint", "load_param_into_net", "merge_pipeline_strategys", "merge_sliced_parameter",
+    "names", "rank_list_for_transform", "rearrange_inputs", "save_checkpoint", "transform_checkpoint_by_rank",
+    "transform_checkpoints",
 ]  # fmt: skip
-__getattr__ = absent(__name__, lambda: __all__, {"SummaryCollector": "TimeMonitor and LossMonitor print"})
+__getattr__ = absent(__name__, lambda: __all__, {
+    "SummaryCollector": "TimeMonitor and LossMonitor print", "OnRequestExit": "ModelCheckpoint saves",
+})  # fmt: skip

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ class Metric:
 
     wants_loss = False
     _indexes: Sequence[int] | None = None
+    _convert_data = staticmethod(_array)
+    is_told = False  # by Model.eval, which has chosen the inputs of update
 
     def clear(self) -> None:
         raise NotImplementedError
@@ -44,11 +47,25 @@ class Metric:
         return self
 
     def update_from(self, outputs: tuple[Any, ...]) -> None:
-        arrays = [_array(output) for output in outputs]
         if self._indexes is not None:
-            self.update(*(arrays[place] for place in self._indexes))
+            self.is_told = True
+            self.update(*(outputs[place] for place in self._indexes))
+            self.is_told = False
         else:
-            self.update(*(arrays[:1] if self.wants_loss else arrays[1:] or arrays))
+            self.update(*(outputs[:1] if self.wants_loss else outputs[1:] or outputs))
+
+
+def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a method ``update``: it is given its inputs in the order of ``set_indexes``, also where it is called by
+    hand."""
+
+    @wraps(update)
+    def ordered(metric: Metric, *inputs: Any) -> Any:
+        if metric.indexes is not None and len(inputs) > max(metric.indexes) and not metric.is_told:
+            inputs = tuple(inputs[place] for place in metric.indexes)
+        return update(metric, *inputs)
+
+    return ordered
 
 
 class _Kept(Metric):
@@ -360,5 +377,5 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
 __all__ = [
     "F1", "MAE", "MSE", "ROC", "Accuracy", "ConfusionMatrix", "CosineSimilarity", "Dice", "Fbeta", "Loss", "Metric",
     "Perplexity", "Precision", "Recall", "Top1CategoricalAccuracy", "Top5CategoricalAccuracy",
-    "TopKCategoricalAccuracy", "auc", "get_metric_fn", "names",
+    "TopKCategoricalAccuracy", "auc", "get_metric_fn", "names", "rearrange_inputs",
 ]  # fmt: skip

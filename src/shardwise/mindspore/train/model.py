@@ -25,7 +25,8 @@ class Model:
 
     ``metrics``: names or Metric objects, for ``eval``. ``loss_scale_manager``: scales the loss before backward;
     with ``drop_overflow_update`` gradients are divided by the scale, and checked, here, else only by the optimizer's
-    ``loss_scale``, as in the reference. Without ``loss_fn`` the network returns its loss. ``amp_level``:
+    ``loss_scale``, as in the reference. Without ``loss_fn`` the network returns its loss; without an optimizer, too, it
+    may be a training cell. ``amp_level``:
     ``amp.auto_mixed_precision``; O2 scales losses dynamically by default. ``eval_indexes``: where loss, output and
     label are in what ``eval_network`` returns.
     """
@@ -59,9 +60,13 @@ class Model:
         self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
         self._metrics, self._eval_indexes = metrics_of(metrics), eval_indexes
         self._loss_network = network if loss_fn is None else WithLossCell(network, loss_fn)
-        self._train_network = (
-            None if optimizer is None else training_cell(self._loss_network, optimizer, loss_scale_manager)
-        )
+        own = next((x for x in vars(network).values() if isinstance(x, Optimizer)), None)
+        if optimizer is not None:
+            self._train_network: nn.Module | None = training_cell(self._loss_network, optimizer, loss_scale_manager)
+        elif loss_fn is None and own is not None:  # a training cell already
+            self._train_network, self._optimizer = network, own
+        else:
+            self._train_network = None
         if eval_network is not None:
             self._eval_network: nn.Module | None = eval_network
         elif self._metrics and loss_fn is not None:
@@ -202,6 +207,22 @@ class Model:
         if options.parameter_broadcast and not options.distributed and torch.distributed.is_initialized():
             for tensor in [*self._network.parameters(), *self._network.buffers()]:
                 torch.distributed.broadcast(tensor.data, src=0)
+
+
+def data_sink(fn: Callable[..., Any], dataset: Any, sink_size: int = 1, **settings: Any) -> Callable[[], Any]:
+    """A function without arguments that calls ``fn`` with the next ``sink_size`` rows of a dataset, pass after pass,
+    and returns what it returned last."""
+
+    def endless() -> Iterator[tuple[Any, ...]]:
+        while True:
+            yield from _steps(dataset, -1)
+
+    rows = endless()
+
+    def run() -> Any:
+        return [fn(*next(rows)) for _ in range(sink_size)][-1]
+
+    return run
 
 
 def _told(argument: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ FORMAT = "shardwise-rank-checkpoint"
 
 class Slice(Parameter):
     """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one. ``is_state``: of an
-    optimizer. ``path``: where it is, or its parameter, in the network that was saved."""
+    optimizer; ``is_info``: appended. ``path``: where it is, or its parameter, in the network that was saved."""
 
     held: Held | None = None
-    is_state = False
+    is_state = is_info = False
     path = ""
 
 
@@ -39,13 +39,20 @@ def save_checkpoint(
     integrated_save: bool = False,
     append_dict: dict[str, Any] | None = None,
     optimizer: Optimizer | None = None,
+    *,
+    async_save: bool = False,
+    choice_func: Callable[[str], bool] | None = None,
+    format: str = "ckpt",
 ) -> None:
     """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them; with
     ``integrated_save`` whole: all ranks call it then.
 
     Buffers (running statistics) are saved, too, and the states of an optimizer: of ``optimizer``, or of a cell that
-    trains (``nn.TrainOneStepCell``).
+    trains (``nn.TrainOneStepCell``). ``choice_func``: whether a parameter of this name is saved. ``async_save`` is
+    taken; the file is written when this returns.
     """
+    if format != "ckpt":
+        raise ValueError(problem(f"format is {format!r}", fix="ckpt; safetensors.torch.save_file writes the other"))
     if isinstance(save_obj, nn.Module):
         trains = getattr(save_obj, "optimizer", None)
         optimizer = optimizer or (trains if isinstance(trains, Optimizer) else None)
@@ -54,6 +61,8 @@ def save_checkpoint(
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
+    if choice_func is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if choice_func(name)}
     kept: dict[str, tuple[torch.Tensor, Held | None, torch.Tensor | None]] = {}  # a tensor, and whose state it is
     for name, tensor in tensors.items():
         if integrated_save:
@@ -112,13 +121,43 @@ def entry_of(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
     return entry
 
 
-def load_checkpoint(ckpt_file_name: str, net: nn.Module | None = None, strict_load: bool = False) -> dict[str, Any]:
-    """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. Raises ValueError for another kind
-    of file."""
+def load_checkpoint(
+    ckpt_file_name: str,
+    net: nn.Module | None = None,
+    strict_load: bool = False,
+    filter_prefix: str | Sequence[str] | None = None,
+    specify_prefix: str | Sequence[str] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+) -> dict[str, Any]:
+    """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. ``filter_prefix``: beginnings of
+    names that are left out; ``specify_prefix``: of those that are read; ``choice_func``: whether a name is. Raises
+    ValueError for another kind of file, or if nothing is left of it."""
     parameters, info, _ = read(ckpt_file_name)
+    without, only = (() if own is None else (own,) if isinstance(own, str) else tuple(own)
+                     for own in (filter_prefix, specify_prefix))  # fmt: skip
+    kept = {
+        name: entry
+        for name, entry in parameters.items()
+        if not name.startswith(without) and (not only or name.startswith(only))
+        and (choice_func is None or choice_func(name))
+    }  # fmt: skip
+    if parameters and not kept:
+        what = f"none of the {len(parameters)} parameters of {ckpt_file_name} is chosen"
+        raise ValueError(problem(what, fix=f"prefixes of {', '.join(list(parameters)[:3])}, ..."))
+    parameters = kept
+    info = {name: _as_value(name, own) for name, own in info.items()}
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
     return {**parameters, **info}
+
+
+def _as_value(name: str, value: Any) -> Any:
+    """What was appended; a number as a parameter, which is no part of a network."""
+    if not isinstance(value, (int, float)):
+        return value
+    entry = Slice(torch.tensor(value), name, requires_grad=False)
+    entry.is_info = True
+    return entry
 
 
 def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
@@ -171,7 +210,7 @@ def load_distributed_checkpoint(
     found, info = joined_files(checkpoint_filenames)
     if network is not None:
         load_param_into_net(network, found, strict_load)
-    return {**found, **info}
+    return {**found, **{name: _as_value(name, own) for name, own in info.items()}}
 
 
 def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]]:
@@ -206,7 +245,7 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
 
 
 def load_param_into_net(
-    net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
+    net: Any, parameter_dict: dict[str, Any], strict_load: bool = False, *, remove_redundancy: bool = False
 ) -> tuple[list[str], list[str]]:
     """Give a network, or an optimizer, what is its own in a checkpoint. Returns the names that the checkpoint lacks and
     those that the network lacks.
@@ -214,7 +253,11 @@ def load_param_into_net(
     A part of a parameter fits a network that is split in the same way, or not yet split: it is split so then. Whole
     parameters fit every network. Raises RuntimeError for other shapes; nothing is changed then.
     """
-    entries = {name: entry for name, entry in parameter_dict.items() if isinstance(entry, torch.Tensor)}
+    entries = {
+        name: entry
+        for name, entry in parameter_dict.items()
+        if isinstance(entry, torch.Tensor) and not getattr(entry, "is_info", False)
+    }
     if isinstance(net, Optimizer):
         taken = net.load_states({name: entry for name, entry in entries.items() if getattr(entry, "is_state", False)})
         return [name for name in net.states() if name not in taken], [name for name in entries if name not in taken]

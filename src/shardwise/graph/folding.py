@@ -1,0 +1,154 @@
+"""Equal blocks of a graph, and the graph with fewer of them.
+
+A *block* is a repeated part of a model (``segments.block_of``: ``layers.3``). Two blocks that follow each other are
+*equal* if their operators are, one by one, what they read being of the block itself, of the block before, a parameter
+of the block alone, or one and the same value. What a program of such a model takes grows by the same amount with every
+block of a run of equal ones: it is known from programs of two and of three of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from shardwise.graph.ir import Arg, Graph, Op, Ref, map_refs, refs
+from shardwise.graph.segments import block_of
+
+
+@dataclass(frozen=True)
+class Block:
+    """``path``: of the module; ``ops``: in order; ``made``: the values that they make, in order; ``sources``: those
+    that no other operator reads, in the order of their first use."""
+
+    path: str
+    ops: tuple[Op, ...]
+    made: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Folding:
+    """The blocks of a graph in the order in which they begin, with a number for their kind: blocks of one kind are
+    equal. ``outside``: the operators of no block."""
+
+    graph: Graph
+    blocks: tuple[Block, ...]
+    kinds: tuple[int, ...]
+    outside: tuple[Op, ...]
+
+    @staticmethod
+    def of(graph: Graph) -> Folding:
+        members: dict[str, list[Op]] = {}
+        for op in graph.ops:
+            members.setdefault(block_of(op.name), []).append(op)
+        outside = tuple(members.pop("", ()))
+        blocks = tuple(_block(graph, path, ops) for path, ops in members.items())
+        numbers: dict[Hashable, int] = {}
+        kinds = [
+            numbers.setdefault(_signature(graph, block, before), len(numbers))
+            for before, block in zip((None, *blocks), blocks, strict=False)
+        ]
+        return Folding(graph, blocks, tuple(kinds), outside)
+
+    def runs(self, key: Callable[[int], Hashable]) -> tuple[range, ...]:
+        """The numbers of the blocks in maximal runs of equal ones. ``key``: what else must be equal."""
+        keys = [(kind, key(number)) for number, kind in enumerate(self.kinds)]
+        starts = [0, *(n for n, (one, other) in enumerate(pairwise(keys), 1) if one != other), len(keys)]
+        return tuple(range(start, stop) for start, stop in pairwise(starts) if start < stop)
+
+    @cached_property
+    def home(self) -> dict[str, int]:
+        """Value that a block makes, or a source of its own -> its number."""
+        return {name: i for i, block in enumerate(self.blocks) for name in (*block.made, *block.sources)}
+
+    def without(self, removed: Collection[int]) -> Graph | None:
+        """The graph without some blocks, each of the kind of a block before it that stays. None, where something behind
+        the next block reads what one of them makes, or the model returns it."""
+        if not removed:
+            return self.graph
+        gone = {name for i in removed for name in (*self.blocks[i].made, *self.blocks[i].sources)}
+        graph, mutations = self.graph, []
+        for buffer, value in graph.mutations:
+            if buffer not in gone and value not in gone:
+                mutations.append((buffer, value))
+            elif buffer not in gone or value not in gone:
+                return None
+        delivered = {*refs(graph.outputs), *graph.differentiated}
+        if not gone.isdisjoint(delivered):
+            return None
+        written = _Rewired(self, frozenset(removed), gone)
+        dropped = {op.name for i in removed for op in self.blocks[i].ops}
+        ops = tuple(written.op(op) for op in graph.ops if op.name not in dropped)
+        if written.failed:
+            return None
+        return replace(
+            graph,
+            values=tuple(value for value in graph.values if value.name not in gone),
+            sources=tuple(source for source in graph.sources if source.value not in gone),
+            ops=ops,
+            mutations=tuple(mutations),
+            constraints=tuple(own for own in graph.constraints if own[0] not in gone),
+        )
+
+
+@dataclass
+class _Rewired:
+    """Operators that read what the last block ahead of the removed ones makes, where they read what these make."""
+
+    folding: Folding
+    removed: frozenset[int]
+    gone: set[str]
+    failed: bool = False
+
+    def op(self, op: Op) -> Op:
+        if self.gone.isdisjoint(op.operands):
+            return op
+        args: Arg = map_refs(op.args, lambda name: Ref(self._of(name, op)))
+        kwargs = tuple((key, map_refs(arg, lambda name: Ref(self._of(name, op)))) for key, arg in op.kwargs)
+        return replace(op, args=args, kwargs=kwargs)
+
+    def _of(self, name: str, op: Op) -> str:
+        if name not in self.gone:
+            return name
+        blocks, kinds, home = self.folding.blocks, self.folding.kinds, self.folding.home
+        number = before = home[name]
+        while before in self.removed and before and kinds[before - 1] == kinds[number]:
+            before -= 1
+        is_next = bool(op.results) and home.get(op.results[0]) == number + 1
+        if not is_next or before in self.removed or name not in blocks[number].made:
+            self.failed = True
+            return name
+        return blocks[before].made[blocks[number].made.index(name)]
+
+
+def _block(graph: Graph, path: str, ops: Sequence[Op]) -> Block:
+    own = {op.name for op in ops}
+    sources = dict.fromkeys(
+        name
+        for op in ops
+        for name in op.operands
+        if name in graph.source_of and own.issuperset(reader.name for reader in graph.consumers[name])
+    )
+    return Block(path, tuple(ops), tuple(name for op in ops for name in op.results), tuple(sources))
+
+
+def _signature(graph: Graph, block: Block, before: Block | None) -> Hashable:
+    place: dict[str, Hashable] = {} if before is None else {name: ("before", i) for i, name in enumerate(before.made)}
+    place |= {name: ("own", i) for i, name in enumerate(block.made)}
+    place |= {name: ("source", i) for i, name in enumerate(block.sources)}
+
+    def told(name: str) -> Hashable:
+        return ("ref", place.get(name, name))
+
+    values = [replace(graph.by_name[name], name="") for name in (*block.made, *block.sources)]
+    sources = [(graph.source_of[name].kind, graph.source_of[name].trainable) for name in block.sources]
+    ops = [
+        (op.target, map_refs(op.args, told), tuple((key, map_refs(arg, told)) for key, arg in op.kwargs), op.scope)
+        for op in block.ops
+    ]
+    return tuple(ops), tuple(values), tuple(sources)
+
+
+__all__ = ["Block", "Folding"]

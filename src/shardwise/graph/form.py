@@ -1,0 +1,59 @@
+"""What a graph is without the names of its operators and values: equal graphs have equal forms."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.graph.ir import Graph, Ref, map_refs
+from shardwise.graph.segments import block_of
+
+
+@dataclass(frozen=True, eq=False)
+class GraphForm:
+    """``key``: equal for graphs that differ in names only, operators being in blocks of the same extent; ``ops``,
+    ``values``: the names, in the order of the graph."""
+
+    key: Hashable
+    ops: tuple[str, ...]
+    values: tuple[str, ...]
+
+    @staticmethod
+    def of(graph: Graph) -> GraphForm:
+        names = [*(source.value for source in graph.sources), *(name for op in graph.ops for name in op.results)]
+        place = {name: number for number, name in enumerate(names)}
+        blocks = {"": 0}
+
+        def told(name: str) -> Ref:
+            return Ref(str(place[name]))
+
+        ops = tuple(
+            (
+                op.target,
+                map_refs(op.args, told),
+                tuple((key, map_refs(arg, told)) for key, arg in op.kwargs),
+                len(op.results),
+                op.scope,
+                blocks.setdefault(block_of(op.name), len(blocks)),
+            )
+            for op in graph.ops
+        )
+        key = (
+            tuple((source.kind, source.trainable) for source in graph.sources),
+            tuple(replace(graph.by_name[name], name="") for name in names),
+            ops,
+            map_refs(graph.outputs, told),
+            None if graph.loss is None else place[graph.loss],
+            tuple((place[buffer], place[value]) for buffer, value in graph.mutations),
+            tuple((place[name], text) for name, text in graph.constraints),
+            None if graph.cotangents is None else tuple(place[name] for name in graph.cotangents),
+        )
+        return GraphForm(key, tuple(op.name for op in graph.ops), tuple(names))
+
+    def renaming(self, other: GraphForm) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Names of operators, and of values, of this graph -> those of an equal one."""
+        assert self.key == other.key, "the graphs differ"
+        return dict(zip(self.ops, other.ops, strict=True)), dict(zip(self.values, other.values, strict=True))
+
+
+__all__ = ["GraphForm"]

@@ -1,0 +1,72 @@
+"""Batches of rows that are about equally long."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import problem
+from shardwise.mindspore.dataset.pipeline import Dataset, PaddedBatch
+from shardwise.mindspore.dataset.values import Row, once
+
+
+class Buckets(PaddedBatch):
+    """Rows by their length: bucket i has those from ``boundaries[i - 1]`` on, below ``boundaries[i]``, and batches of
+    ``sizes[i]``. A batch comes as soon as it is full; what is left over at the end follows, bucket by bucket, unless
+    ``drop``. ``to_boundary``: a dim without a size in ``pad_info`` is padded to the boundary, less one."""
+
+    def __init__(
+        self,
+        source: Dataset,
+        columns: Sequence[str],
+        boundaries: Sequence[int],
+        sizes: Sequence[int],
+        length: Callable[..., Any] | None,
+        pad_info: dict[str, tuple[Any, Any]] | None,
+        to_boundary: bool,
+        drop: bool,
+    ) -> None:
+        super().__init__(source, 1, drop, pad_info)
+        once(tuple(str(own) for own in boundaries))
+        if list(boundaries) != sorted(boundaries) or not boundaries or boundaries[0] < 1:
+            raise ValueError(problem(f"bucket_boundaries are {list(boundaries)}", fix="ascending numbers from 1"))
+        if len(sizes) != len(boundaries) + 1:
+            what = f"{len(sizes)} bucket_batch_sizes for {len(boundaries)} boundaries"
+            raise ValueError(problem(what, fix=f"{len(boundaries) + 1}: one more"))
+        if length is None and len(columns) != 1:
+            raise ValueError(problem(f"the length of {list(columns)}", fix="element_length_function, or one column"))
+        self._boundaries, self._sizes, self._to_boundary = list(boundaries), list(sizes), to_boundary
+        self._length, self._places = length or len, [self._columns.index(name) for name in columns]
+        self._end: int | None = None  # to which the batch at hand is padded
+        self._counted: int | None = None
+
+    def rows(self, number: int) -> Iterator[Row]:
+        waiting: list[list[Row]] = [[] for _ in self._sizes]
+        for row in self._source.rows(number):
+            size = int(np.asarray(self._length(*(row[place] for place in self._places))))
+            bucket = bisect_right(self._boundaries, size)
+            waiting[bucket].append(row)
+            if len(waiting[bucket]) == self._sizes[bucket]:
+                yield self._batch(waiting[bucket], bucket)
+                waiting[bucket] = []
+        for bucket, rest in enumerate(waiting):
+            if rest and not self._drop:
+                yield self._batch(rest, bucket)
+
+    def _batch(self, rows: list[Row], bucket: int) -> Row:
+        last = bucket == len(self._boundaries)
+        self._end = None if last or not self._to_boundary else self._boundaries[bucket] - 1
+        columns = zip(self._columns, zip(*rows, strict=True), strict=True)
+        return tuple(self._stacked(name, parts) for name, parts in columns)
+
+    def filled(self, size: Any) -> Any:
+        return self._end if size is None else size
+
+    def get_dataset_size(self) -> int:
+        """Counted, once."""
+        if self._counted is None:
+            self._counted = sum(1 for _ in self.rows(0))
+        return self._counted

@@ -1,0 +1,338 @@
+"""Words as numbers: vocabularies, and functions of ``map`` on strings. A row's text is a string or an array of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.errors import problem
+from shardwise.mindspore.checks import closest
+from shardwise.mindspore.dataset.transforms import numpys
+from shardwise.mindspore.dataset.values import Array, Columns, names_of
+from shardwise.mindspore.named import absent
+
+if TYPE_CHECKING:
+    from shardwise.mindspore.dataset.pipeline import Dataset
+
+
+def _texts(x: Any) -> list[str]:
+    """Strings of any shape, one after the other."""
+    return [own.decode() if isinstance(own, bytes) else str(own) for own in np.asarray(x).reshape(-1)]
+
+
+def to_str(array: Any, encoding: str = "utf8") -> Array:
+    """Bytes as strings."""
+    return np.char.decode(array, encoding) if np.asarray(array).dtype.kind == "S" else np.asarray(array, str)
+
+
+def to_bytes(array: Any, encoding: str = "utf8") -> Array:
+    """Strings as bytes."""
+    return np.char.encode(np.asarray(array, str), encoding)
+
+
+class Vocab:
+    """Words and their numbers. Made by ``from_list``, ``from_dict``, ``from_file`` or ``from_dataset``;
+    ``special_tokens`` come first, or with ``special_first=False`` last."""
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        self._numbers = dict(numbers)
+        self._words = {number: word for word, number in self._numbers.items()}
+
+    @classmethod
+    def from_list(
+        cls, word_list: Iterable[str], special_tokens: Sequence[str] | None = None, special_first: bool = True
+    ) -> Vocab:
+        words, special = list(word_list), list(special_tokens or ())
+        listed = special + words if special_first else words + special
+        if twice := [word for word, count in Counter(listed).items() if count > 1]:
+            raise ValueError(problem(f"the word {twice[0]!r} is there twice", fix="every word once"))
+        return cls({word: number for number, word in enumerate(listed)})
+
+    @classmethod
+    def from_dict(cls, word_dict: dict[str, int]) -> Vocab:
+        if wrong := [word for word, number in word_dict.items() if number < 0]:
+            raise ValueError(problem(f"the number of {wrong[0]!r} is {word_dict[wrong[0]]}", fix="numbers from 0"))
+        return cls(word_dict)
+
+    @classmethod
+    def from_file(
+        cls,
+        file_path: str,
+        delimiter: str = "",
+        vocab_size: int | None = None,
+        special_tokens: Sequence[str] | None = None,
+        special_first: bool = True,
+    ) -> Vocab:
+        """A word per line: what comes before ``delimiter``. ``vocab_size``: the first so many."""
+        lines = Path(file_path).read_text().splitlines()
+        words = [line.split(delimiter)[0] if delimiter else line for line in lines]
+        return cls.from_list(words[:vocab_size], special_tokens, special_first)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Dataset,
+        columns: Columns = None,
+        freq_range: tuple[int | None, int | None] | None = None,
+        top_k: int | None = None,
+        special_tokens: Sequence[str] | None = None,
+        special_first: bool = True,
+    ) -> Vocab:
+        """The words of some columns, the most frequent first (of equally frequent ones by the alphabet): those that are
+        there so often as ``freq_range`` says, ``top_k`` of them."""
+        counts: Counter[str] = Counter()
+        for row in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
+            for name in row if columns is None else names_of(columns):
+                counts.update(_texts(row[name]))
+        low, high = freq_range or (None, None)
+        kept = [word for word, count in counts.items() if (low or 0) <= count <= (high or max(counts.values()))]
+        ordered = sorted(kept, key=lambda word: (-counts[word], word))
+        return cls.from_list(ordered[:top_k], special_tokens, special_first)
+
+    def vocab(self) -> dict[str, int]:
+        """Word -> number."""
+        return dict(self._numbers)
+
+    def tokens_to_ids(self, tokens: Any) -> Any:
+        """The number of a word, or of each of several; -1 where there is none."""
+        if isinstance(tokens, str):
+            return self._numbers.get(tokens, -1)
+        return [self._numbers.get(word, -1) for word in _texts(tokens)]
+
+    def ids_to_tokens(self, ids: Any) -> Any:
+        """The word of a number, or of each of several; empty where there is none."""
+        if np.ndim(ids) == 0:
+            return self._words.get(int(ids), "")
+        return [self._words.get(int(number), "") for number in np.asarray(ids).reshape(-1)]
+
+
+class Lookup:
+    """The numbers of words. ``unknown_token``: the word that stands for those that the vocabulary lacks."""
+
+    def __init__(self, vocab: Vocab, unknown_token: str | None = None, data_type: Any = np.int32) -> None:
+        self._numbers, self._dtype = vocab.vocab(), numpys(data_type)
+        if unknown_token is not None and unknown_token not in self._numbers:
+            what = f"the vocabulary has no unknown_token {unknown_token!r}"
+            raise ValueError(problem(what, fix=closest(unknown_token, self._numbers)))
+        self._unknown = None if unknown_token is None else self._numbers[unknown_token]
+
+    def __call__(self, words: Any) -> Array:
+        numbers = [self._numbers.get(word, self._unknown) for word in _texts(words)]
+        if None in numbers:
+            word = _texts(words)[numbers.index(None)]
+            raise RuntimeError(problem(f"the vocabulary lacks {word!r}", fix="Lookup(vocab, unknown_token='<unk>')"))
+        return np.array(numbers, self._dtype).reshape(np.shape(words))
+
+
+class PythonTokenizer:
+    """The words that a function finds in a string."""
+
+    def __init__(self, tokenizer: Callable[[str], Sequence[str]]) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: Any) -> Array:
+        words = [word for own in _texts(text) for word in self.tokenizer(own)]
+        return np.array(words or [""])
+
+
+class WhitespaceTokenizer(PythonTokenizer):
+    """What lies between spaces. ``with_offsets`` is refused."""
+
+    def __init__(self, with_offsets: bool = False) -> None:
+        if with_offsets:
+            raise NotImplementedError(problem(f"{type(self).__name__}(with_offsets=True)", fix="PythonTokenizer"))
+        super().__init__(self.words)
+
+    def words(self, text: str) -> list[str]:
+        return text.split()
+
+
+class UnicodeCharTokenizer(WhitespaceTokenizer):
+    """Every character."""
+
+    def words(self, text: str) -> list[str]:
+        return list(text)
+
+
+class BasicTokenizer(WhitespaceTokenizer):
+    """Words and marks of punctuation, each by itself; ``lower_case``: in small letters, which have no accents."""
+
+    def __init__(self, lower_case: bool = False, keep_whitespace: bool = False, *settings: Any, **named: Any) -> None:
+        super().__init__()
+        self.lower_case, self.pattern = lower_case, r"\w+|[^\w\s]|\s+" if keep_whitespace else r"\w+|[^\w\s]"
+
+    def words(self, text: str) -> list[str]:
+        return re.findall(self.pattern, text.lower() if self.lower_case else text)
+
+
+class RegexTokenizer(WhitespaceTokenizer):
+    """What lies between the matches of ``delim_pattern``; those that match ``keep_delim_pattern`` are kept."""
+
+    def __init__(self, delim_pattern: str, keep_delim_pattern: str = "", with_offsets: bool = False) -> None:
+        super().__init__(with_offsets)
+        self.pattern, self.kept = re.compile(delim_pattern), re.compile(keep_delim_pattern)
+
+    def words(self, text: str) -> list[str]:
+        found, place = [], 0
+        for match in self.pattern.finditer(text):
+            found.append(text[place : match.start()])
+            if self.kept.pattern and self.kept.fullmatch(match[0]):
+                found.append(match[0])
+            place = match.end()
+        return [word for word in (*found, text[place:]) if word]
+
+
+class _OfStrings:
+    """Every string changed."""
+
+    def __call__(self, text: Any) -> Array:
+        return np.array([self.changed(own) for own in _texts(text)]).reshape(np.shape(text))
+
+    def changed(self, text: str) -> str:
+        raise NotImplementedError
+
+
+class CaseFold(_OfStrings):
+    """In small letters."""
+
+    def changed(self, text: str) -> str:
+        return text.casefold()
+
+
+class RegexReplace(_OfStrings):
+    """Matches of ``pattern``, all or the first, replaced."""
+
+    def __init__(self, pattern: str, replace: str, replace_all: bool = True) -> None:
+        self.pattern, self.replace, self.count = re.compile(pattern), replace, 0 if replace_all else 1
+
+    def changed(self, text: str) -> str:
+        return self.pattern.sub(self.replace, text, self.count)
+
+
+class ToNumber:
+    """Strings as numbers."""
+
+    def __init__(self, data_type: Any) -> None:
+        self.dtype = numpys(data_type)
+
+    def __call__(self, text: Any) -> Array:
+        return np.array([float(own) for own in _texts(text)]).astype(self.dtype).reshape(np.shape(text))
+
+
+class Truncate:
+    """The first ``max_seq_len`` words."""
+
+    def __init__(self, max_seq_len: int) -> None:
+        self.length = max_seq_len
+
+    def __call__(self, words: Any) -> Array:
+        return np.asarray(words)[: self.length]
+
+
+class TruncateSequencePair:
+    """Two rows of words, whose ends are cut off, that of the longer first, until both together have ``max_length``."""
+
+    def __init__(self, max_length: int) -> None:
+        self.length = max_length
+
+    def __call__(self, first: Any, second: Any) -> tuple[Array, Array]:
+        sizes = [len(first), len(second)]
+        while sum(sizes) > self.length:
+            sizes[sizes[1] > sizes[0]] -= 1
+        return np.asarray(first)[: sizes[0]], np.asarray(second)[: sizes[1]]
+
+
+class AddToken:
+    """A word before the first, or with ``begin=False`` behind the last."""
+
+    def __init__(self, token: str, begin: bool = True) -> None:
+        self.token, self.begin = token, begin
+
+    def __call__(self, words: Any) -> Array:
+        own = _texts(words)
+        return np.array([self.token, *own] if self.begin else [*own, self.token])
+
+
+class SlidingWindow:
+    """All runs of ``width`` words: (runs, width)."""
+
+    def __init__(self, width: int, axis: int = 0) -> None:
+        self.width, self.axis = width, axis
+
+    def __call__(self, words: Any) -> Array:
+        return np.lib.stride_tricks.sliding_window_view(np.asarray(words), self.width, self.axis).copy()
+
+
+class Ngram:
+    """Runs of n words as one string, for every n; ``left_pad`` and ``right_pad``: (word, how many) at the ends."""
+
+    def __init__(
+        self, n: int | Sequence[int], left_pad: Any = ("", 0), right_pad: Any = ("", 0), separator: str = " "
+    ) -> None:
+        self.sizes, self.separator = [n] if isinstance(n, int) else list(n), separator
+        self.left, self.right = ([word] * count for word, count in (left_pad, right_pad))
+
+    def __call__(self, words: Any) -> Array:
+        listed = [*self.left, *_texts(words), *self.right]
+        runs = [
+            self.separator.join(listed[at : at + n]) for n in self.sizes for at in range(max(0, len(listed) - n + 1))
+        ]
+        return np.array(runs or [""])
+
+
+class WordpieceTokenizer(WhitespaceTokenizer):
+    """Words in the longest pieces that the vocabulary has, those behind the first with ``suffix_indicator``; a word of
+    which no pieces are found is ``unknown_token`` (Wu et al. 2016, section 4.1)."""
+
+    def __init__(
+        self,
+        vocab: Vocab,
+        suffix_indicator: str = "##",
+        max_bytes_per_token: int = 100,
+        unknown_token: str = "[UNK]",
+        with_offsets: bool = False,
+    ) -> None:
+        super().__init__(with_offsets)
+        self._known, self._suffix, self._longest = vocab.vocab(), suffix_indicator, max_bytes_per_token
+        self._unknown = unknown_token
+
+    def words(self, text: str) -> list[str]:
+        return [piece for word in text.split() for piece in self._pieces(word)]
+
+    def _pieces(self, word: str) -> list[str]:
+        pieces, start = [], 0
+        while start < len(word):
+            lead = self._suffix if start else ""
+            ends = (end for end in range(len(word), start, -1) if lead + word[start:end] in self._known)
+            end = next(ends, None)
+            if end is None or len(word.encode()) > self._longest:
+                return [self._unknown or word]
+            pieces.append(lead + word[start:end])
+            start = end
+        return pieces
+
+
+class BertTokenizer(WordpieceTokenizer):
+    """``BasicTokenizer``, then ``WordpieceTokenizer``."""
+
+    def __init__(self, vocab: Vocab, *settings: Any, lower_case: bool = False, **named: Any) -> None:
+        super().__init__(vocab, *settings, **named)
+        self._basic = BasicTokenizer(lower_case)
+
+    def words(self, text: str) -> list[str]:
+        return super().words(" ".join(self._basic.words(text)))
+
+
+__all__ = [
+    "AddToken", "BasicTokenizer", "BertTokenizer", "CaseFold", "Lookup", "Ngram", "PythonTokenizer", "RegexReplace",
+    "RegexTokenizer", "SlidingWindow", "ToNumber", "Truncate", "TruncateSequencePair", "UnicodeCharTokenizer", "Vocab",
+    "WhitespaceTokenizer", "WordpieceTokenizer", "to_bytes", "to_str",
+]  # fmt: skip
+__getattr__ = absent(
+    __name__, lambda: __all__, dict.fromkeys(("JiebaTokenizer", "SentencePieceTokenizer"), "PythonTokenizer(function)")
+)

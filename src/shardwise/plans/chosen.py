@@ -1,0 +1,160 @@
+"""What the search chooses for the stages of a pipeline, one by one. Equal stages are searched once: they have one plan,
+that of the stage among them which keeps most micro-batches, under the names of each."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwise.costs.memory import memory_of
+from shardwise.costs.routing import Router
+from shardwise.errors import PlanError, problem
+from shardwise.graph.form import GraphForm
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.plans.pipelining import Pipelining
+from shardwise.plans.quantities import format_bytes
+from shardwise.plans.refusal import nothing_fits
+from shardwise.programs.spmd import Choice, Spmd
+from shardwise.programs.vjp import Kinds
+from shardwise.rules.atoms import Factored
+from shardwise.search.auto import Search
+from shardwise.search.decide import decide
+from shardwise.search.fitting import plan_within
+from shardwise.search.kept import keep
+from shardwise.search.levers import Levers, blocks_of
+from shardwise.search.planner import Planner, built
+
+TRIES = 3  # to fit the values of all micro-batches in flight
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """The search for a part, or for one that equals it. ``names``: an operator or a parameter of the part -> what it is
+    called there."""
+
+    search: Search
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the search chose for a part by itself, and its program, with what it makes again (``levers``).
+    ``searched``: None where nothing was searched."""
+
+    factored: Factored
+    choice: Choice
+    spmd: Spmd
+    levers: Levers
+    searched: Searched | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.spmd.mesh
+
+
+@dataclass
+class Chooser:
+    """``known``: what decides a part's plan -> the first part that it was made for, and what was chosen."""
+
+    how: Pipelining
+    kinds: Kinds
+    known: dict[Hashable, tuple[GraphForm, Chosen]] = field(default_factory=dict)
+
+    def of_all(self, parts: tuple[Graph, ...], in_flight: tuple[int, ...], limit: float) -> list[Chosen]:
+        """The choices for all parts. ``in_flight``: the micro-batches that each keeps at once."""
+        forms = [GraphForm.of(part) for part in parts]
+        most: dict[Hashable, int] = {}
+        for form, count in zip(forms, in_flight, strict=True):
+            most[form.key] = max(most.get(form.key, 0), count)
+        return [self.of(part, most[form.key], limit) for part, form in zip(parts, forms, strict=True)]
+
+    def of(self, part: Graph, in_flight: int, limit: float) -> Chosen:
+        """The choice for a part. ``limit``: the bytes of a device for it."""
+        form = GraphForm.of(part)
+        place = {name: number for number, name in enumerate(form.ops)}
+        segments = [
+            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.how.segments
+        ]
+        said = self.how.settings.layouts
+        kept = [next((said[name] for name in s.names if name in said), None) for s in part.sources]
+        key = form.key, in_flight, limit, str(segments), str(kept)
+        if key not in self.known:
+            chosen = _choose(self.how, part, in_flight, limit, self.kinds)
+            self.known[key] = form, chosen
+            return chosen
+        first, chosen = self.known[key]
+        return chosen if first.ops == form.ops else self._renamed(chosen, first, form, part)
+
+    def _renamed(self, one: Chosen, first: GraphForm, form: GraphForm, part: Graph) -> Chosen:
+        """What was chosen for one part, for an equal one."""
+        op_of, value_of = first.renaming(form)
+        rules = {op_of[name]: rule for name, rule in one.factored.rules.items()}
+        factored = Factored(rules, {value_of[name]: atoms for name, atoms in one.factored.atoms.items()})
+        choice, route = one.choice, one.choice.route
+        if isinstance(route, Router):
+            parameters = frozenset(s.value for s in part.sources if s.kind == "parameter")
+            route = Router(route.axes, route.prices, factored.atoms, parameters)
+        choice = Choice(
+            {op_of[name]: strategy for name, strategy in choice.strategies.items()},
+            {value_of[name]: layout for name, layout in choice.sources.items()},
+            {value_of[name]: layout for name, layout in choice.shared.items()},
+            {value_of[name]: layout for name, layout in choice.delivered.items()},
+            route,
+        )
+        segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in one.levers.segments)
+        levers = replace(one.levers, segments=tuple(segments))
+        settings = replace(self.how.settings, levers=levers, zero=None)  # storage is in the choice
+        searched = None
+        if one.searched is not None:
+            sources = one.searched.search.cost.domains.graph.source_of
+            names = {own: name for name, own in op_of.items()}
+            called = {own: name for name, own in value_of.items()}
+            names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
+            searched = Searched(one.searched.search, names)
+        program = built(part, rules, choice, one.mesh, settings, self.kinds)
+        return Chosen(factored, *program, levers, searched)
+
+
+def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: Kinds) -> Chosen:
+    """What the search chooses for a part. ``limit``: the bytes of a device for it."""
+    names, scopes = set(part.op_by_name), {op.scope for op in part.ops}
+    annotations = tuple(own for own in how.annotations if own.scope in scopes)
+    segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
+    known = {name for source in part.sources for name in source.names}
+    has_blocks = bool(blocks_of(part))  # an embedding by itself has none
+    offload = "auto" if how.offload == "all" and not has_blocks else how.offload
+    recompute = how.recompute if has_blocks or segments else None
+    levers = Levers.of(part, segments, recompute, how.gathered or "held", offload)
+    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in known}
+    settings = replace(how.settings, levers=levers, layouts=layouts)
+    if not how.by_price:
+        (mesh,) = how.meshes
+        factored, choice = decide(part, annotations, mesh, how.mode)
+        choice = keep(choice, layouts, part, factored, mesh)
+        return Chosen(factored, *built(part, factored.rules, choice, mesh, settings, kinds), levers)
+    allowed = limit
+    for _ in range(TRIES):
+        planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=allowed))
+        planner = replace(planner, kinds=kinds)
+        planned = plan_within(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
+        if planned.ranking.excess:
+            raise nothing_fits(planned.ranking)
+        memory = memory_of(planned.spmd, planner.prices(planned.spmd.mesh), kinds=kinds)
+        others = (in_flight - 1) * memory.kept_bytes
+        if memory.peak.num_bytes + others <= limit:
+            called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
+            searched = Searched(planned.search, {name: name for name in called})
+            return Chosen(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
+        allowed = max(limit - others, 1.0)
+    raise PlanError(
+        problem(
+            f"a stage of {len(part.ops)} operators keeps {format_bytes(memory.kept_bytes)} of {in_flight} "
+            f"micro-batches at once, and has {format_bytes(limit)}",
+            op=part.ops[0].name,
+            fix="choose a smaller micro_batch, more stages, or 1F1B, which keeps fewer micro-batches than GPipe",
+        )
+    )
+
+
+__all__ = ["Chooser", "Chosen", "Searched"]

@@ -1,0 +1,348 @@
+"""What every step would make alike: values that depend on no input and no parameter, made once and kept.
+
+Rotary tables, positions, ALiBi, relative positions and masks are made of nothing, of constants and of buffers that the
+step does not write. What the rest of a step reads of them is *kept* from step to step: the program is divided into one
+that makes these values and one that is given them. Each rank keeps what it reads, that is its part. Who runs it makes
+them anew when a buffer has changed (``runtime.constants``).
+
+What is kept takes memory for good. So it is at most ``SHARE`` of what a rank holds of the sources and of the largest
+value of the step; what is larger is made in every step from what is kept. This is decided on layouts, alike on all
+ranks and for every variant of a program. Random numbers are never kept, nor what a conversion with a message makes, nor
+what the step returns, which its caller may change in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from shardwise.graph.ir import Ref, refs
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.schema import is_random, operator_name
+from shardwise.programs.casts import computed_name
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Compute, Convert, Copy, Instruction, sent_by, with_operands, with_results
+from shardwise.programs.lifetimes import AGAIN
+from shardwise.programs.micro_batches import is_of_step
+from shardwise.programs.passes import mark_overwrites, memories
+from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import Spmd, conversions_of
+from shardwise.programs.steps import Conversion, Step
+from shardwise.programs.vjp import numbered, typed
+
+# Of the bytes of sources and of the largest value. A rotary table is 1/32 of a hidden state of a Llama 8B, a mask of
+# booleans over 131,072 positions is 16 of them.
+SHARE = 1 / 16
+
+_COPY = torch.ops.aten.clone.default
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A program in two: ``constants`` delivers the values that ``step`` is given beside the sources."""
+
+    constants: Program
+    step: Program
+
+
+def with_constants_apart(program: Program, among: Collection[str] | None = None) -> Divided:
+    """The program without what is made once. ``among``: only these values are kept (those that another variant of the
+    program keeps)."""
+    return _Dividing(program, among).divided()
+
+
+def constant_values(spmd: Spmd) -> frozenset[str]:
+    """The names that depend on no input and no parameter, sources left out. Those that conversions send are none."""
+    return frozenset(_Analysis(spmd).makers)
+
+
+def fixed_sources(spmd: Spmd) -> frozenset[str]:
+    """The constants, and the buffers that the step does not write."""
+    written = {buffer for buffer, _ in spmd.mutations}
+    return frozenset(
+        source.value
+        for source in spmd.graph.sources
+        if source.kind in ("buffer", "constant")
+        and source.value not in written
+        and source.names[0] != SEED
+        and not is_of_step(source.value)
+    )
+
+
+# ----------------------------------------------------------------------------------------- what is kept, by its layouts
+
+
+@dataclass
+class _Analysis:
+    """``makers``: constant value -> what makes it; ``root``: name -> the one whose memory it may have."""
+
+    spmd: Spmd
+    makers: dict[str, Step | Conversion] = field(default_factory=dict)
+    root: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fixed = fixed_sources(self.spmd)
+        self.root = {name: name for name in self.fixed}
+        grad = self.spmd.graph.by_name
+        for one in self._all:
+            results = _results(one)
+            if isinstance(one, Conversion):
+                steady = not one.collectives()
+            else:
+                target = one.placed.op.target
+                steady = not is_random(target) and not any(grad[name].requires_grad for name in results)
+            if steady and self.root.keys() >= set(_operands(one)):
+                self.makers.update(dict.fromkeys(results, one))
+                self.root.update({name: self._root(one, name) for name in results})
+
+    @cached_property
+    def _all(self) -> list[Step | Conversion]:
+        return [
+            one for step in self.spmd.steps for one in ((step,) if isinstance(step, Step) else conversions_of(step))
+        ]
+
+    def _is_constant(self, one: Step | Conversion) -> bool:
+        return self.makers.get(_results(one)[0]) is one
+
+    def _root(self, one: Step | Conversion, name: str) -> str:
+        """The name whose memory a result has at most."""
+        if isinstance(one, Conversion) or not _is_view(one) or not one.operands:
+            return name
+        operand, layouts = one.operands[0], self.spmd.layouts
+        grows = layouts[name].max_local_numel > layouts[operand].max_local_numel
+        return name if grows and operator_name(one.placed.op.target) != "expand" else self.root[operand]
+
+    @cached_property
+    def held(self) -> frozenset[str]:
+        """What the step returns, and what that is a view of."""
+        spmd = self.spmd
+        held = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
+        for one in reversed(self._all):
+            if self._is_constant(one) and held.intersection(_results(one)) and _is_view(one):
+                held.update(_operands(one))
+        return frozenset(name for name in held if name in self.makers)
+
+    @cached_property
+    def same(self) -> Mapping[str, str]:
+        """Constant -> the first one that is made alike (layers each make a mask)."""
+        known: dict[object, tuple[str, ...]] = {}
+        same: dict[str, str] = {name: name for name in self.fixed}
+        for one in self._all:
+            if self._is_constant(one):
+                results, operands = _results(one), tuple(same[name] for name in _operands(one))
+                key = _made_by(one), operands, tuple(self.spmd.layouts[name] for name in results)
+                firsts = results if self.held.intersection(results) else known.setdefault(key, results)
+                same.update(zip(results, firsts, strict=True))
+        return same
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The constants that others read, as far as there is room."""
+        limit = SHARE * (sum(map(self._num_bytes, self.spmd.graph.source_of)) + self._largest())
+        wanted: set[str] = set(self.held)
+        kept: set[str] = set()
+        roots: set[str] = set(self.fixed)
+        for one in reversed(self._all):
+            results = _results(one)
+            if self._is_constant(one):
+                read = wanted.intersection(results)
+                if not read:
+                    continue
+                more = {self.root[name] for name in read} - roots
+                size = sum(map(self._num_bytes, more))
+                if size <= limit and not self.held.intersection(results):
+                    limit -= size
+                    kept |= read
+                    roots |= more
+                    continue
+            wanted.update(self.same.get(name, name) for name in _operands(one))
+        casts = {name for name in self.fixed & wanted if self.spmd.graph.by_name[name].stored is not None}
+        return frozenset(kept | casts)
+
+    def _num_bytes(self, name: str) -> int:
+        """What a rank holds of a value, at most."""
+        maker, graph = self.makers.get(name), self.spmd.graph
+        value = graph.by_name[maker.origin if isinstance(maker, Conversion) else name]
+        dtype = value.kept_dtype if name in graph.source_of else value.dtype
+        return self.spmd.layouts[name].max_local_numel * dtype.itemsize
+
+    def _largest(self) -> int:
+        results = (name for s in self.spmd.steps if isinstance(s, Step) for name in s.placed.op.results)
+        return max((self._num_bytes(name) for name in results if name not in self.makers), default=0)
+
+
+def _results(one: Step | Conversion) -> tuple[str, ...]:
+    return one.placed.op.results if isinstance(one, Step) else (one.result,)
+
+
+def _operands(one: Step | Conversion) -> tuple[str, ...]:
+    return one.operands if isinstance(one, Step) else (one.value,)
+
+
+def _made_by(one: Step | Conversion) -> object:
+    """A key without names."""
+    if isinstance(one, Conversion):
+        return one.source, one.target, one.moves
+    op = one.placed.op
+    call, _ = numbered(op.target, op.args, op.kwargs)
+    return typed(call), one.operand_layouts, one.placed.strategy
+
+
+def _is_view(one: Step | Conversion) -> bool:
+    """Whether a result may have the memory of an operand."""
+    if isinstance(one, Conversion):
+        return True
+    returns = one.placed.op.target._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+
+
+# ----------------------------------------------------------------------------------------------- the program of a rank
+
+
+@dataclass
+class _Dividing:
+    program: Program
+    among: Collection[str] | None
+
+    def divided(self) -> Divided:
+        program = self.program
+        analysis = _Analysis(self.spmd)
+        wanted = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
+        if self.among is not None:
+            wanted &= set(self.among)
+        made = self._constants(analysis)
+        copied = {i.value for i in (*program.forward, *program.backward) if isinstance(i, Copy)}
+        wanted = {name for name in wanted - copied if name in made}
+        alike = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
+        same = {name: name for name in wanted} | {name: kept for name, kept in alike.items() if kept in wanted}
+        same |= {name + AGAIN: kept for name, kept in same.items()}
+        forward = [one for one in program.forward if not wanted.intersection(one.results)]
+        forward, backward = (
+            [with_operands(one, lambda name: same.get(name, name)) for one in half]
+            for half in (forward, program.backward)
+        )
+        forward, backward = self._without_unread(forward, backward, set(made))
+        read = {name for one in (*forward, *backward) for name in one.operands} | self._ends
+        given = tuple(name for one in program.forward for name in one.results if name in wanted and name in read)
+        there = {*program.taken, *given, *(name for one in forward for name in one.results)}
+        late = dict.fromkeys(name for one in backward for name in one.operands)
+        step = replace(
+            program,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            saved=tuple(name for name in late if name in there),
+            aliases={name: same.get(other, other) for name, other in program.aliases.items()} | same,
+            given=(*program.given, *given),
+        )
+        return Divided(self._making(given, made), mark_overwrites(step) if given else program)
+
+    @property
+    def spmd(self) -> Spmd:
+        return self.program.spmd
+
+    @property
+    def _ends(self) -> set[str]:
+        return {*self.program.delivered, *(value for _, value in self.program.mutations)}
+
+    def _constants(self, analysis: _Analysis) -> dict[str, Instruction]:
+        """Name -> the instruction of forward that makes it out of what does not change."""
+        values = {self.program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
+        made: dict[str, Instruction] = {}
+        for one in self.program.forward:
+            steady = isinstance(one, Convert) or (isinstance(one, Compute) and _is_steady(one))
+            known = all(name in made or name in analysis.fixed for name in one.operands)
+            if steady and known and values.issuperset(one.results) and not sent_by(one):
+                made.update(dict.fromkeys(one.results, one))
+        return made
+
+    def _without_unread(
+        self, forward: Sequence[Instruction], backward: Sequence[Instruction], constants: set[str]
+    ) -> tuple[list[Instruction], list[Instruction]]:
+        """Both halves without the constants, made once or again, that nothing reads any more."""
+        read = set(self._ends)
+        constants = constants | {name + AGAIN for name in constants}
+        left: tuple[list[Instruction], list[Instruction]] = [], []
+        for half, instructions in ((1, backward), (0, forward)):
+            for one in reversed(instructions):
+                is_constant = bool(one.results) and constants.issuperset(one.results)
+                if is_constant and not read.intersection(one.results):
+                    continue
+                read.update(one.operands)
+                left[half].append(one)
+        return left[0][::-1], left[1][::-1]
+
+    def _making(self, given: Sequence[str], made: Mapping[str, Instruction]) -> Program:
+        """The program that delivers some constants."""
+        needed: set[str] = set()
+        waiting = list(given)
+        while waiting:
+            name = waiting.pop()
+            if name in made and name not in needed:
+                needed.add(name)
+                waiting += made[name].operands
+        program = self.program
+        forward = [one for one in program.forward if needed.intersection(one.results)]
+        forms = dict(program.forms)
+        return replace(
+            program,
+            forward=tuple(_of_their_own(forward, given, program, forms)),
+            backward=(),
+            saved=(),
+            delivered=tuple(given),
+            mutations=(),
+            cotangents=(None,) * len(given),
+            gradients={},
+            forms=forms,
+            given=(),
+        )
+
+
+def _is_steady(one: Compute) -> bool:
+    """Whether a kernel makes the same whenever it runs, and changes nothing."""
+    return isinstance(one.target, torch._ops.OpOverload) and not is_random(one.target) and not one.writes
+
+
+def _of_their_own(
+    forward: Sequence[Instruction], given: Sequence[str], program: Program, forms: dict[str, Form]
+) -> list[Instruction]:
+    """The instructions, with copies of what is kept of a larger memory that would else stay whole."""
+    root = memories(forward, program.spmd.graph.source_of)
+    of_root: dict[str, list[str]] = {}
+    for name in given:
+        if root[name] not in program.spmd.graph.source_of:
+            of_root.setdefault(root[name], []).append(name)
+    parts = {
+        name
+        for base, names in of_root.items()
+        for name in names
+        if sum(forms[one].num_bytes for one in names) < forms[base].num_bytes
+        and all(_is_dense(forms[n]) for n in names)
+    }
+    written: list[Instruction] = []
+    for one in forward:
+        names = {name: f"{name}@whole" for name in one.results if name in parts}
+        if not names:
+            written.append(one)
+            continue
+        written.append(with_results(one, [names.get(name, name) for name in one.results]))
+        for name, whole in names.items():
+            forms[whole] = forms[name]
+            written.append(Compute(_COPY, (Ref(whole),), (), (name,), ((),), (forms[name],), (None,), one.origin))
+    return written
+
+
+def _is_dense(form: Form) -> bool:
+    """Whether a copy has the same strides."""
+    step = 1
+    for size, stride in sorted(zip(form.shape, form.stride, strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+__all__ = ["SHARE", "Divided", "constant_values", "fixed_sources", "with_constants_apart"]

@@ -1,0 +1,138 @@
+"""One rank's program of a plan, run by itself: what its operators take, beside the prediction.
+
+There are no other ranks. The process group is PyTorch's fake one: messages take no time, and what arrives is made of
+what was sent. So the numbers mean nothing; their shapes, and what is computed with them, are those of the rank. That is
+how one device measures its part of a plan for thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
+from shardwise.graph.called import call_arguments
+from shardwise.layouts.placement import Placement
+from shardwise.plans.bind import program_of
+from shardwise.plans.example import Example, planned_graph
+from shardwise.plans.plan import Plan
+from shardwise.programs.spmd import Spmd
+from shardwise.runtime.calls import Calls, Settings
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.repeated import RepeatedStep
+from shardwise.runtime.room import check_room, room_on
+from shardwise.runtime.step import Step
+from shardwise.runtime.step_profile import StepProfile, profile_step
+
+_SCALE = 0.02  # of the numbers that stand for parameters and inputs
+
+
+def run_alone(
+    module: torch.nn.Module,
+    example_inputs: Any,
+    plan: Plan,
+    rank: int,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    device: torch.device | str | None = None,
+    compile: bool = False,
+    steps: int = 3,
+) -> StepProfile:
+    """A training step of one rank of ``plan``, measured ``steps`` times without the other ranks, beside the prediction:
+    operators and memory; of messages nothing is said. Of several passes all are run.
+
+    ``module`` and ``example_inputs`` may be meta tensors; values are made up on ``device`` (by default the current GPU,
+    where there is one). Raises PlanError for a rank that the plan has not, and for a plan of stages; LaunchError where
+    this process is one of several ranks; OutOfDeviceMemoryError for a GPU without room for the rank's program.
+    """
+    if dist.is_initialized():
+        fix = "run it in a process by itself, started without shardwise run -n or torchrun"
+        raise LaunchError(problem("this process is a rank of a job, and a rank alone has no others", fix=fix))
+    if plan.is_pipeline:
+        fix = "give the plan of one stage; sw.plan(stages=1) makes one"
+        raise PlanError(problem("a rank of a plan of stages does not run alone", fix=fix))
+    if not 0 <= rank < plan.num_ranks:
+        raise PlanError(
+            problem(f"the plan is for ranks 0 to {plan.num_ranks - 1}, not {rank}", fix="name one of these")
+        )
+    if steps < 1:
+        raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        check_room(plan, {rank: room_on(device)})
+    call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)
+    graph = planned_graph(call, plan)
+    if graph.loss is None:
+        fix = "return the loss first, or give a loss beside the inputs"
+        raise ShardwiseError(problem("the module returns no loss to differentiate", fix=fix))
+    spmd = program_of(plan, graph, training=module.training)
+    with _without_others(rank, plan.num_ranks):
+        ranks = _Alone(Placement.whole(plan.mesh))
+        calls = Calls(module, plan, Settings(loss, "global", device, compile), ranks, ranks)
+        calls.create_groups(spmd)
+        own = calls.step_of(spmd, loss_only=True, repeats=plan.micro_batches > 1)
+        tensors = _made_up(spmd, ranks, device)
+        run = _steps(own, tensors, plan.micro_batches)
+        return profile_step(run, lambda: own, plan, list(tensors), device, steps, alone=rank)
+
+
+@contextmanager
+def _without_others(rank: int, size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Alone(Communicator):
+    """Of a rank without others: there are no groups but its own."""
+
+    def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
+        device = self.place.device_of(self.rank)
+        for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
+            if frozenset(axes) not in self._groups:
+                members = sorted(self.place.ranks[other] for other in self.mesh.group(axes, device))
+                self._groups[frozenset(axes)] = dist.new_group(members)
+
+
+def _made_up(spmd: Spmd, ranks: Communicator, device: torch.device) -> list[Tensor]:
+    """A tensor for every source: small random numbers, and zeros where these are integers or booleans."""
+    tensors = []
+    for source in spmd.graph.sources:
+        value = spmd.graph.by_name[source.value]
+        shape = spmd.layouts[source.value].local_shape(ranks.coordinates)
+        made = torch.zeros(shape, dtype=value.kept_dtype, device=device)
+        if made.is_floating_point() or made.is_complex():
+            made.normal_(std=_SCALE)
+        tensors.append(made.requires_grad_(source.trainable))
+    return tensors
+
+
+def _steps(own: Step | RepeatedStep, tensors: list[Tensor], passes: int) -> Callable[[], None]:
+    """Forward and backward of a whole batch."""
+
+    def run() -> None:
+        for tensor in tensors:
+            tensor.grad = None
+        if isinstance(own, Step):
+            delivered, _ = own(tensors)
+            delivered[0].backward()  # the loss is delivered first
+            return
+        running = own.begin(tensors)
+        for _ in range(passes):
+            running.run(tensors)
+        running.end()
+
+    return run
+
+
+__all__ = ["run_alone"]

@@ -1,0 +1,165 @@
+"""What programs rely on that no other page of tests names: small things, each beside its formula."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardwise.mindspore as ms
+import shardwise.mindspore.dataset as ds
+from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+
+def test_cells_with_names_tuples_of_parameters_and_parameters_as_tensors() -> None:
+    net = nn.SequentialCell(OrderedDict([("first", nn.Dense(3, 4)), ("act", nn.ReLU()), ("last", nn.Dense(4, 2))]))
+    assert list(net.parameters_dict()) == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    assert [type(own).__name__ for own in (net.first, net[1], *net[1:])] == ["Dense", "ReLU", "ReLU", "Dense"]
+    net.insert(1, nn.Tanh())
+    assert [type(own).__name__ for own in net] == ["Dense", "Tanh", "ReLU", "Dense"]
+
+    class Towers(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = ParameterTuple(Parameter(Tensor(np.full((2, 2), i + 1.0)), f"w{i}") for i in range(2))
+
+        def construct(self, x: Any) -> Any:
+            return x @ self.towers[0] + self.towers[1]
+
+    cell = Towers()
+    assert [p.name for p in cell.trainable_params()] == ["w0", "w1"]
+    assert cell.towers[0] is cell.w0
+    weight = cell.w0
+    assert (weight * 2).asnumpy().tolist() == (2 * weight).asnumpy().tolist() == [[2, 2], [2, 2]]
+    copied = weight.clone()
+    weight += 1
+    weight[0] = 5.0
+    assert weight.data.asnumpy().tolist() == [[5, 5], [2, 2]]
+    assert copied.asnumpy().tolist() == [[1, 1], [1, 1]]
+    assert weight.std().item() == 1.5  # of a population
+    assert isinstance(weight.clone("zeros"), Parameter)
+
+
+def test_methods_of_tensors() -> None:
+    x = Tensor(np.arange(24.0).reshape(2, 3, 4))
+    assert x.transpose(2, 0, 1).view(4, -1).shape == (4, 6)  # not in order in memory
+    value, place = x.max(axis=2, return_indices=True)
+    assert (value.shape, place[0].asnumpy().tolist()) == ((2, 3), [3, 3, 3])
+    assert x.sum(axis=0, dtype=ms.float32).dtype == ms.float32
+    assert x.take(Tensor([2, 0]), 1).asnumpy().tolist() == x.asnumpy().take([2, 0], 1).tolist()
+    assert (x.item(5), x.item((1, 0, 1)), float(x.ptp())) == (5.0, 13.0, 23.0)
+    assert x.strides == (96, 32, 8)
+
+
+@pytest.mark.parametrize("kind", ["add", "sub", "mul", "div", "max", "min"])
+def test_scatters_combine_with_what_is_there(kind: str) -> None:
+    combine: Any = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum,
+                    "min": np.minimum}[kind]  # fmt: skip
+    numbers = np.random.RandomState(0)
+    start, updates = numbers.rand(4, 3) + 0.5, numbers.rand(3, 3) + 0.5
+    rows, places = np.array([2, 0, 2]), np.array([[0, 1], [3, 2], [0, 1]])
+    by_rows, by_places = start.copy(), start.copy()
+    combine.at(by_rows, rows, updates)
+    combine.at(by_places, tuple(places.T), updates[0])
+    parameter = Parameter(start)  # of a copy
+    getattr(ops, f"scatter_{kind}")(parameter, Tensor(rows), Tensor(updates))
+    np.testing.assert_allclose(parameter.asnumpy(), by_rows, rtol=1e-12)
+    found = getattr(ops, f"tensor_scatter_{kind}")(Tensor(start), Tensor(places), Tensor(updates[0]))
+    np.testing.assert_allclose(found.asnumpy(), by_places, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of its forward derivatives
+def test_derivatives_of_functions() -> None:
+    def function(x: Any, y: Any) -> Any:
+        return x * y, x**2
+
+    x, y = Tensor(3.0), Tensor(2.0)
+    value, product = ms.jvp(function, (x, y), (Tensor(1.0), Tensor(10.0)))
+    assert [float(own) for own in (*value, *product)] == [6, 9, 32, 6]
+    value, back = ms.vjp(function, x, y)
+    assert [float(own) for own in back(Tensor(1.0), Tensor(1.0))] == [8, 3]
+    for jacobian in (ms.jacrev, ms.jacfwd):
+        assert jacobian(lambda own: own**2)(Tensor([1.0, 2.0])).asnumpy().tolist() == [[2, 0], [0, 4]]
+    seen = []
+    hook = ops.HookBackward(lambda grads: seen.append(float(grads[0])) or grads[0] * 2)
+    assert float(ms.grad(lambda own: hook(own * 3) * 5)(x)) == 30
+    assert seen == [5]
+
+
+class OwnMomentum(nn.Optimizer):
+    def __init__(self, params: Any, learning_rate: Any, momentum: float = 0.9) -> None:
+        super().__init__(learning_rate, params)
+        self.momentum, self.moments = momentum, self.parameters.clone(prefix="moments", init="zeros")
+
+    def construct(self, gradients: Sequence[torch.Tensor]) -> Any:
+        for parameter, moment, gradient in zip(self.parameters, self.moments, gradients, strict=True):
+            ops.assign(moment, moment * self.momentum + gradient)
+            ops.assign(parameter, parameter - moment * self.get_lr())
+        return True
+
+
+def test_optimizers_of_ones_own_and_rates_that_are_assigned_to() -> None:
+    weights = [[Parameter(np.linspace(1, 2, 4), "w")] for _ in range(2)]
+    rates = [0.1, 0.05, 0.05]
+    own, known = OwnMomentum(weights[0], 0.1), nn.Momentum(weights[1], 0.1, 0.9)
+    for rate in rates:
+        for optimizer in (own, known):
+            ops.assign(optimizer.learning_rate, Tensor(rate, ms.float64))
+            optimizer([Tensor(np.full(4, 0.5))])
+    np.testing.assert_allclose(weights[0][0].asnumpy(), weights[1][0].asnumpy(), rtol=1e-14)
+    sums = 0.5 * np.array([1, 1.9, 1 + 0.9 * 1.9])
+    np.testing.assert_allclose(weights[0][0].asnumpy(), np.linspace(1, 2, 4) - sums @ rates, rtol=1e-14)
+    assert nn.NaturalExpDecayLR(0.1, 0.9, 4)(2) == pytest.approx(0.1 * np.exp(-0.45))
+    assert nn.InverseDecayLR(0.1, 0.5, 4)(2) == pytest.approx(0.1 / 1.25)
+
+
+def test_words_become_numbers_and_rows_of_like_lengths_share_batches() -> None:
+    texts = ds.NumpySlicesDataset(["a bad film", "a fine film", "fine"], ["text"], shuffle=False)
+    words = texts.map(ds.text.WhitespaceTokenizer(), ["text"])
+    vocab = ds.text.Vocab.from_dataset(words, "text", special_tokens=["<unk>", "<pad>"])
+    assert vocab.vocab() == {"<unk>": 0, "<pad>": 1, "a": 2, "film": 3, "fine": 4, "bad": 5}
+    lookup = ds.text.Lookup(vocab, "<unk>")
+    assert lookup(["fine", "plot"]).tolist() == [4, 0]
+    with pytest.raises(RuntimeError, match="plot"):
+        ds.text.Lookup(vocab)(["plot"])
+    batches = words.map(lookup, ["text"]).bucket_batch_by_length(["text"], [2], [1, 2], pad_info={"text": ([4], 1)})
+    rows = [row["text"].tolist() for row in batches.create_dict_iterator(num_epochs=1, output_numpy=True)]
+    assert rows == [[[2, 5, 3, 1], [2, 4, 3, 1]], [[4, 1, 1, 1]]]
+    assert batches.get_dataset_size() == 2
+    pieces = ds.text.WordpieceTokenizer(ds.text.Vocab.from_list(["un", "##able", "[UNK]"]))
+    assert pieces("unable unkind").tolist() == ["un", "##able", "[UNK]"]
+
+
+def test_a_training_cell_is_a_model_and_metrics_are_given_tensors(tmp_path: Path) -> None:
+    class Seen(nn.Metric):
+        def clear(self) -> None:
+            self.total = 0.0
+
+        def update(self, *inputs: Any) -> None:
+            self.total += float(inputs[0].asnumpy().sum())
+
+        def eval(self) -> float:
+            return self.total
+
+    net = nn.Dense(2, 1, weight_init="ones")
+    step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 0.1))
+    data = ds.NumpySlicesDataset((np.ones((4, 2), np.float32), np.zeros((4, 1), np.float32)), ["x", "y"]).batch(2)
+    before = net.weight.asnumpy().copy()
+    ms.Model(step).train(1, data)
+    assert (net.weight.asnumpy() < before).all()
+    assert ms.Model(net, nn.MSELoss(), metrics={"seen": Seen()}).eval(data)["seen"] == pytest.approx(
+        4 * net(Tensor(np.ones((1, 2), np.float32))).asnumpy().item()
+    )
+    with pytest.raises(ValueError, match="needs an optimizer"):
+        ms.Model(net, nn.MSELoss()).train(1, data)
+    file = str(tmp_path / "net.ckpt")
+    ms.save_checkpoint(net, file, append_dict={"epoch_num": 3})
+    assert set(ms.load_checkpoint(file, filter_prefix="bias")) == {"weight", "epoch_num"}
+    assert int(ms.load_checkpoint(file)["epoch_num"].asnumpy()) == 3
+    assert ms.load_param_into_net(net, ms.load_checkpoint(file, choice_func=lambda name: "bias" in name)) == (
+        ["weight"], [])  # fmt: skip

@@ -1,0 +1,70 @@
+"""A plan of stages explains operators and parameters by the search of their stage, equal ones by that of the first."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.report.planned import InStage
+
+
+class Stack(nn.Module):
+    """Four equal blocks; stages 1 and 2 of four are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 1024)
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))
+        self.head = nn.Linear(1024, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+@pytest.fixture(scope="module")
+def plan() -> sw.Plan:
+    model = Stack()
+    for i, block in enumerate(model.blocks):
+        sw.stage(block, i // 2 + 1)
+    sw.stage(model.first, 0)
+    sw.stage(model.head, 4)
+    cluster = sw.Cluster.load("h100-2x5")
+    return sw.plan(model, torch.zeros(160 * 64, 64), cluster, stages="marked", micro_batch=32 * 64, mesh=sw.Mesh(x=2))
+
+
+def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
+    explained, alike = 0, set()
+    for number, stage in enumerate(plan.stages):
+        for entry in stage.operators:
+            if not entry.name.endswith("linear"):
+                continue
+            found = plan.explain(entry.name)
+            assert isinstance(found, InStage)
+            assert found.stage == number
+            (chosen,) = (own for own in found.explanation.alternatives if own.chosen)
+            assert chosen.choice == (entry.strategy or "whole")
+            alike.add((number, bool(found.alike)))
+            assert (f"in stage {number}, planned as an equal one" in str(found)) == bool(found.alike)
+            explained += 1
+    assert explained == 8
+    assert any(entry.strategy for stage in plan.stages for entry in stage.operators), "something is split"
+    assert alike >= {(1, False), (2, True), (3, True)}, alike
+    parameter = plan.explain("blocks.3.weight")
+    assert parameter.alike == "blocks.1.weight"
+
+
+def test_what_is_not_known_is_refused(plan: sw.Plan) -> None:
+    with pytest.raises(sw.PlanError, match=r"no stage has 'blocks\.3\.wieght'(.|\n)*blocks\.3\.weight"):
+        plan.explain("blocks.3.wieght")
+    with pytest.raises(sw.PlanError, match="its file has none of them"):
+        pickle.loads(pickle.dumps(plan)).explain("blocks.3.weight")
+    propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
+    with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
+        propagated.explain("blocks.3.weight")

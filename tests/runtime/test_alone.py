@@ -1,0 +1,120 @@
+"""One rank of a large plan runs by itself, and is measured beside the prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.errors import LaunchError, PlanError, ShardwiseError
+from shardwise.runtime.alone import run_alone
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.up = nn.Embedding(96, 64), nn.Linear(64, 256)
+        self.down, self.head = nn.Linear(256, 64), nn.Linear(64, 96, bias=False)
+        self.register_buffer("order", torch.arange(96).flip(0))
+
+    def forward(self, ids, labels):
+        x = self.table(self.order[ids])
+        x = x + self.down(F.dropout(F.gelu(self.up(x)), 0.1))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+def build():
+    with torch.device("meta"):
+        ids = torch.zeros(64, 12, dtype=torch.int64)
+        return Net(), (ids, ids)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def built(place: Path) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    scope: dict[str, Any] = {}
+    exec((place / "model.py").read_text(), scope)
+    made: tuple[nn.Module, tuple[torch.Tensor, ...]] = scope["build"]()
+    return made
+
+
+SETTINGS = {
+    "tensor-parallel": {"mesh": sw.Mesh(dp=64, tp=8), "strategies": {"up": "m@dp n@tp", "head": "n@tp"}},
+    "zero 3": {"mesh": sw.Mesh(dp=16), "mode": "data_parallel", "zero": 3},
+    "passes": {"mesh": sw.Mesh(dp=8), "mode": "data_parallel", "global_batch": 64, "micro_batch": 16},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_rank_is_measured_alone(place: Path, name: str) -> None:
+    module, inputs = built(place)
+    plan = sw.plan(module, inputs, SETTINGS[name]["mesh"].num_devices, **SETTINGS[name])
+    rank = plan.num_ranks - 3
+    measured = run_alone(module, inputs, plan, rank, steps=1)
+    assert measured.alone == rank
+    assert not dist.is_initialized(), "nothing is left of it"
+    own, predicted = ({(e.part, e.name) for e in events} for events in measured.events)
+    assert predicted <= own, "all that is predicted is measured, and views besides"
+    assert len(predicted) > 12, "forward and backward of every operator"
+    assert not any(event.stream for events in measured.events for event in events), "messages are left out"
+    seconds, expected = measured.step_seconds
+    assert seconds > 0 < expected
+    held, foreseen = measured.peak_bytes
+    least = 0.6 if name == "zero 3" else 0.95  # buffers of messages are predicted; CPU ranks count values only
+    assert least < held / foreseen < 1.05
+    assert f"rank {rank} of {plan.num_ranks} alone" in str(measured)
+
+
+def test_the_command_measures_a_rank_of_a_plan_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module, inputs = built(place)
+    plan = sw.plan(module, inputs, 16384, mesh=sw.Mesh(dp=64, tp=8, more=32), strategies={"up": "m@dp n@tp"})
+    plan.save(place / "plan.json")
+    model = f"{place / 'model.py'}:build"
+    assert main(["run", "--alone", "16000", str(place / "plan.json"), model, "--steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("rank 16000 of 16384 alone: without messages\nforward and backward ")
+    assert "forward of up/linear" in said or "backward of up/linear" in said
+    for arguments, words in (
+        (["--alone", "16384", str(place / "plan.json"), model], "the plan is for ranks 0 to 16383, not 16384"),
+        (["-n", "2", "--alone", "1", str(place / "plan.json"), model], "--alone runs one rank without others, and -n"),
+        (["--alone", "1", str(place / "none.json"), model], "none.json"),
+        (["--alone", "1", str(place / "plan.json"), model, "--steps", "0"], "steps is a number from 1, not 0"),
+    ):
+        assert main(["run", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_what_can_not_run_alone_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = built(place)
+    plan = sw.plan(module, inputs, 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
+    staged = sw.plan(module, inputs, 2, mesh=sw.Mesh(dp=1), stages=2, global_batch=64, micro_batch=32)
+    with pytest.raises(PlanError, match="a rank of a plan of stages does not run alone"):
+        run_alone(module, inputs, staged, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "is_initialized", lambda: True)
+        with pytest.raises(LaunchError, match="this process is a rank of a job"):
+            run_alone(module, inputs, plan, 0)
+    no_loss, x = nn.Linear(4, 4), torch.zeros(8, 4)
+    other = sw.plan(no_loss, x, 2, mesh=sw.Mesh(dp=2))
+    with pytest.raises(ShardwiseError, match="returns no loss"):
+        run_alone(no_loss, x, other, 0)
+    assert run_alone(no_loss, (x,), sw.plan(no_loss, x, 2, mesh=sw.Mesh(dp=2), loss=_mean), 0, loss=_mean).rows
+
+
+def _mean(y: torch.Tensor) -> torch.Tensor:
+    return F.relu(y).mean()

@@ -1,0 +1,115 @@
+"""Short programs say what a long one takes: seconds and peak of a model of many equal blocks, from programs of few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardwise as sw
+from search.deep_model import LAYERS, Deep
+from shardwise.costs.timeline import simulate
+from shardwise.graph.capture import capture
+from shardwise.graph.folding import Folding
+from shardwise.graph.form import GraphForm
+from shardwise.graph.ir import Graph
+from shardwise.search import folded
+from shardwise.search.candidates import candidates
+from shardwise.search.fitting import plan_within
+from shardwise.search.levers import Levers
+from shardwise.search.planner import Planner, Settings
+
+
+def graph_of(skips: bool = False) -> Graph:
+    with torch.device("meta"):
+        model, ids = Deep(skips=skips), torch.zeros(16, 256, dtype=torch.int64)
+    return capture(model, (ids, ids)).graph
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return graph_of()
+
+
+@pytest.fixture(autouse=True)
+def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "LEAST_OPERATORS", 0)
+    monkeypatch.setattr(folded, "WORTH", 10.0)
+
+
+def levers(graph: Graph, how: str) -> Levers:
+    whole = Levers.of(graph, (), "full")
+    return {
+        "none": Levers(),
+        "cheap": Levers.of(graph, (), "cheap"),
+        "full": whole,
+        "gathered again": Levers.of(graph, (), None, "again"),
+        "on the host": Levers.of(graph, (), None, "held", "all"),
+        "half of the blocks": Levers(whole.segments[:4]),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["none", "cheap", "full", "gathered again", "on the host", "half of the blocks"])
+def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) -> None:
+    settings = Settings(levers=levers(graph, how), bucket_bytes=0)
+    planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=4, tp=2),), settings)
+    searches, _ = planner._searches()
+    found = candidates(searches, "dynamic_programming", planner.limit)
+    assert len(found) > 1
+    num_folded = 0
+    for candidate in found:
+        short, whole = planner._built(candidate), planner._built(candidate, whole=True)
+        assert short.step is not None
+        assert whole.step is not None
+        num_folded += short.spmd is None
+        # Messages of neighbours may leave a little earlier or later.
+        assert short.step.seconds == pytest.approx(whole.step.seconds, rel=2e-3)
+        assert short.num_bytes == pytest.approx(whole.num_bytes, rel=2e-3)
+        assert short.step.kept_bytes == whole.step.kept_bytes
+        assert short.step.compute == pytest.approx(whole.step.compute, rel=1e-6)
+    assert num_folded, "some were folded"
+
+
+def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: Graph) -> None:
+    """Under a limit that takes levers, eased block by block."""
+    cluster, mesh = sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),)
+    settings = Settings(memory_bytes=1.2e9)
+    planner = Planner.of(graph, (), cluster, mesh, settings)
+    short, whole = plan_within(planner, ()), plan_within(replace(planner, folded=None), ())
+    assert short.levers.segments, "it makes something again"
+    assert short.prediction.simulated_seconds == pytest.approx(whole.prediction.simulated_seconds, rel=2e-3)
+    own = simulate(short.spmd, short.search.cost.domains.prices)
+    assert short.prediction.simulated_seconds == own.seconds
+    assert short.prediction.peak_bytes == own.peak_bytes <= 1.2e9
+
+
+def test_a_shorter_graph_computes_the_shorter_model(graph: Graph) -> None:
+    folding = Folding.of(graph)
+    assert [len(run) for run in folding.runs(lambda number: 0)] == [1, LAYERS - 1]
+    short = folding.without(range(2, LAYERS - 1))
+    assert short is not None
+    with torch.device("meta"):
+        model, ids = Deep(), torch.zeros(16, 256, dtype=torch.int64)
+        model.layers = model.layers[:3]
+    assert GraphForm.of(short).key == GraphForm.of(capture(model, (ids, ids)).graph).key
+    assert folding.without(()) is graph
+
+
+def test_what_is_read_from_afar_is_not_left_out() -> None:
+    folding = Folding.of(graph_of(skips=True))
+    assert folding.without([LAYERS // 2]) is None
+    assert folding.without([2]) is not None, "others are"
+
+
+def test_forms_tell_blocks_that_differ(graph: Graph) -> None:
+    with torch.device("meta"):
+        wide, ids = Deep(), torch.zeros(16, 256, dtype=torch.int64)
+    wide.layers[4].norm.eps = 1e-3
+    kinds = Folding.of(capture(wide, (ids, ids)).graph).kinds
+    assert len(set(kinds[1:])) == 2
+    assert kinds[4] != kinds[3] == kinds[5]
+    frozen = Deep().to("meta")
+    frozen.layers[6].up.weight.requires_grad_(False)
+    kinds = Folding.of(capture(frozen, (ids, ids)).graph).kinds
+    assert kinds[6] not in (*kinds[:6], *kinds[7:])
