@@ -21,12 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_LONGEST_NAME = 500  # of an operator: a file may say anything
+_LONGEST_LINE = 2_000  # of a message: a file may say anything
 _AROUND = 60  # characters shown before and after a caret in a long text
 
 
 class ShardwiseError(ValueError):
-    """Something the user can mend."""
+    """Something the user can mend. Of a very long line of its message only the beginning and the end are kept."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(_shortened, message.split("\n"))))
 
 
 class CaptureError(ShardwiseError):
@@ -103,13 +106,18 @@ def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: 
     """
     lines = [what]
     if op or source:
-        op = op if len(op) <= _LONGEST_NAME else f"{op[:_LONGEST_NAME]}... ({len(op):,} characters)"
         where = op if not source else f"{op} ({source})" if op else source
         lines.append(f"  op:     {where}")
     lines += [f"  {name + ':':<7} {text}" for name, text in facts]
     if fix:
         lines.append(f"  fix:    {fix}")
     return "\n".join(lines)
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[: _LONGEST_LINE // 2]} ... ({len(line):,} characters) ... {line[-_LONGEST_LINE // 4 :]}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -26,7 +26,10 @@ TRANSFORMED = {
     "vmap": lambda self, x: torch.vmap(lambda row: self.weight @ row)(x),
     "grad": lambda self, x: torch.func.grad(lambda w: (x @ w).sin().sum())(self.weight),
     "jacrev": lambda self, x: torch.func.jacrev(lambda w: (x @ w).sum(0))(self.weight),
+    "jvp": lambda self, x: torch.func.jvp(lambda w: (x @ w).sin(), (self.weight,), (self.weight,))[1],
+    "vmap inside": lambda self, x: torch.vmap(lambda row: (row * row).sum())(x @ self.weight),
     "cond": lambda self, x: torch.cond(x.sum() > 0, lambda y: y @ self.weight, lambda y: y * 2, (x,)),
+    "map": lambda self, x: torch._higher_order_ops.map(lambda row: row * 2, x @ self.weight),
     "scan": lambda self, x: torch._higher_order_ops.scan(lambda c, r: (c + r, c * 1), x[0] @ self.weight, x)[1],
 }
 
@@ -38,8 +41,34 @@ def test_constructs_of_torch_are_refused_with_their_own_mend(name):
     message = str(refused.value)
     assert ".data" not in message
     assert ".cuda()" not in message
-    assert {"cond": "torch.where", "scan": "loop in Python"}.get(name, "batched") in message, message
+    assert {"cond": "torch.where", "scan": "loop in Python", "map": "loop in Python"}.get(name, "batched") in message
+    assert {"cond": "torch.cond", "scan": "torch.scan", "map": "torch.map"}.get(name, "torch.func") in message
     assert "test_announced.py" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch.autocast warns of CUDA where there is none")
+def test_autocast_of_a_device_that_is_not_here_is_named():
+    def cast(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return x @ self.weight
+
+    with pytest.raises(
+        CaptureError, match=r"(?s)torch.autocast for a device that is not here.*x.device.type"
+    ) as refused:
+        capture(Calls(cast), (torch.ones(4, 4),))
+    assert ".cuda()" not in str(refused.value)
+
+
+def test_arguments_that_forward_does_not_take_are_named():
+    net, x, y = nn.Linear(4, 4), torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+    for given, kwargs, mend in (
+        ((x,), {"loss": F.cross_entropy}, r"missing a required argument: 'input'.*1 targets.*par\.predict"),
+        ((x, x, y), {"loss": F.cross_entropy}, r"too many positional arguments.*par\.predict"),
+        ((x, y), {}, "too many positional arguments.*pass what it takes"),
+    ):
+        with pytest.raises(CaptureError, match=rf"(?s)Linear.forward does not take these arguments: {mend}") as refused:
+            sw.plan(net, given, 2, **kwargs)
+        assert ".cuda()" not in str(refused.value)
 
 
 class Dropping(nn.Module):

@@ -180,7 +180,7 @@ CASES = [
     (masked_select, 1, "shape depends on data|depends on the data", "mask"),
     (mismatch, 1, "4.*3", "fake"),
     (to_numpy, 1, "numpy", "fake"),
-    (transform, 1, "not an operator", "batched"),
+    (transform, 1, r"torch\.func", "batched"),
     (custom_function, 1, "autograd.Function .*test_capture_errors.Chosen.*data", "custom_op"),
     (tensor_hook, 1, "register_hook in forward", "autograd.Function"),
     (accumulation_hook, 2, "register_post_accumulate_grad_hook in forward", "parameters"),

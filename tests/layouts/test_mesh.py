@@ -19,3 +19,9 @@ def test_every_rank_has_coordinates_and_others_are_refused() -> None:
                 ask(rank)
     with pytest.raises(LayoutError, match=r"no coordinate 2 of dp, which has size 2"):
         mesh.rank_of({"dp": 2, "tp.0": 0, "tp.1": 0})
+    for rank in (True, 1.0, "1", 10**5000):
+        with pytest.raises(LayoutError, match="there is no rank"):
+            mesh.coordinates(rank)
+    assert mesh.group(("tp",), 7) == (4, 5, 6, 7)
+    with pytest.raises(LayoutError, match="unknown mesh axis 'cp'"):
+        mesh.group(("cp",), 0)

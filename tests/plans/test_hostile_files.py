@@ -127,6 +127,14 @@ def test_a_long_text_is_quoted_around_the_fault() -> None:
     assert quoted[mark.index("^")] == "x"
 
 
+def test_a_long_line_of_a_message_keeps_its_beginning_and_its_end() -> None:
+    message = str(PlanError("what\n" + "begin" + "x" * MANY + "end\n  fix:    this"))
+    assert message.startswith("what\nbeginx")
+    assert message.endswith("xend\n  fix:    this")
+    assert "(100,008 characters)" in message
+    assert len(message) < 2_000
+
+
 @pytest.mark.parametrize(
     "text",
     [" " * MANY + "(", "dp=" + "9" * MANY, "dp=２", "dp=2\n", "dp=2," * MANY, "Mesh(" * MANY, "d=1" + " " * MANY + "x"],

@@ -74,12 +74,15 @@ def announced_on_ranks() -> dict[str, Any]:
     loss.backward()
     parts = {name: p.grad.norm() for name, p in par.named_parameters() if p.shape == alone.get_parameter(name).shape}
     found["gradients"] = all(torch.allclose(parts[n], alone.get_parameter(n).grad.norm()) for n in parts)
-    return {**found, "copies": _copies(alone, plain)}
+    return {**found, "copies": _copies(alone)}
 
 
-def _copies(alone: Net, plan: sw.Plan) -> tuple[str, str]:
-    """A module whose replicas were compared is copied, and is stored and loaded, and goes on as it was."""
+def _copies(alone: Net) -> tuple[str, str, str]:
+    """A module whose replicas were compared, and whose program sends messages in a group of its own, is copied, and is
+    stored and loaded, and goes on as it was; another rank's file is refused."""
+    plan = sw.plan(Net(), batch(), 2, mode="data_parallel")
     checked = sw.parallelize(Net(), plan, check_replicas=1)
+    assert list(plan.collectives(backward=True))
     first = checked.step(*batch())
     copied = copy.deepcopy(checked)
     same = torch.equal(copied.step(*batch()), first) and torch.allclose(alone(*batch()), first)
@@ -91,7 +94,13 @@ def _copies(alone: Net, plan: sw.Plan) -> tuple[str, str]:
         again = torch.load(file, weights_only=False)
         assert torch.equal(again.step(*batch()), first)
 
-    return ("copied" if same else "differs"), refusal(stored)
+    def stored_elsewhere() -> None:
+        file, files = io.BytesIO(), [b"", b""]
+        torch.save(checked, file)
+        torch.distributed.all_gather_object(files, file.getvalue())
+        torch.load(io.BytesIO(files[1 - torch.distributed.get_rank()]), weights_only=False)
+
+    return ("copied" if same else "differs"), refusal(stored), refusal(stored_elsewhere)
 
 
 def test_autocast_and_precision_are_refused_or_announced_on_ranks(run_ranks: RunRanks) -> None:
@@ -104,7 +113,8 @@ def test_autocast_and_precision_are_refused_or_announced_on_ranks(run_ranks: Run
             assert 'torch.autocast("cpu") is active around a call of a parallel module' in found[name]
         assert "is active around the backward of a parallel module" in found["backward"]
         assert found["gradients"]
-        assert found["copies"] == ("copied", "accepted")
+        assert found["copies"][:2] == ("copied", "accepted")
+        assert f"stored on rank {1 - rank} of 2 is loaded on rank {rank} of 2" in found["copies"][2]
 
 
 def test_a_plan_that_was_only_priced_for_another_precision_says_so() -> None:

@@ -31,7 +31,11 @@ def call_module(
     The module's output, or what ``loss`` makes of it and of the targets.
     """
     own_args, own_kwargs, targets, named = divide_targets(module, tuple(args), dict(kwargs), loss)
-    output = module(*own_args, **own_kwargs)
+    try:
+        output = module(*own_args, **own_kwargs)
+    except TypeError:
+        _check_taken(module, own_args, own_kwargs, len(targets) + len(named))
+        raise
     return output if loss is None else loss(output, *targets, **named)
 
 
@@ -58,7 +62,20 @@ def divide_targets(
             )
         )
     first = len(args) - count
-    return args[:first], {name: value for name, value in kwargs.items() if name not in named}, args[first:], named
+    own_args, own_kwargs = args[:first], {name: value for name, value in kwargs.items() if name not in named}
+    return own_args, own_kwargs, args[first:], named
+
+
+def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_targets: int) -> None:
+    """Raise CaptureError for arguments that forward does not take. ``num_targets``: how many are for the loss."""
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        fix = "pass what it takes"
+        if num_targets:
+            fix = f"pass the inputs and then the {num_targets} targets of the loss; par.predict takes the inputs only"
+        what = f"{type(module).__name__}.forward does not take these arguments: {error}"
+        raise CaptureError(problem(what, fix=fix)) from error
 
 
 def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

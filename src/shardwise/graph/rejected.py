@@ -50,13 +50,12 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     """
     if not isinstance(target, OpOverload):
         name = getattr(target, "__name__", str(target))
-        what, fix = (
-            f"{name} is not an operator",
-            CONSTRUCTS.get(
-                f"torch.{name.removesuffix('_impl')}",
-                "call ordinary torch operators; write torch.func transforms out with batched ones",
-            ),
-        )
+        used = f"torch.{name.removesuffix('_impl')}"
+        if "_functorch" in str(getattr(target, "__module__", "")):
+            used = TRANSFORMS
+        what, fix = f"{used} in forward can not be captured", CONSTRUCTS.get(used, "")
+        if not fix:
+            what, fix = f"{name} is not an operator", "call ordinary torch operators"
     elif operator_name(target) in _REJECTED:
         name = operator_name(target)
         what, fix = _REJECTED[name]

@@ -450,6 +450,10 @@ def _explained(error: Exception) -> CaptureError:
             )
         )
     fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"
+    if "Disabling autocast" in first:
+        what = "the model calls torch.autocast for a device that is not here, where it does nothing"
+        fix = "name the device of the tensors, torch.autocast(x.device.type, ...), or plan where that device is"
+        return CaptureError(problem(what, source=source, fix=fix))
     used = next((name for name in map(_construct, _files_of(error)) if name), "")
     if used:
         return CaptureError(

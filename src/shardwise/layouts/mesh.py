@@ -113,8 +113,8 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Sub-axis -> coordinate of a rank. Raises LayoutError for a rank that the mesh does not have."""
-        if not 0 <= rank < self.num_devices:
-            raise LayoutError(f"there is no rank {rank}: {self} has ranks 0 to {self.num_devices - 1}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
+            raise LayoutError(f"there is no rank {shown(rank)}: {self} has ranks 0 to {self.num_devices - 1}")
         coordinate_of: dict[str, int] = {}
         for axis in reversed(self.sub_axes):
             rank, coordinate_of[axis] = divmod(rank, self.sizes[axis])
@@ -139,8 +139,10 @@ class Mesh:
         return index
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axes`` only, ordered by their position along them."""
+        """The ranks that differ from ``rank`` along ``axes`` only, ordered by their position along them. Raises
+        LayoutError for a rank or an axis that the mesh does not have."""
         base = self.coordinates(rank)
+        axes = tuple(part for axis in axes for part in self.expand(axis))
         ranks: list[int] = []
         for index in range(self.size_of(axes)):
             coordinates = dict(base)

@@ -7,8 +7,7 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import LaunchError, problem
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.programs.moves import LocalMove
@@ -39,11 +39,68 @@ scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A collective that was started. What it sends is held until it is waited for, whatever the backend holds: on GPUs
+    it runs on a stream of its own, and memory that is let go is given away at once."""
+
+    work: Any
+    sent: torch.Tensor
+
+
+def adds_rows(group: Any) -> bool:
+    """Whether a reduce-scatter of the group is an exchange of parts whose rows every member adds up. gloo's own reduces
+    everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an exchange 13 and 27 (torch 2.13, a
+    2-core AMD EPYC under load)."""
+    return bool(dist.get_backend(group) == "gloo")
+
+
+def add_rows(rows: torch.Tensor, op: Any) -> torch.Tensor:
+    """[parts, ...] -> [...]: what members have sent to this one, reduced in the order of their ranks."""
+    if op == dist.ReduceOp.SUM:
+        return rows[0] + rows[1] if len(rows) == 2 else rows.sum(0, dtype=rows.dtype)
+    return rows.amax(0) if op == dist.ReduceOp.MAX else rows.amin(0)
+
+
+# An error of the network -> what to raise for it; None: it was something else.
+Failed = Callable[[Exception], Exception | None]
+
+
+@contextmanager
+def explaining(what: str, failed: Failed) -> Iterator[None]:
+    """An exchange, for which this rank waits."""
+    try:
+        with trail.waiting(what.encode()):
+            yield
+    except RuntimeError as error:
+        explained = failed(error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+@dataclass
+class Rows:
+    """Tensors of all ranks on their way to each of them: of equal size, in a row each."""
+
+    rows: torch.Tensor
+    flight: InFlight
+    what: str
+    failed: Failed
+
+    def wait(self) -> torch.Tensor:
+        """The rows, when they are here. Raises CollectiveError."""
+        with explaining(self.what, self.failed):
+            self.flight.work.wait()
+        return self.rows
+
+
 class Communicator:
     """Performs this rank's moves among the ranks of a placement. Process groups are kept per set of sub-axes. ``name``:
     of the module, for errors; ``backend``: of groups that must have another one than that of all ranks.
 
     A rank outside of the placement (``coordinates`` is empty there) takes part in ``create_groups`` only.
+    ``before_next``: what has to be known before the next collective starts, if anything (``runtime.signatures``).
     """
 
     def __init__(self, place: Placement, name: str = "the program", backend: str | None = None) -> None:
@@ -52,12 +109,32 @@ class Communicator:
         self.launched = 0  # collectives that were started, those of compiled programs not counted
         self.rank = dist.get_rank()
         self.coordinates = place.coordinates(self.rank) if self.rank in place.ranks else {}
+        self.before_next: Callable[[], None] | None = None
         self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
         self._reading: Any = None  # the group of all ranks that is used ahead of reading an output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        return copy.copy(self)  # process groups are shared: every rank would have to make new ones at the same time
+        other = type(self).__new__(type(self))  # process groups are shared: ranks would have to make new ones together
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:  # in a file: the groups are made anew by what needs them
+        size = dist.get_world_size()
+        return {**self.__dict__, "_groups": {}, "_reading": None, "before_next": None, "record": None, "size": size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises LaunchError where the file is that of another rank, or of a job of another size."""
+        stored = f"rank {state['rank']} of {state.pop('size')}"
+        self.__dict__.update(state)
+        here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank of a job"
+        if here != stored:
+            raise LaunchError(
+                problem(
+                    f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's part",
+                    fix="load on every rank the file that it stored; sw.save_checkpoint writes what any ranks can read",
+                )
+            )
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
         """Create the process groups of some sets of sub-axes. Every rank of the job must call this with the same sets,
@@ -92,22 +169,9 @@ class Communicator:
         """Wait for all ranks, in the group for reading: whether all come with the same number. Raises CollectiveError
         where one does not come. ``what`` for."""
         seen = torch.tensor([number, -number])
-        with self._explaining(what):
+        with explaining(what, self._failed(what)):
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._reading)
         return int(seen[0]) == -int(seen[1])
-
-    @contextmanager
-    def _explaining(self, what: str) -> Iterator[None]:
-        """An exchange of all ranks, which ends in a CollectiveError where the network fails."""
-        try:
-            with trail.waiting(what.encode()):
-                yield
-        except RuntimeError as error:
-            waiting = Waiting(self.name, self.launched, what, self.place.ranks)
-            explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
-            if explained is None:
-                raise
-            raise explained from error
 
     @property
     def _has_all_ranks(self) -> bool:
@@ -121,40 +185,35 @@ class Communicator:
     def gather_from_all(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """The equally large tensors of all ranks of the placement, in a row each. ``what`` it is for, for a
         CollectiveError."""
-        group = dist.group.WORLD if self._has_all_ranks else self.group(self.mesh.sub_axes)
+        return self.start_gather(tensor, what).wait()
+
+    def start_gather(self, tensor: torch.Tensor, what: str) -> Rows:
+        """The same, to be waited for."""
+        self.make_sure()
+        is_world = self._has_all_ranks and self.backend is None
+        group = dist.group.WORLD if is_world else self.group(self.mesh.sub_axes)
         self.launched += 1
-        rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
-        with self._explaining(what):
-            gather_tensor(rows.view(-1), tensor.reshape(-1), group=group)
-        return rows
+        failed = self._failed(what)
+        rows, sent = tensor.new_empty(self.mesh.num_devices, tensor.numel()), tensor.reshape(-1)
+        with explaining(what, failed):
+            work = gather_tensor(rows.view(-1), sent, group=group, async_op=True)
+        return Rows(rows, InFlight(work, sent), what, failed)
+
+    def _failed(self, what: str) -> Failed:
+        """What an error of the network means for an exchange of all ranks that is under way. ``what`` it is for."""
+        waiting = Waiting(self.name, self.launched, what, self.place.ranks)
+        facts = [("pass", f"call {self.calls}")]
+        return lambda error: exchange_failed(error, self.rank, waiting, what, "", "", facts)
+
+    def make_sure(self) -> None:
+        """Called before every collective: whether this rank is right in what it took for granted."""
+        if self.before_next is not None:
+            self.before_next()
 
     def note(self, kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
         """Add a collective to the record, where one is kept."""
         if self.record is not None:
             self.record.append(Collective(kind, axes, num_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A collective that was started. What it sends is held until it is waited for, whatever the backend holds: on GPUs
-    it runs on a stream of its own, and memory that is let go is given away at once."""
-
-    work: Any
-    sent: torch.Tensor
-
-
-def adds_rows(group: Any) -> bool:
-    """Whether a reduce-scatter of the group is an exchange of parts whose rows every member adds up. gloo's own reduces
-    everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an exchange 13 and 27 (torch 2.13, a
-    2-core AMD EPYC under load)."""
-    return bool(dist.get_backend(group) == "gloo")
-
-
-def add_rows(rows: torch.Tensor, op: Any) -> torch.Tensor:
-    """[parts, ...] -> [...]: what members have sent to this one, reduced in the order of their ranks."""
-    if op == dist.ReduceOp.SUM:
-        return rows[0] + rows[1] if len(rows) == 2 else rows.sum(0, dtype=rows.dtype)
-    return rows.amax(0) if op == dist.ReduceOp.MAX else rows.amin(0)
 
 
 class Message:
@@ -185,6 +244,7 @@ class Message:
 
         Raises CollectiveError, or OutOfDeviceMemoryError.
         """
+        self.ranks.make_sure()
         self.ranks.launched = self.number = self.ranks.launched + 1
         try:
             if not wait:

@@ -64,7 +64,10 @@ class Parallel(Split):
             self._host_ranks = Communicator(everywhere, name, backend="gloo")
         every = settings.check_replicas
         self._replicas = ReplicaCheck(every, self._ranks, self.device) if every else None
-        self._parts = LocalInputs(plan, self._ranks, self.device) if self.inputs == "local" else None
+        self._parts = None
+        if self.inputs == "local":
+            numbers = Communicator(everywhere, name, backend="gloo")
+            self._parts = LocalInputs(plan, self._ranks, numbers, self.device)
         self._calls = Calls(module, plan, settings, self._ranks, self._host_ranks)
         self._compiled: dict[Any, Compiled] = {}
         self._in_passes: dict[Any, StepInPasses] = {}
@@ -181,19 +184,32 @@ class Parallel(Split):
             called: Called = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
             return called
         flat, spec = self._flattened(args, kwargs)
-        compiled, given = self._program(flat, spec, (self.training, loss_only, predicts))
-        self._latest = compiled
-        inputs = iter(given)
-        tensors = [next(inputs) if t is None else t for t in compiled.tensors]
-        seed = self._seed_of_call(draws=compiled.seed is not None)
-        if compiled.seed is not None:
-            tensors[compiled.seed] = seed
+        mode = (self.training, loss_only, predicts)
         check = self._replicas if self.training and torch.is_grad_enabled() else None
-        if check is not None and check.is_due():
-            batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()
-            delivered, written = check.run(compiled.step, tensors, batch)
-        else:
-            delivered, written = compiled.step(tensors)
+        check = check if check is not None and check.is_due() else None
+        seed: torch.Tensor | None = None
+
+        def run() -> tuple[Compiled, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+            nonlocal seed
+            compiled, given = self._program(flat, spec, mode)
+            inputs = iter(given)
+            tensors = [next(inputs) if t is None else t for t in compiled.tensors]
+            if seed is None:  # else the call began anew
+                seed = self._seed_of_call(draws=compiled.seed is not None)
+            if compiled.seed is not None:
+                tensors[compiled.seed] = seed
+            if check is not None or self._host_ranks is not self._ranks:  # others than self._ranks send messages
+                self._ranks.make_sure()
+            if check is None:
+                delivered, written = compiled.step(tensors)
+            else:
+                batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()
+                delivered, written = check.run(compiled.step, tensors, batch)
+            self._ranks.make_sure()
+            return compiled, tensors, delivered, written
+
+        compiled, tensors, delivered, written = run() if self._parts is None else self._parts.call(run)
+        self._latest = compiled
         loss, flat_outputs = compiled.results(delivered)
         outputs: Sequence[Any] = flat_outputs
         sources = {} if loss_only else dict(zip(compiled.names, tensors, strict=True))
@@ -240,7 +256,16 @@ class Parallel(Split):
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         mode = (self.training, True, False)
         own = key = _key(flat, spec, mode, [x.shape for x in tensors])
-        batch = None if self._parts is None else self._parts.batch(self._signature(own, flat, spec, mode), tensors)
+        batch = None
+        if self._parts is not None:
+            parts_of_call, signature = self._parts, self._signature(own, flat, spec, mode)
+
+            def agreed() -> Batch:
+                found = parts_of_call.batch(signature, tensors)
+                self._ranks.make_sure()
+                return found
+
+            batch = self._parts.call(agreed)
         shapes = dict(zip(named, (tuple(x.shape) for x in tensors), strict=True)) if batch is None else batch.shapes
         samples = samples_of(self.plan, shapes)
         if batch is not None:
@@ -334,6 +359,7 @@ class Parallel(Split):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
         self._compared()
         if compiled is None:
+            self._ranks.make_sure()
             call = Call(self._examples(flat, spec, shapes), *mode)
             with shown_once("writing the program of every rank"):
                 compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})

@@ -142,6 +142,9 @@ class ReplicaCheck:
         self._instrumented: dict[fx.GraphModule, Instrumented] = {}
         self._hooks: list[Any] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_instrumented": {}, "_hooks": []}  # a copy makes its own programs
+
     def is_due(self) -> bool:
         """Whether this training call is to be checked; to be asked once in every call."""
         self._unwatch()  # a checked call whose gradients nobody computed

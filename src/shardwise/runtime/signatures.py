@@ -4,18 +4,22 @@ A rank knows only its own arguments. Before a call of a new kind every rank tell
 the first that differs is named on all of them. Where every rank passes its own part of a batch (``inputs="local"``)
 the parts may change from call to call on some ranks only; therefore one integer per rank, the digest of its call, is
 exchanged in every such call, and everything else only where a combination of digests is new.
+
+Nobody waits for these integers where nothing changes. A rank that makes the same call a third time takes the others to
+do so, too, and begins; the integers are read before its first collective starts. Until then nothing was sent and
+nothing written, so that a rank which took it wrongly (``Surprise``) begins anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,11 +28,13 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import gather_objects, wire
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, Rows
 from shardwise.runtime.replicas import Fingerprint
 from shardwise.runtime.shards import shard
 
+T = TypeVar("T")
 Shape = tuple[int, ...]
+Combination = tuple[int, ...]  # the digests of the ranks' calls
 _NUM_NAMED = 8  # ranks or inputs that a message lists
 
 
@@ -116,14 +122,22 @@ class Batch:
     parts: tuple[Mapping[str, Shape], ...]
 
 
-class LocalInputs:
-    """The parts of a batch that the ranks pass. Raises ShardwiseError where the plan splits no input."""
+class Surprise(Exception):
+    """The other ranks' parts are not those that this rank took them to be. Not for users."""
 
-    def __init__(self, plan: Plan, ranks: Communicator, device: torch.device) -> None:
+
+class LocalInputs:
+    """The parts of a batch that the ranks pass. Raises ShardwiseError where the plan splits no input. ``numbers``: what
+    exchanges the integers, on the host, beside all other collectives."""
+
+    def __init__(self, plan: Plan, ranks: Communicator, numbers: Communicator, device: torch.device) -> None:
         self.layouts = {entry.name: plan.layouts[entry.name] for entry in plan.inputs}
         self.planned = {entry.name: entry.shape for entry in plan.inputs}
-        self.ranks, self.device, self.mesh = ranks, wire(device), plan.mesh
-        self._batches: dict[tuple[int, ...], Batch] = {}
+        self.ranks, self.numbers, self.device, self.mesh = ranks, numbers, wire(device), plan.mesh
+        self._batches: dict[Combination, Batch] = {}
+        # By the digest of this rank's call: the last combination, and whether the one before was the same.
+        self._latest: dict[int, tuple[Combination, bool]] = {}
+        self._found: Combination | None = None  # that of this call, once it is known
         self._fingerprint = Fingerprint(self.device)
         self._wanted: dict[object, list[Shape]] = {}  # of the ranks, by input and parts
         if plan.mesh.num_devices > 1 and not any(layout.positions for layout in self.layouts.values()):
@@ -137,17 +151,48 @@ class LocalInputs:
                 )
             )
 
+    def call(self, run: Callable[[], T]) -> T:
+        """``run()``, one call of the module, again from the start where another rank's part is not the one that it was
+        taken to be: it may write nothing before its first collective or ``make_sure``."""
+        self._found = None
+        try:
+            try:
+                return run()
+            except Surprise:
+                return run()
+        finally:
+            self.ranks.before_next = None
+
     def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         """The batch of which this rank passes ``tensors``; every rank asks for it in every call.
 
         Raises ShardwiseError, on all ranks, where the parts do not make one.
         """
-        own = torch.tensor([signature.digest], device=self.device)
-        digests = self.ranks.gather_from_all(own, "the sizes of the ranks' inputs")
-        combination = tuple(digests.flatten().tolist())
-        if combination not in self._batches:
-            self._batches[combination] = self._agreed(signature, tensors)
-        return self._batches[combination]
+        if self._found is None:
+            self.numbers.create_groups([self.mesh.sub_axes])  # once, and once more where it comes out of a file
+            own = torch.tensor([signature.digest])
+            flight = self.numbers.start_gather(own, "the sizes of the ranks' inputs")
+            taken, again = self._latest.get(signature.digest, ((), False))
+            if again:
+                self.ranks.before_next = lambda: self._check(flight, taken)
+                return self._batches[taken]
+            self._read(flight)
+        assert self._found is not None, "it was read"
+        if self._found not in self._batches:
+            self._batches[self._found] = self._agreed(signature, tensors)
+        last, _ = self._latest.get(signature.digest, ((), False))
+        self._latest[signature.digest] = self._found, self._found == last
+        return self._batches[self._found]
+
+    def _read(self, flight: Rows) -> None:
+        self.ranks.before_next = None
+        self._found = tuple(flight.wait().flatten().tolist())
+
+    def _check(self, flight: Rows, taken: Combination) -> None:
+        """Raise Surprise where the integers are not those that were taken for granted."""
+        self._read(flight)
+        if self._found != taken:
+            raise Surprise
 
     def own_part(self, name: str, tensor: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
         """What this rank's program takes: the part itself where the parts are those of the layout, else this rank's
@@ -162,7 +207,7 @@ class LocalInputs:
                     f"the parts of {name} have {_listed(parts)}, and the plan splits the whole, "
                     f"{list(batch.shapes[name])}, into {_listed(self._wanted[case])}: it is gathered and divided anew "
                     "in every such call",
-                    stacklevel=5,
+                    stacklevel=9,  # of par.step
                 )
         if self._wanted[case] == parts:
             return tensor
