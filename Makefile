@@ -13,6 +13,7 @@
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
 #   make bench-pipeline  seconds of a step of a pipeline beside stages cut by hand on torch's schedules, bubbles measured and simulated (BENCH_ARGS='--ranks 2')
+#   make bench-gpu  seconds of training steps of transformers models on one GPU, eager and compiled, beside plain PyTorch's (BENCH_ARGS='--models llama'; without a GPU: '--device cpu --tiny')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
 #   make bench-resnet-modes  ResNet-50 in data_parallel and in auto_parallel mode on eight ranks, step by step in turn (BENCH_ARGS='--ranks 4')
 #   make checked-plans  docs/checked-plans.md: every tp plan that ships with the installed transformers, proven or refuted (about 15 minutes)
@@ -23,6 +24,7 @@
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
 #   make sweep-pipelines  500 random cuts of random modules, and the zoo in 2, 3 and 4 stages, proven beside one device (SWEEP_ARGS='--cuts 50 --models t5')
+#   make sweep-trainer  ShardwiseTrainer on 2 ranks against Trainer in one process, on the architectures of zoo-breadth (SWEEP_ARGS='--minutes 30 opt bert')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make bench-kernel-prices  predicted against measured seconds of kernels and of steps on one device, for a file of measurements (BENCH_ARGS='--data FILE')
@@ -44,10 +46,10 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
-OLDEST := 2.12.1
+OLDEST := 2.11.0
 NEWEST := 2.14.1
 TORCH_INDEX ?=
 VENV := .venv
@@ -91,6 +93,9 @@ bench-step: install
 
 bench-compile: install
 	$(BIN)/python benchmarks/compile.py $(BENCH_ARGS)
+
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu_steps.py $(BENCH_ARGS)
 
 bench-auto: install
 	$(BIN)/python benchmarks/auto_plans.py $(BENCH_ARGS)
@@ -171,6 +176,9 @@ sweep-search: install
 
 sweep-pipelines: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.random_cuts $(SWEEP_ARGS)
+
+sweep-trainer: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m hf.sweep $(SWEEP_ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """What checkpoints cost a training run on this machine's CPU: the step after a save beside a normal one, the stall of a
-save that goes on beside training beside the copy of its bytes, and seconds to save and load.
+save that goes on beside training beside the copy of its bytes, what a checkpoint in every step costs, and seconds to
+save and load.
 
     python benchmarks/checkpoints.py [--width 768] [--steps 12]
 """
@@ -19,11 +20,37 @@ from torch import nn
 
 import shardwise as sw
 
+_STEPS_OF_A_TURN = 3
+
 
 def seconds(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
+
+
+def every_step(step: Callable[[], None], save: Callable[[int], sw.Saving], rounds: int) -> tuple[list[float], float]:
+    """(per round the time of steps with a checkpoint each over that of steps without; the same of all CPU seconds). In
+    turns, since other work on the machine comes and goes."""
+    ratios: list[float] = []
+    cpu = {True: 0.0, False: 0.0}
+    number = 0
+    for _ in range(rounds):
+        wall = {}
+        for saves in (False, True):
+            saving = None
+            start, began = time.perf_counter(), time.process_time()
+            for _ in range(_STEPS_OF_A_TURN):
+                if saves:
+                    number += 1
+                    saving = save(number)
+                step()
+            wall[saves] = time.perf_counter() - start
+            if saving is not None:
+                saving.wait()
+            cpu[saves] += time.process_time() - began
+        ratios.append(wall[True] / wall[False])
+    return ratios, cpu[True] / cpu[False]
 
 
 def main() -> None:
@@ -60,6 +87,13 @@ def main() -> None:
         after.append(seconds(step))
         waits.append(seconds(saving.wait))
         shutil.rmtree(folder / f"step-{number}")
+    beside = folder / "every step"
+
+    def save(number: int) -> sw.Saving:
+        path = beside / f"step-{number}"
+        return sw.save_checkpoint(path, model, optimizer, step=number, keep=sw.Keep(last=2), blocking=False)
+
+    ratios, cpu = every_step(step, save, max(options.steps // _STEPS_OF_A_TURN, 3))
     blocking = seconds(lambda: sw.save_checkpoint(folder / "last", model, optimizer, step=0))
     loading = seconds(lambda: sw.load_checkpoint(folder / "last", model, optimizer))
     shutil.rmtree(folder)
@@ -76,6 +110,9 @@ def main() -> None:
     print(f"a step            {middle['normal']:.3f} s")
     print(f"the one beside a save {middle['after']:.3f} s ({middle['after'] / middle['normal']:.2f} of it)")
     print(f"stall of a save   {middle['stall']:.3f} s ({middle['stall'] / middle['copy']:.2f} of a copy of its bytes)")
+    low, high = min(ratios), max(ratios)
+    print(f"steps with a checkpoint each {statistics.median(ratios):.3f} of steps without ({low:.3f} to {high:.3f})")
+    print(f"CPU seconds of these {cpu:.3f}, all threads and what the system does for them")
     print(f"then still writing {middle['wait']:.3f} s")
     print(f"a save that waits {blocking:.3f} s, a load {loading:.3f} s")
 

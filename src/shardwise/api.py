@@ -286,7 +286,8 @@ def compare(
     """Plans of several searches side by side: how long each takes, and a simulated step of what it found, at the same
     prices. ``settings`` and all others: those of ``sw.plan``. A search that finds nothing that fits has a row that says
     so; whatever else is wrong raises as ``sw.plan`` does."""
-    cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
+    if isinstance(cluster, int):  # as in ``plan``
+        cluster, settings = Cluster.local(cluster), {"memory_bytes": inf, **settings}
     precision = precision or Precision()
     arguments = call_arguments(example_inputs, kwargs)
     call = Example(module, arguments, loss, settings.get("strategies"), precision)
@@ -357,9 +358,10 @@ def _pricing(cluster: Cluster, search: Search) -> PricingEntry:
 def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:
     if mesh.num_devices != cluster.num_devices:
         product = " x ".join(str(size) for _, size in mesh.axes)
+        needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
         raise PlanError(
             problem(
-                f"{mesh} needs {product} = {mesh.num_devices} devices, the cluster has {cluster.num_devices}",
+                f"{mesh} needs {needed} devices, the cluster has {cluster.num_devices}",
                 fix=f"choose axes whose sizes multiply to {cluster.num_devices}",
             )
         )

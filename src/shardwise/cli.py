@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import shtab
 
 from shardwise.commands.alone import run_rank_alone
-from shardwise.commands.command import Command
+from shardwise.commands.command import Command, add_output
 from shardwise.commands.data import add_json, cluster_data, show
 from shardwise.commands.elastic import add_elastic_arguments, elastic_settings
 from shardwise.commands.models import BuildError
@@ -144,7 +144,7 @@ def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
 
 def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-o", "--output", required=True, metavar="FILE", help="the cluster file to write, such as my.toml")
+    add_output(parser, "the cluster file to write, such as my.toml")
     add("-n", "--ranks", type=int, metavar="N", help="ranks that measure (one per GPU; without GPUs 2)")
     add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, whose peaks are known: h100")
     add("--points", metavar="FILE", help="fit what shardwise.launch.measure wrote, instead of measuring")

@@ -85,12 +85,12 @@ class CheckpointError(ShardwiseError):
     """A checkpoint is incomplete or damaged, or cannot be written."""
 
 
-DOCUMENTATION = "https://shardwise.readthedocs.io/en/stable/"
+DOCUMENTATION = "https://shardwise.readthedocs.io/en/stable/"  # from the first release on
 
 
 def page(name: str) -> str:
-    """Where a page of the documentation is read, ``docs/NAME.md`` of the repository: a package has no such files."""
-    return f"{DOCUMENTATION}{name}/"
+    """Where a page of the documentation is read: a package has no such files, and nothing is published yet."""
+    return f"{DOCUMENTATION}{name}/ (docs/{name}.md in the repository)"
 
 
 def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()) -> str:

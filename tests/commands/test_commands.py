@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -107,6 +108,11 @@ def test_diff_has_an_exit_code_for_growth(folder: Path, capsys: pytest.CaptureFi
     assert large is not None
     assert data["growth"]["memory"] == pytest.approx(large.memory_bytes / small.memory_bytes - 1)
     assert run("diff", "adamw.json", "sgd.json", "--max-growth", "1") == 0
+    assert run("diff", "adamw.json", "sgd.json", "--max-growth", "nan") == 1, (
+        "no growth is allowed by what is no number"
+    )
+    assert run("verify", "net.py:build", "sgd.json", "--steps", "0") == 2
+    assert "nothing would be compared" in capsys.readouterr().err
     assert run("plan", "net.py:build", "--cluster", "2", "--mode", "data_parallel", "-o", "unpriced.json") == 0
     assert run("diff", "adamw.json", "unpriced.json", "--max-growth", "1") == 2
     assert "has no prediction" in capsys.readouterr().err
@@ -172,6 +178,7 @@ def test_an_error_of_the_users_own_function_is_shown_from_his_line_on(
         (["--strategy", "0"], "has no ="),
         (["--precision", "compute=int8"], "is not understood"),
         (["--memory", "much"], "--memory"),
+        (["--max-mesh-axes", "0"], "at least one axis"),
     ],
 )
 def test_settings_that_cannot_be_read_say_so(
@@ -179,6 +186,31 @@ def test_settings_that_cannot_be_read_say_so(
 ) -> None:
     assert run("plan", "net.py:build", "--cluster", "2", *arguments) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("place", "says"), [("nowhere/plan.json", "there is no folder nowhere"), (".", "is a folder")])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    folder: Path, capsys: pytest.CaptureFixture[str], place: str, says: str
+) -> None:
+    for command in (["plan", "net.py:missing"], ["report", "missing.json"], ["trace", "net.py:missing"], ["calibrate"]):
+        cluster = [] if command == ["calibrate"] else ["--cluster", "2"]
+        with pytest.raises(SystemExit) as ended:
+            run(*command, *cluster, "-o", place)
+        assert ended.value.code == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_number_of_devices_has_the_memory_it_takes_as_in_python(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = sw.Cluster.local(2)
+    small = replace(small, device=replace(small.device, memory_bytes=1024.0, reserve_bytes=0.0))
+    monkeypatch.setattr(sw.Cluster, "local", staticmethod(lambda number: small))
+    assert run("plan", "net.py:build", "--cluster", "2") == 0
+    assert run("plan", "net.py:build", "--cluster", "2", "--memory", "1 KiB") == 2
+    assert "no plan fits" in capsys.readouterr().err
+    assert run("plan", "net.py:build", "--cluster", "2", "--compare", "--json") == 0
+    assert {row["error"] for row in json.loads(capsys.readouterr().out)} == {None}
 
 
 def test_every_setting_of_plan_is_an_option() -> None:
@@ -204,10 +236,34 @@ def test_a_pipeline_is_planned_looked_at_and_compared(folder: Path, capsys: pyte
     plan = sw.Plan.load("plan.json")
     sent = sum(entry["bytes"] for entry in data["communication"][0] if entry["direction"] == "backward")
     assert sent == sum(entry.num_bytes for entry in plan.collectives(backward=True))
-    assert run("explain", "0/linear", "net.py:build", *settings) == 2
-    assert "has a search for every stage" in capsys.readouterr().err
+    assert run("explain", "0/linear", "net.py:build", *settings, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["name"], data["stage"], data["alike"]) == ("0/linear", 0, None)
+    assert [own["choice"] for own in data["alternatives"] if own["chosen"]] == [plan.strategies["0/linear"] or "whole"]
+    assert run("top", "net.py:build", *settings) == 2
+    assert "has a search for every stage, none over all" in capsys.readouterr().err
     assert run("plan", "net.py:build", "--cluster", "h100-1x2", "--stages", "two") == 2
     assert "stages is 'two'" in capsys.readouterr().err
+
+
+def test_json_of_what_was_tried_has_units_in_its_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["net.py:build", "--cluster", "h100-1x2", "--global-batch", "8", "--json"]
+    assert run("explain", "micro_batch", *settings) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["taken"] in [one["micro_batch"] for one in data["tried"] if one["step_seconds"] and one["bytes"]]
+    assert run("explain", "stages", *settings, "--stages", "auto") == 0
+    data = json.loads(capsys.readouterr().out)
+    (taken,) = (one for one in data["considered"] if data["taken"].items() <= one.items())
+    assert taken["bound_seconds"] <= taken["step_seconds"]
+    assert all(one["step_seconds"] or one["refused"] or one["faster_seconds"] for one in data["considered"])
+    assert data["taken"].keys() == {"stages", "schedule", "micro_batch", "passes"}
+
+
+def test_a_plan_file_that_is_none_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    for name, says in (("missing.json", "there is no file missing.json"), ("bytes.json", "is no configuration")):
+        assert run("explain", "0/linear", name, "--cluster", "2") == 2
+        assert says in capsys.readouterr().err
 
 
 def test_json_is_one_document_whose_numbers_are_those_of_the_library(

@@ -327,6 +327,17 @@ def test_a_loss_with_more_targets_than_examples_is_explained():
         capture(nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, a, b: out.sum())
 
 
+@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum does not say what it takes"), (3, "3 is no function")])
+def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
+    with pytest.raises(CaptureError, match=what):
+        capture(nn.Linear(4, 2), (torch.ones(2, 4),), loss=loss)
+
+
+def test_what_is_no_module_is_explained():
+    with pytest.raises(CaptureError, match=r"a function and no torch\.nn\.Module"):
+        capture(branch, (torch.ones(2, 4),))
+
+
 def test_a_loss_that_is_not_a_scalar_is_explained():
     with pytest.raises(CaptureError, match="not a floating scalar"):
         capture(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(2, 2)), loss=lambda out, target: out - target)

@@ -39,6 +39,10 @@ def class_loss(**options):
     return lambda logits, target: F.cross_entropy(logits, target, **options)
 
 
+def high_less_low(low, high):
+    return high - low
+
+
 LABELS = torch.tensor([0, 2, -100, 1, 2, -100])
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
 
@@ -46,6 +50,18 @@ CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
 CASES = {
     "linear": (lambda w, b, x: F.linear(x, w, b), [(3, 4), (3,)], [rand(2, 5, 4)], ["linear.default", "add.Tensor"]),
     "linear without bias": (lambda w, x: F.linear(x, w), [(3, 4)], [rand(2, 4)], ["linear.default"]),
+    "both extremes": (
+        lambda w, x: w * high_less_low(*torch.aminmax(x, dim=1, keepdim=True)),
+        [(3, 4)],
+        [rand(3, 4)],
+        ["amin.default", "amax.default", "sub.Tensor", "mul.Tensor"],
+    ),
+    "both extremes of all": (
+        lambda w, x: w * high_less_low(*torch.aminmax(x)),
+        [(3, 4)],
+        [rand(3, 4)],
+        ["amin.default", "amax.default", "sub.Tensor", "mul.Tensor"],
+    ),
     "addmm": (lambda b, a, x: torch.addmm(b, x, a), [(3,), (4, 3)], [rand(2, 4)], ["mm.default", "add.Tensor"]),
     "addmm scaled": (
         lambda b, a, x: torch.addmm(b, x, a, beta=0.5, alpha=2),
@@ -218,6 +234,28 @@ def test_the_normal_form_computes_the_same(name):
     if name.startswith(("cross", "nll", "mse", "l1")) and "none" not in name:
         losses = [op for op in captured.graph.ops if "loss" in str(op.target)]
         assert all(2 in op.args for op in losses), "a sum"
+
+
+def test_both_extremes_have_the_gradients_of_each():
+    """aminmax itself has none in torch 2.11."""
+    for options in ({}, {"dim": 1}, {"dim": -1, "keepdim": True}):
+        both, each = (
+            Calls(lambda w, x, extremes=extremes, options=options: high_less_low(*extremes(w * x, **options)), (3, 4))
+            for extremes in (
+                torch.aminmax,
+                lambda x, dim=(), keepdim=False: (x.amin(dim, keepdim), x.amax(dim, keepdim)),
+            )
+        )
+        each.load_state_dict(both.state_dict())
+        x = rand(3, 4)
+        gradients = []
+        for module in (both, each):
+            module.double()
+            leaves, _ = run_graph(capture(module, (x,)), module, (x,), {})
+            leaves[0].sum().backward()
+            gradients.append(module.weights[0].grad)
+        assert gradients[0].count_nonzero() > 0
+        torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 def test_normal_forms_have_no_hidden_bias_or_mean():

@@ -187,7 +187,8 @@ def test_a_rank_that_another_names_is_lost_and_not_a_third_that_waits_unseen(job
 def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_less(job: Job) -> None:
     body = """
     from shardwise.errors import ReplicaError
-    print(read_generation(os.environ).suspect)
+    print(read_generation(os.environ).suspect, flush=True)
+    mark(f"said{generation}"); wait_for("said0", 3)  # the first that fails ends the others
     if generation == 0: raise ReplicaError("copies are not equal: rank 2 differs from ranks 0, 1", [2])
     """
     outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(min_ranks=2))

@@ -82,14 +82,14 @@ def test_links_of_the_front_page_lead_somewhere_from_a_package_too(wheel: Path) 
             assert link.startswith("#"), f"{link} is a file beside README.md"
 
 
-def test_messages_send_readers_to_pages_that_there_are_and_to_no_file_that_a_wheel_lacks() -> None:
+def test_messages_send_readers_to_pages_that_there_are_by_their_address_and_file() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"page\(['\"]([\w/-]+)['\"]\)", text):
             assert (ROOT / "docs" / f"{name}.md").is_file(), f"{path}: {name}"
         if path.name not in {"errors.py", "operators.py"}:  # what ``page`` means, and what writes a page
             assert not re.search(r"docs/[\w-]+\.md", text), path
-    assert page("clusters") == f"{DOCUMENTATION}clusters/"
+    assert page("clusters") == f"{DOCUMENTATION}clusters/ (docs/clusters.md in the repository)"
 
 
 def test_extras_are_what_messages_ask_for(wheel: Path) -> None:

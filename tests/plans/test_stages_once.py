@@ -109,3 +109,35 @@ def test_values_of_a_stage_wait_on_the_host(schedule: str, stages: int) -> None:
     assert all(waiting), waiting
     report = sw.verify(module, x, made)
     assert report.ok, str(report)
+
+
+class Ends(nn.Module):
+    """An embedding and a head without blocks, around blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.layers = Stack().layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+def test_stages_without_blocks_keep_what_they_make() -> None:
+    torch.manual_seed(0)
+    module, x = Ends(), torch.randn(8, 16, 64)
+    how: dict[str, Any] = {"mode": "data_parallel", "mesh": sw.Mesh(dp=1), "micro_batch": 2, "recompute": "full"}
+    sw.stage(module.first, 0)
+    sw.stage(module.layers, 1)
+    sw.stage(module.head, 2)
+    made = sw.plan(module, x, 3, stages=3, **how)
+    again = [any(entry.again for entry in stage.operators) for stage in made.stages]
+    assert again == [False, True, False]
+    assert sw.verify(module, x, made).ok
+    bare = nn.Sequential()
+    bare.first, bare.second = nn.Linear(64, 64), nn.Linear(64, 64)
+    with pytest.raises(sw.ShardwiseError, match="the model has no repeated blocks"):
+        sw.plan(bare, x, 2, loss=lambda y: y.sum(), stages=2, **how)

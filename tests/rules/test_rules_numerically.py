@@ -148,14 +148,17 @@ _SIZELESS = {
 }
 
 
-# On an empty tensor PyTorch ends the process (SIGFPE in its backward), which a test can not catch.
-_CRASHES = "aten._native_batch_norm_legit_no_training.default"
+# On an empty tensor PyTorch ends the process (SIGFPE: the norm in its backward, attention in 2.11): no test catches it.
+_CRASHES = {
+    "aten._native_batch_norm_legit_no_training.default",
+    "aten.scaled_dot_product_attention.default",
+}
 
 
 def test_the_suite_notices_a_rule_that_forgets_its_sizes() -> None:
     """Mutation: without ``localize`` every operator that needs it fails for one of its samples."""
     localized = [
-        s for s in SAMPLES if not s.unspecified and str(s.target) != _CRASHES and ruled(s)[1].localize is not None
+        s for s in SAMPLES if not s.unspecified and str(s.target) not in _CRASHES and ruled(s)[1].localize is not None
     ]
     survivors = {s.target for s in localized} - {s.target for s in localized if _fails_without_localize(s)}
     assert {str(target) for target in survivors} == _SIZELESS

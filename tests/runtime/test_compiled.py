@@ -88,7 +88,7 @@ def step_of(program: Program, *, compile: bool) -> Step:
         program = compiled_program(program, nowhere, CPU, generate=compiled.interpreted)
     emitted = emit(program, nowhere, device=CPU)
     variant = lambda given: emit(with_every_cotangent(program, given, program.gradients), nowhere, device=CPU)  # noqa: E731
-    return Step(emitted, variant, lambda: emitted)
+    return Step(emitted, variant, lambda compiled: emitted)
 
 
 def gradients(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -219,7 +219,7 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
     nowhere: Any = None
     made = compiled_program(program, nowhere, CPU, generate=watching)
     emitted = emit(made, nowhere, device=CPU)
-    results = Step(emitted, lambda given: emitted, lambda: emitted)(tensors)
+    results = Step(emitted, lambda given: emitted, lambda compiled: emitted)(tensors)
     counts.clear()
     results[0][0].backward()
     # The list, the loop variable, the argument of getrefcount; autograd holds the first section's cotangent.
@@ -245,8 +245,9 @@ def on_two_ranks() -> list[Any]:
                 losses.append(par(IDS, LABELS).item())
             results.append((losses, {name: p.detach() for name, p in par.named_parameters()}))
             step = par.compiled[0].step  # the one that trained
-        assert step._compiled is not None
-        program = step._compiled.emitted.program
+        assert step.compiling is not None
+        assert step.compiling.made is not None
+        program = step.compiling.made.emitted.program
         lists = [
             [str(sent_by(i)) for i in (*one.forward, *one.backward) if sent_by(i)]
             for one in (par.compiled[0].step.emitted.program, program)

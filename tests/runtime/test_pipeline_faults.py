@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,9 @@ import torch.distributed as dist
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.runtime import communicator, torch_schedules
+from shardwise.runtime.pages import Page
 from shardwise.runtime.stage import StageWorker
+from shardwise.runtime.trail import trail
 
 RunRanks = Callable[..., list[Any]]
 
@@ -26,9 +29,9 @@ class Gone(Exception):
     """What ends a rank."""
 
 
-def stops(schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool) -> str:
+def stops(folder: str, schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool) -> str:
     """The last rank stops in the middle of a step: it hangs until the others have noticed, or it ends. What the others
-    say."""
+    say; for what they waited is on their pages, and on its own that it was at work."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     store = dist.distributed_c10d._get_default_store()
     torch.manual_seed(0)
@@ -41,24 +44,35 @@ def stops(schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool) 
             stack.enter_context(mock.patch.object(user, "group_timeout", return_value=timedelta(seconds=8)))
         par = sw.parallelize(model, plan)
         par.step(*staged_batch(8))
+    page = Page.create(f"{folder}/page-{rank}")
+    trail.write_to(f"{folder}/page-{rank}")
     dist.barrier()
     done = getattr(StageWorker, kind)
+    waits: list[bool] = []
 
     def broken(self: StageWorker, number: int, *args: Any) -> Any:
         if number == micro_batch:
             while hangs and not store.check([f"noticed {peer}" for peer in range(last)]):
                 time.sleep(0.05)
+            waits.append(page.read().waits)
             raise Gone
         return done(self, number, *args)
 
     if rank == last:
         with mock.patch.object(StageWorker, kind, broken), pytest.raises((Gone, RuntimeError)):
             par.step(*staged_batch(8))
+        assert waits == [False]
         return ""
     with pytest.raises(sw.ShardwiseError) as error:
         par.step(*staged_batch(8))
     store.set(f"noticed {rank}", "")
     assert type(error.value).__name__ == "CollectiveError"
+    seen = page.read()
+    assert seen.waits, "what failed is not left"
+    where = re.search(r"at (stage \d, .* of micro-batch \d)", str(error.value))
+    assert where is not None
+    if rank == 0:
+        assert seen.what == f"messages of other stages, ahead of {where[1]}"
     return str(error.value)
 
 
@@ -72,9 +86,9 @@ def stops(schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool) 
     ],
 )
 def test_a_stage_that_stops_is_named(
-    schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool, run_ranks: RunRanks
+    schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    text, _ = run_ranks(stops, 2, schedule, stages, kind, micro_batch, hangs)
+    text, _ = run_ranks(stops, 2, str(tmp_path), schedule, stages, kind, micro_batch, hangs)
     first = text.split("\n")[0]
     stage = re.search(r"^rank 0 at stage (\d), \w+( \(\w+ part\))? of micro-batch (\d)", first)
     assert stage is not None, text
@@ -86,9 +100,9 @@ def test_a_stage_that_stops_is_named(
 
 
 @pytest.mark.long
-def test_the_ranks_of_all_stages_find_the_one_that_hangs(run_ranks: RunRanks) -> None:
+def test_the_ranks_of_all_stages_find_the_one_that_hangs(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Two stages on two ranks each: rank 3 hangs; its own stage, and those of the other one, name it."""
-    texts = run_ranks(stops, 4, "1F1B", 2, "backward", 1, True)[:3]
+    texts = run_ranks(stops, 4, str(tmp_path), "1F1B", 2, "backward", 1, True)[:3]
     assert "stage 0, backward of micro-batch 1: the exchange with stage 1 (rank 3) timed out; rank 3" in texts[1]
     assert "stage:  rank 2 is at stage 1, backward of micro-batch 1" in texts[2] or "stage 1" in texts[2]
     for text in texts:

@@ -148,8 +148,10 @@ def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
             assert want is not None
             assert have is not None
             assert float((have - want).abs().max()) < TOLERANCE, name
-    programs = [own.program for ready in compiled._ready.values() for w in ready.workers for own in w.programs.values()]
-    assert programs
+    owns = [own for ready in compiled._ready.values() for w in ready.workers for own in w.programs.values()]
+    made = [own.compiled.in_passes.compiling.made for own in owns if own.compiled.in_passes.compiling is not None]
+    programs = [one.program for one in made if one is not None]
+    assert len(programs) == len(owns) > 0
     for program in programs:
         assert any(isinstance(getattr(i, "target", None), Kernels) for i in (*program.forward, *program.backward))
     reference.zero_grad()

@@ -55,6 +55,8 @@ def happens(trainer: sw.Trainer, what: str) -> None:
     if what == "differ":
         with torch.no_grad():
             next(trainer.par.parameters()).view(-1)[0] += 1e-9
+    elif what == "hang":
+        time.sleep(600)
     elif what == "stopped for long":  # nobody must wait, nor a time be chosen that busy machines exceed
         Page(os.environ[PAGE]).beat(time.monotonic() - 2 * Elastic().silent_seconds)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -64,14 +66,14 @@ def happens(trainer: sw.Trainer, what: str) -> None:
 
 def train(folder: Path, num_steps: int, kind: str, events: Events) -> None:
     num_ranks = sw.world_size()
-    how = {"zero": 1} if kind == "zero" else {}
+    how: dict[str, Any] = {"mesh": sw.Mesh(dp=num_ranks)}
+    if kind == "zero":
+        how["zero"] = 1
+    elif kind == "stages":
+        how = {"stages": num_ranks, "micro_batch": 6, "mesh": sw.Mesh(dp=1)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batch norm in parts of a batch: not what is tested here
-        plan = sw.planned(
-            lambda: sw.plan(
-                make(), batch(0), num_ranks, mesh=sw.Mesh(dp=num_ranks), search="sharding_propagation", **how
-            )
-        )
+        plan = sw.planned(lambda: sw.plan(make(), batch(0), num_ranks, search="sharding_propagation", **how))
         par = sw.parallelize(make(), plan, seed=7, check_replicas=1 if kind == "checked" else None)
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)

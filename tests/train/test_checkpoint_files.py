@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.layouts.boxes import Box, boxes
@@ -232,6 +233,16 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
     scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
     assert "the states of 0 schedulers, and 1 are to go on" in refusal(model, adam, schedulers=scheduler)
     assert "has no state for scaler=" in refusal(model, adam, scaler=torch.amp.GradScaler("cpu"))
+    data = [TensorDataset(torch.zeros(count, 8)) for count in (9, 12)]
+    loader, longer = (sw.DataLoader(samples, model, 4) for samples in data)
+    next(iter(loader))
+    sw.save_checkpoint(tmp_path / "with data", model, adam, step=1, data=loader)
+    folder = tmp_path / "with data"
+    other = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    adam = torch.optim.Adam(other.parameters(), lr=7.0)
+    assert "samples in the data set 9, and goes on with 12" in refusal(other, adam, data=longer)
+    assert "states that what goes on does not take: AssertionError: 2 workers" in refusal(other, adam, data=Elsewhere())
+    assert (longer.cursor, adam.param_groups[0]["lr"], len(adam.state)) == (0, 7.0, 0)
     with pytest.raises(sw.CheckpointError, match="exists already: a checkpoint is never overwritten"):
         sw.save_checkpoint(folder, model, step=2)
     with pytest.raises(sw.ShardwiseError, match="step is a number"):
@@ -239,6 +250,16 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
     with pytest.raises(sw.ShardwiseError, match="the metric loss is nan"):
         sw.save_checkpoint(tmp_path / "x", model, step=1, metrics={"loss": math.nan})
     assert not (tmp_path / "x.incomplete").exists()
+
+
+class Elsewhere:
+    """A loader of somebody else's, which has checks of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("2 workers")
 
 
 class Trap:

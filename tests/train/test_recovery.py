@@ -190,8 +190,19 @@ def test_a_straggler_is_slower_than_the_others_most_of_the_time() -> None:
     assert slowness([[0.1, 0.1, 0.13]] * 20, 2) == pytest.approx((0.13, 0.1))
     assert slowness([[0.1, 0.1, 0.13]] * 20, 0) is None
     assert slowness([[0.1, 0.1, 0.115]] * 20, 2) is None
+    assert slowness([[0.1]] * 20, 0) is None  # alone on its stage
     assert slowness([[0.1, 0.1, 0.1]] * 18 + [[0.1, 0.1, 2.0]] * 2, 2) is None  # twice only
     assert slowness([[0.0001, 0.0001, 0.0005]] * 20, 2) is None  # too short to say
+
+
+def test_a_stage_with_more_work_is_no_straggler_and_a_rank_slower_than_its_own_stage_is() -> None:
+    rounds = Rounds(torch.device("cpu"), [(0, 1, 2), (3, 4, 5)])
+    rounds._busy.extend([[0.1, 0.1, 0.1, 0.3, 0.3, 0.4]] * 20)
+    with pytest.warns(
+        StragglerWarning, match=r"rank 5 is 33% slower .* 0\.4000 s of each, the others for 0\.3000 s"
+    ) as said:
+        rounds._name_stragglers()
+    assert len(said) == 1
 
 
 def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -239,6 +250,25 @@ def test_copies_that_differ_send_training_back_to_what_was_checked(
     assert "rank 2 failed with exit code 1 (ReplicaError" in said.err
     assert "training goes on after step 4, which was kept in memory" in said.out
     check_equal(lost, whole, 9)
+
+
+@pytest.mark.long
+def test_a_stage_that_hangs_is_named_by_what_the_others_wait_for(
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    lost, whole = tmp_path / "lost", tmp_path / "whole"
+    lost.mkdir()
+    whole.mkdir()
+    run_ranks(uninterrupted, 2, str(whole), 8, "stages", time_limit_seconds=180.0)
+    command = [SCRIPT, str(lost), "8", "stages", "0:4:1:hang"]
+    assert launch(command, 2, elastic=Elastic(idle_seconds=20.0)) == 0  # more than it takes to make a program
+    said = capfd.readouterr()
+    assert "rank 1 came to no collective for" in said.err
+    assert "where:  rank 1 was in happens (elastic_run.py" in said.err
+    assert "ahead of stage 0, backward of micro-batch 0" in said.err
+    assert "training goes on after step 3, which was kept in memory" in said.out
+    check_equal(lost, whole, 8)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +16,17 @@ class Command:
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     execute: Callable[[argparse.Namespace], int]
+
+
+def add_output(parser: argparse.ArgumentParser, what: str, *, required: bool = True) -> None:
+    """``--output FILE``, which is looked at before any work is done."""
+    parser.add_argument("-o", "--output", required=required, type=_to_write, metavar="FILE", help=what)
+
+
+def _to_write(text: str) -> str:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, not a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return text

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.costs.cluster import Cluster
-    from shardwise.plans.joint import Joint
+    from shardwise.plans.joint import Considered, Joint
     from shardwise.plans.plan import Plan
     from shardwise.report.alternatives import Ranking
     from shardwise.report.explain import Explanation
-    from shardwise.report.planned import MicroBatches
+    from shardwise.report.planned import InStage, MicroBatches
+    from shardwise.search.micro_batch import Tried
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -75,12 +76,31 @@ def entry_data(plan: Plan, name: str) -> dict[str, Any]:
     raise AssertionError(f"{name} was found before")
 
 
-def explanation_data(found: Explanation | MicroBatches | Joint) -> dict[str, Any]:
-    """Of a choice, of micro-batches, or of stages."""
+def explanation_data(found: Explanation | InStage | MicroBatches | Joint) -> dict[str, Any]:
+    """Of a choice (in a stage), of micro-batches, or of stages."""
     from shardwise.report.explain import Explanation
+    from shardwise.report.planned import InStage, MicroBatches
 
+    if isinstance(found, InStage):
+        return {**explanation_data(found.explanation), "stage": found.stage, "alike": found.alike or None}
+    if isinstance(found, MicroBatches):
+        return {
+            "taken": found.taken,
+            "tried": [{"micro_batch": one.micro_batch, "passes": one.passes, **_planned(one)} for one in found.tried],
+        }
     if not isinstance(found, Explanation):
-        return asdict(found)
+        return {
+            "taken": asdict(found.taken),
+            "considered": [
+                {
+                    **asdict(one.setting),
+                    "bound_seconds": one.bound,
+                    **_planned(one),
+                    "faster_seconds": one.pruned or None,
+                }
+                for one in found.considered
+            ],
+        }
     return {
         "name": found.name,
         "kind": found.kind,
@@ -108,6 +128,15 @@ def explanation_data(found: Explanation | MicroBatches | Joint) -> dict[str, Any
             }
             for own in found.alternatives
         ],
+    }
+
+
+def _planned(one: Tried | Considered) -> dict[str, Any]:
+    """What became of a micro-batch, or of a setting."""
+    return {
+        "step_seconds": one.step_seconds or None,
+        "bytes": one.num_bytes or None,
+        "refused": one.refused or None,
     }
 
 

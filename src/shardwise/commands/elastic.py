@@ -32,8 +32,8 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
         "--idle-after",
         type=float,
         metavar="SECONDS",
-        help="so is one that comes to no collective for so long while all others wait in one (their time-out; "
-        "what stages of a pipeline send each other is no collective)",
+        help="so is one that comes to no collective for so long while all others wait in one, or for messages of "
+        "its stage (their time-out)",
     )
     add("--preload", metavar="MODULES", help="modules that are imported once for all ranks: transformers,datasets")
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.command import Command
+from shardwise.commands.command import Command, add_output
 from shardwise.commands.data import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
 from shardwise.commands.models import add_model, model_of, named
 from shardwise.commands.settings import add_settings, cluster_of, settings_of
@@ -28,7 +28,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
     parser.add_argument("--compare", action="store_true", help="plan with every search and show them side by side")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan, with --compare the fastest, as JSON")
+    add_output(parser, "write the plan, with --compare the fastest, as JSON", required=False)
     add_json(parser)
 
 
@@ -141,7 +141,7 @@ def _top(chosen: argparse.Namespace) -> int:
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace, for https://ui.perfetto.dev")
+    add_output(parser, "the trace, for https://ui.perfetto.dev")
     add_json(parser)
 
 
@@ -160,7 +160,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser, cluster=False)
     parser.add_argument("--other", metavar="PLAN", help="a plan file to set beside it")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the page: plan.html")
+    add_output(parser, "the page: plan.html")
     add_json(parser)
 
 
@@ -192,9 +192,14 @@ def _searched(chosen: argparse.Namespace) -> Plan:
 
 
 def _is_plan(text: str) -> bool:
-    """Whether a file is a plan, and no configuration of a model."""
+    """Whether a file is a plan, and no configuration of a model. Raises ShardwiseError for a .json that is missing."""
     path = Path(text)
-    return path.suffix == ".json" and path.is_file() and '"shardwise-plan"' in path.read_text("utf-8")[:200]
+    if path.suffix == ".json" and not path.exists():
+        raise ShardwiseError(problem(f"there is no file {text}", fix="check the path"))
+    if path.suffix != ".json" or path.is_dir():
+        return False
+    with path.open("rb") as file:
+        return b'"shardwise-plan"' in file.read(200)
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
@@ -233,7 +238,7 @@ def _diff(chosen: argparse.Namespace) -> int:
         raise ShardwiseError(
             problem("one of the plans has no prediction", fix="plan with a search by price, or leave out --max-growth")
         )
-    return int(any(share > chosen.max_growth / 100 for share in growth.values()))
+    return int(not all(share <= chosen.max_growth / 100 for share in growth.values()))
 
 
 # -- verify, check -----------------------------------------------------------------------------------------------------
@@ -281,6 +286,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(chosen: argparse.Namespace) -> int:
+    from shardwise.costs.cluster import Cluster
     from shardwise.foreign.check import check
     from shardwise.layouts.mesh import Mesh
 
@@ -296,6 +302,7 @@ def _check(chosen: argparse.Namespace) -> int:
         plan = named(plan)
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
     cluster = None if chosen.cluster is None else cluster_of(chosen.cluster)
+    cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
     model = model_of(chosen, values=True)
     with shown(f"running {chosen.devices} ranks and one device"):
         found = check(

@@ -16,7 +16,12 @@ _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float
 def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> None:
     """One option per setting. ``cluster``: whether it must be said."""
     add = parser.add_argument
-    add("--cluster", required=cluster, metavar="CLUSTER", help="a bundled name, a file, or a number of local devices")
+    add(
+        "--cluster",
+        required=cluster,
+        metavar="CLUSTER",
+        help="a bundled name, a file, or a number of devices like those here, of any memory",
+    )
     add("--mode", metavar="MODE", help="auto, semi_auto, data_parallel or stand_alone (auto)")
     add("--search", metavar="SEARCH", help="dynamic_programming, ilp, recursive_programming or sharding_propagation")
     add("--mesh", metavar="AXES", help="such as dp=16,tp=8 (chosen)")
@@ -75,10 +80,10 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def cluster_of(text: str) -> Cluster:
-    """A cluster by name or file, or so many devices of this machine."""
+def cluster_of(text: str) -> Cluster | int:
+    """A cluster by name or file; a number of devices stays one, as ``sw.plan`` takes it."""
     number = whole_number(text)
-    return Cluster.load(text) if number is None else Cluster.local(number)
+    return Cluster.load(text) if number is None else number
 
 
 def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:

@@ -239,7 +239,7 @@ class _Reader:
             )
             listed = [f"  {where}: {text}" for where, text in self.wrong[:_NUM_SHOWN]]
             listed += [f"  and {len(self.wrong) - _NUM_SHOWN} more"] if len(self.wrong) > _NUM_SHOWN else []
-            fix = f"correct them; {page('clusters')} describes the format"
+            fix = f"correct them; the format is described in {page('clusters')}"
             raise ShardwiseError("\n".join([problem(what, source=self.path), *listed, f"  fix:    {fix}"]))
 
 

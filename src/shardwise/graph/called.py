@@ -41,7 +41,7 @@ def divide_targets(
     """(module args, module kwargs, positional targets, named targets)"""
     if loss is None:
         return args, kwargs, (), {}
-    parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    parameters = _parameters_of(loss)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
     wanted = required[1:]
@@ -59,6 +59,21 @@ def divide_targets(
         )
     first = len(args) - count
     return args[:first], {name: value for name, value in kwargs.items() if name not in named}, args[first:], named
+
+
+def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a loss takes. Raises CaptureError for what is no function, and for a builtin, which does not say."""
+    try:
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except (TypeError, ValueError) as error:
+        name = getattr(loss, "__name__", repr(loss))
+        what = (
+            f"the loss {name} does not say what it takes: {error}"
+            if callable(loss)
+            else f"the loss {name} is no function"
+        )
+        fix = "a function with named parameters: loss=lambda output, target: ..."
+        raise CaptureError(problem(what, fix=fix)) from error
 
 
 def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:

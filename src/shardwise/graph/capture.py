@@ -41,14 +41,13 @@ from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.precision import MODELS_OWN, Precision, check_real, with_reductions
+from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.state import difference
 from shardwise.graph.tracing import (
-    CONSTRUCTS,
-    TRANSFORMS,
     Call,
     Traced,
     line_of_change,
@@ -113,6 +112,9 @@ def capture(
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
+    if not isinstance(module, nn.Module):
+        what = f"the model is a {type(module).__name__} and no torch.nn.Module"
+        raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
     precision = precision.at_hand
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = flatten_with_path((args, kwargs))

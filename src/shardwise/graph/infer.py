@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from shardwise.graph.ir import Arg, Ref, Value
 from shardwise.graph.schema import tensor_results
@@ -47,18 +48,28 @@ class TypeInference:
         kwargs: tuple[tuple[str, Arg], ...],
         value: Callable[[str], Value],
     ) -> tuple[Value, ...]:
-        with self.mode, torch.enable_grad():
-            operand = self.operand
-            result = target(
+        def called(operand: Callable[[Value], torch.Tensor]) -> Any:
+            return target(
                 *(_materialize(arg, value, operand) for arg in args),
                 **{key: _materialize(arg, value, operand) for key, arg in kwargs},
             )
+
+        with torch.enable_grad():
+            try:
+                with self.mode:
+                    result = called(self.operand)
+            except DataDependentOutputException:  # quantile looks at its probability, on CPUs, in torch 2.11
+                result = called(_on_meta)
         return tuple(Value("", tuple(t.shape), t.dtype, t.requires_grad) for t in tensor_results(result))
 
     def operand(self, value: Value) -> torch.Tensor:
         """A fake tensor of the value's type."""
         with self.mode:
             return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+
+
+def _on_meta(value: Value) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad, device="meta")
 
 
 def _signature(arg: Arg, value: Callable[[str], Value]) -> object:

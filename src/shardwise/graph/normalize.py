@@ -122,6 +122,16 @@ def _mean(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.to.dtype, result, dtype) if low_precision else result,)
 
 
+def _aminmax(op: Op, emitter: Emitter) -> Results:
+    """Two extremes: the operator of both has no derivative in torch 2.11."""
+    args = arguments(op)
+    dims = () if args["dim"] is None else (args["dim"],)
+    low, high = (
+        emitter.emit(extreme, args["self"], dims, args["keepdim"]) for extreme in (aten.amin.default, aten.amax.default)
+    )
+    return (low, high)
+
+
 def _batch_norm(op: Op, emitter: Emitter) -> Results:
     """Training mode; running statistics were already made mutations by ``functionalize``."""
     if not arguments(op)["training"]:
@@ -233,6 +243,7 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.conv_transpose3d.input: _convolution,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    aten.aminmax.default: _aminmax,
     aten.batch_norm.default: _batch_norm,
     aten.dropout.default: _dropout,
     aten.feature_dropout.default: _feature_dropout,

@@ -14,10 +14,16 @@ from shardwise.graph.schema import operator_name, tensor_results
 _READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work on 0-dim tensors"
 _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
 
+TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
 _LOOP = "write the loop in Python: its iterations are captured one after the other"
-_CONSTRUCTS = {  # what torch has in place of Python
-    "cond": "compute both sides and choose with torch.where, or decide by Python numbers",
-    **dict.fromkeys(("while_loop", "scan", "associative_scan", "map_impl", "map"), _LOOP),
+CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
+    "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
+    "torch.while_loop": _LOOP,
+    "torch.scan": _LOOP,
+    "torch.associative_scan": _LOOP,
+    "torch.map": _LOOP,
+    TRANSFORMS: "write it out with batched operators; gradients inside the model are torch.autograd.grad(..., "
+    "create_graph=True)",
 }
 
 _REJECTED = {
@@ -46,7 +52,10 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
         name = getattr(target, "__name__", str(target))
         what, fix = (
             f"{name} is not an operator",
-            _CONSTRUCTS.get(name, "call ordinary torch operators; write torch.func transforms out with batched ones"),
+            CONSTRUCTS.get(
+                f"torch.{name.removesuffix('_impl')}",
+                "call ordinary torch operators; write torch.func transforms out with batched ones",
+            ),
         )
     elif operator_name(target) in _REJECTED:
         name = operator_name(target)

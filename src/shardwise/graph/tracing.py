@@ -39,6 +39,7 @@ from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
 from shardwise.graph.precision import MODELS_OWN, Precision
+from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats, repeated_calls
 from shardwise.graph.segments import segments_opened
 from shardwise.graph.stand_ins import STAND_INS, cumulative_averages
@@ -393,7 +394,13 @@ def _export_as(
         replaced, segments = functions_as_operators(user_line), segments_opened(traced.module)
         called = torch.enable_grad(), precision.around_call()
         with torch.fx.traceback.preserve_node_meta(), lines, replaced, segments, called[0], called[1]:
-            program = torch.export.export(traced, inputs, strict=False)
+            try:
+                program = torch.export.export(traced, inputs, strict=False)
+            except AssertionError as error:  # torch 2.11, of what a transform left behind
+                if not lines.transformed:
+                    raise
+                what = f"{TRANSFORMS} in forward can not be captured"
+                raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed
 
 
@@ -414,18 +421,6 @@ def quiet() -> Iterator[None]:
         for logger, was in zip(loggers, disabled, strict=True):
             logger.disabled = was
 
-
-TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
-_LOOP = "write the loop in Python: its iterations are captured one after the other"
-CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
-    "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
-    "torch.while_loop": _LOOP,
-    "torch.scan": _LOOP,
-    "torch.associative_scan": _LOOP,
-    "torch.map": _LOOP,
-    TRANSFORMS: "write it out with batched operators; gradients inside the model are torch.autograd.grad(..., "
-    "create_graph=True)",
-}
 
 _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode",

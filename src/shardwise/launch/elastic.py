@@ -41,8 +41,8 @@ class Elastic:
     """``min_ranks``: fewer than these never run (None: as many as at the start); ``spares``: slots that take the places
     of lost ones; ``max_failures``: losses without a step in between after which the job ends; ``silent_seconds``: what
     a rank may go without a sign of life while others give some; ``idle_seconds``: what it may stay out of the
-    collective in which all others wait (None: as long as the collective waits; stages of a pipeline, which wait for
-    each other otherwise, are not counted); ``preload``: further modules that are imported once for all ranks."""
+    collective, or the exchange of stages, in which all others wait (None: as long as that waits); ``preload``:
+    further modules that are imported once for all ranks."""
 
     min_ranks: int | None = None
     spares: int = 0
@@ -185,7 +185,7 @@ def culprit(job: Job, cause: Failure) -> Failure:
     if not cause.waited_in_vain:
         return cause
     absent = [rank.number for rank in job.stopped if not rank.page.read().waits]
-    named = [number for number in absent if number in cause.blames]  # stages of a pipeline wait without a page's word
+    named = [number for number in absent if number in cause.blames]  # what no page tells of is waited for, too
     lost = next(iter(named or absent or cause.blames), None)
     if lost is None:
         return cause

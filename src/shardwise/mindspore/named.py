@@ -79,8 +79,8 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         short = module.removeprefix("shardwise.mindspore").lstrip(".")
         known = {own.lower(): own for own in names() if not own.startswith("_")}
         near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-        instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "see")
-        fix = f"{instead} ({page('from-mindspore')} lists what exists)"
+        instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "")
+        fix = "; ".join(filter(None, (instead, f"what exists is listed in {page('from-mindspore')}")))
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
         note(text)
         raise AttributeError(text)

@@ -122,8 +122,10 @@ def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: K
     annotations = tuple(own for own in how.annotations if own.scope in scopes)
     segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
     known = {name for source in part.sources for name in source.names}
-    offload = "auto" if how.offload == "all" and not blocks_of(part) else how.offload  # an embedding by itself
-    levers = Levers.of(part, segments, how.recompute, how.gathered or "held", offload)
+    has_blocks = bool(blocks_of(part))  # an embedding by itself has none
+    offload = "auto" if how.offload == "all" and not has_blocks else how.offload
+    recompute = how.recompute if has_blocks or segments else None
+    levers = Levers.of(part, segments, recompute, how.gathered or "held", offload)
     layouts = {name: layout for name, layout in how.settings.layouts.items() if name in known}
     settings = replace(how.settings, levers=levers, layouts=layouts)
     if not how.by_price:

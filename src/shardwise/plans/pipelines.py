@@ -46,6 +46,7 @@ from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
+from shardwise.search.levers import Levers
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import Work, least_seconds, solve_order
@@ -103,6 +104,7 @@ def pipeline_of(
         asked.offload,
         order,
     )
+    Levers.of(captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload)  # or it refuses
     kinds = Kinds() if call.known is None else call.known.kinds
     best: Found | None = None
     failure: PlanError | None = None
@@ -146,7 +148,7 @@ def _num_stages(stages: int | str | None, marks: Mapping[str, int]) -> int:
 
 def _checked(stages: int | str) -> int:
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
-        raise PlanError(problem(f"stages is {stages!r}", fix='a whole number from 2, or "marked" (sw.stage)'))
+        raise PlanError(problem(f"stages is {stages!r}", fix='a whole number from 2, "marked" (sw.stage) or "auto"'))
     return stages
 
 

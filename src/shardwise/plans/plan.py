@@ -232,7 +232,7 @@ class Plan:
         if self.is_pipeline:
             return PlanError(
                 problem(
-                    "a plan of stages has a search for every stage, and its file has none of them",
+                    "a plan of stages has a search for every stage, none over all of them and none in its file",
                     fix="sw.plan(..., stages=...).explain(name) explains an operator in its stage",
                 )
             )

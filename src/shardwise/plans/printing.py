@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
+_OUTPUTS = 4  # that are named
 
 
 def format_plan(plan: Plan) -> str:
@@ -52,6 +53,7 @@ def format_plan(plan: Plan) -> str:
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
         f"    forward   {format_totals(tuple(plan.collectives()))}",
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
+        *_outputs(plan),
     ]
     if not plan.precision.is_models:
         lines.insert(2 + bool(figures), f"  precision {format_precision(plan.precision)}")
@@ -120,6 +122,24 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     if held:
         found.append(("memory", f"{format_bytes(held)}{limit} a device"))
     return [*found, ("gap", "not known" if known is None else f"{known:.2%}")]
+
+
+def _outputs(plan: Plan) -> list[str]:
+    """What brings outputs together that are not read in a step, and their whole sizes, the largest first. A value that
+    is delivered as a buffer is stored (its shape, dtype and layout) counts as its new value."""
+    sizes: Counter[str] = Counter()
+    for stage in plan.stages:
+        buffers = {entry.layout for entry in stage.buffers}
+        for entry in stage.conversions or ():
+            if not entry.op and entry.forward and not entry.target.endswith("[]") and entry.target not in buffers:
+                sizes[entry.value] += max(collective.num_bytes for collective in entry.forward)
+    if not sizes:
+        return []
+    ordered = sizes.most_common()
+    said = ", ".join(f"{value} {format_bytes(size)}" for value, size in ordered[:_OUTPUTS])
+    more = f" and {len(ordered) - _OUTPUTS} more" if len(ordered) > _OUTPUTS else ""
+    total = format_bytes(sizes.total())
+    return [f"    of forward, {total} bring a call's outputs together ({said}{more}); no step does, nor has its price"]
 
 
 def _not_kept(plan: Plan) -> list[str]:

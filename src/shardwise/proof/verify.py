@@ -122,6 +122,8 @@ def verify(
     its passes, one device makes one; only running statistics are those of every micro-batch in both. The plan's own
     dtypes are compared where ``example_inputs`` are a single micro-batch.
     """
+    if steps < 1:
+        raise ShardwiseError(problem(f"steps is {steps}: nothing would be compared", fix="a whole number from 1"))
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named))
     # As planned: in float64 other casts are no-ops.

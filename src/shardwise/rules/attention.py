@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from shardwise.graph.schema import arguments
 from shardwise.rules.attention_kernels import ATTENTION_ROWS
 from shardwise.rules.binding import RuleTable, build, leading_names
 from shardwise.rules.calls import flat_pieces, operand_positions, unchanged
+from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import attention as lowerings
 from shardwise.rules.ring import ring_attention
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
@@ -20,11 +22,11 @@ aten = torch.ops.aten
 
 def attention_rule(op: Op, graph: Graph) -> OpRule | None:
     """The rule, and its variant for rings."""
-    rule = _attention(op, graph, ring=False)
+    rule = _BY_PARTS(op, graph)
     query, key = (graph.by_name[name].shape for name in op.operands[:2])
     if rule is None or query[-2] != key[-2]:
         return rule
-    variant = _attention(op, graph, ring=True)
+    variant = _BY_RINGS(op, graph)
     return rule if variant is None else replace(rule, variants=(("ring", variant),))
 
 
@@ -117,4 +119,5 @@ def _rows(call: Call, *rows: tuple[int, ...]) -> Call:
     return Call(ATTENTION_ROWS, (*(args[name] for name in names), *rows))
 
 
+_BY_PARTS, _BY_RINGS = (zeros_if_empty(partial(_attention, ring=ring)) for ring in (False, True))
 ATTENTION: RuleTable = {aten.scaled_dot_product_attention.default: attention_rule}

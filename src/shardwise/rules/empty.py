@@ -1,8 +1,8 @@
 """Ranks that hold nothing: a factor split over more devices than it has indices leaves some without a share.
 
-Most operators accept empty tensors. PyTorch's convolutions, poolings and norms refuse them, and one ends the process
-with a floating-point exception (torch 2.13). Their local call is then a kernel that returns zeros: the result is empty
-itself, or a sum without addends.
+Most operators accept empty tensors. PyTorch's convolutions, poolings and norms refuse them, and two end the process
+with a floating-point exception (a norm in torch 2.13, attention without heads in 2.11). Their local call is then a
+kernel that returns zeros: the result is empty itself, or a sum without addends.
 """
 
 from __future__ import annotations

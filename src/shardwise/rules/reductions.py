@@ -255,7 +255,6 @@ REDUCTIONS: RuleTable = {
     aten.mean.dim: _mean,
     aten.amax.default: _extreme("max", lowerings.amax),
     aten.amin.default: _extreme("min", lowerings.amin),
-    aten.aminmax.default: _lowered(lowerings.aminmax),
     aten.max.default: _extreme("max", lowerings.amax),
     aten.min.default: _extreme("min", lowerings.amin),
     aten.any.default: _any,

@@ -113,6 +113,19 @@ def meet_rank_zero(what: str) -> None:
                 ) from error
 
 
+def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None:
+    """Wait until all ranks of a module are here to read the same output. ``number``: which one of its ``call``. Raises
+    ShardwiseError where they read different ones, and CollectiveError where some do not read at all."""
+    doing = f"reading an output of call {call}, {what}, which every rank must read (or outputs='whole' in parallelize),"
+    if not ranks.meet((call << 16) + number, doing):
+        raise ShardwiseError(
+            problem(
+                f"ranks read different outputs: rank {ranks.rank} reads {what}, of call {call}",
+                fix="read outputs on every rank, in the same order, or give sw.parallelize outputs='whole'",
+            )
+        )
+
+
 def wire(device: torch.device) -> torch.device:
     """Where a tensor must be for ranks to exchange it, whose module is on ``device``."""
     return device if device.type == "cuda" else torch.device("cpu")
@@ -156,4 +169,4 @@ def _operator(namespace: str, name: str, overload: str) -> OpOverload:
     return found
 
 
-__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "wire", "working"]
+__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "meet_to_read", "wire", "working"]

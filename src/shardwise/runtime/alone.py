@@ -55,7 +55,7 @@ def run_alone(
         fix = "run it in a process by itself, started without shardwise run -n or torchrun"
         raise LaunchError(problem("this process is a rank of a job, and a rank alone has no others", fix=fix))
     if plan.is_pipeline:
-        fix = "give the plan of one stage; sw.plan(stages=1) makes one"
+        fix = "give a plan without stages: sw.plan without stages= makes one"
         raise PlanError(problem("a rank of a plan of stages does not run alone", fix=fix))
     if not 0 <= rank < plan.num_ranks:
         raise PlanError(
@@ -63,7 +63,12 @@ def run_alone(
         )
     if steps < 1:
         raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ShardwiseError(problem(f"{device!r} is no device", fix="such as cuda:1 or cpu")) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ShardwiseError(problem(f"there is no {device} here", fix="name another device, such as cpu"))
     if device.type == "cuda":
         check_room(plan, {rank: room_on(device)})
     call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from shardwise.programs.once import repeated
 from shardwise.programs.program import LocalOp, LocalProgram, localize
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
+from shardwise.programs.steps import Conversion
 from shardwise.programs.vjp import Kinds
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
@@ -37,10 +39,15 @@ from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
+from shardwise.runtime.remembered import TimesOnDisk
 from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.step import Step
+from shardwise.runtime.trials import Compiling, Trial, Trials
+from shardwise.runtime.when_read import LEAST_BYTES, read_all, with_outputs_split
 
 Inputs = Literal["global", "local"]
+Outputs = Literal["when read", "whole"]
+Compile = bool | Literal["auto"]
 
 
 _P = ParamSpec("_P")
@@ -68,7 +75,7 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
     """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
     plain tensors or constants, and for tensors without data."""
-    flat, spec = flatten((args, kwargs))
+    flat, spec = flatten(read_all((args, kwargs)))
     if all(is_constant(x) or (is_plain_tensor(x) and (not x.is_meta or device.type == "meta")) for x in flat):
         return flat, spec
     named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
@@ -84,16 +91,19 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
 
 @dataclass(frozen=True)
 class Settings:
-    """How a module runs under its plan, alike on every rank: see ``parallelize``. ``check_replicas``: 0 for never;
-    ``streams``: every shard draws random numbers of its own; ``host``: the names of the tables that stay on the CPU."""
+    """How a module runs under its plan, alike on every rank: see ``parallelize``. ``compile``: always, never, or where
+    it is faster (``runtime.trials``); ``check_replicas``: 0 for never; ``streams``: every shard draws random numbers of
+    its own; ``host``: the names of the tables that stay on the CPU; ``outputs``: when those beside the loss are brought
+    together (None: large ones when they are read)."""
 
     loss: Callable[..., Any] | None
     inputs: Inputs
     device: torch.device
-    compile: bool
+    compile: Compile
     check_replicas: int = 0
     streams: bool = False
     host: frozenset[str] = frozenset()
+    outputs: Outputs | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,8 @@ class Compiled:
     ``delivered``: the values that the step returns; ``tensors``: per source the parameter, buffer or constant, None for
     inputs; ``inputs``: their layouts; ``written``: per mutation the position of its buffer among the sources; ``seed``:
     the position of the seed of random numbers among them; ``frozen``: name and position of parameters that had no
-    gradient when the module was split; ``runs``: a step by itself, or the passes of one.
+    gradient when the module was split; ``runs``: a step by itself, or the passes of one; ``split``: of outputs that are
+    delivered in parts the conversion that brings them together, by value.
     """
 
     captured: Capture
@@ -126,6 +137,7 @@ class Compiled:
     written: tuple[int, ...]
     seed: int | None
     frozen: tuple[tuple[str, int], ...]
+    split: Mapping[str, Conversion]
 
     @property
     def step(self) -> Step:
@@ -174,6 +186,7 @@ class Calls:
     ) -> None:
         self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
         self.model = meta_copy(module)
+        self.trials = Trials(ranks.name, TimesOnDisk.of(os.environ))
         self._announced: set[str] = set()
 
     def compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
@@ -271,8 +284,14 @@ class Calls:
         repeats: bool = False,
     ) -> Compiled:
         """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
-        runs = self.step_of(spmd, call.loss_only, repeats=repeats)
         captured = replace(captured, graph=graph)
+        split: Mapping[str, Conversion] = {}
+        if not call.loss_only and spmd.loss is not None and self.settings.outputs != "whole":
+            least = LEAST_BYTES if self.settings.outputs is None else 0
+            spmd, split = with_outputs_split(spmd, captured.memories, least)
+        if split:
+            self.ranks.create_reading_group()
+        runs = self.step_of(spmd, call.loss_only, repeats=repeats)
         sources = graph.sources
         constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
         position = {source.value: i for i, source in enumerate(sources)}
@@ -292,11 +311,12 @@ class Calls:
                 for i, source in enumerate(sources)
                 if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
             ),
+            split=split,
         )
 
     def step_of(self, spmd: Spmd, loss_only: bool, *, repeats: bool) -> Step | RepeatedStep:
         """This rank's step of a program, emitted; ``repeats``: the passes of one."""
-        device, compiles = self.settings.device, self.settings.compile
+        device, compiles = self.settings.device, self.settings.compile is not False
         local = localize(spmd, self.ranks.place.device_of(self.ranks.rank))
         if self.settings.streams:
             local = _with_streams(local)
@@ -318,43 +338,40 @@ class Calls:
             program, on_host = written(**settings)
             return with_constants_apart(program, divided.constants.delivered).step, on_host
 
-        def compiled(**settings: Any) -> tuple[Program, frozenset[str]]:
-            program, on_host = variant(**settings)
-            if compiles:
-                program = compiled_program(program, self.ranks, device, on_host)
-            return program, on_host
+        def compiled(program: Program, on_host: frozenset[str]) -> tuple[Program, frozenset[str]]:
+            return compiled_program(program, self.ranks, device, on_host), on_host
+
+        def forward_only(compiles: bool) -> Emitted:
+            own = variant(with_gradients=False)
+            return emitted(*(compiled(*own) if compiles else own))
 
         def compiled_step() -> Step:
-            program, on_host = compiled()
+            program, on_host = compiled(*variant())
 
             def for_some(given: tuple[bool, ...]) -> Emitted:
                 reached, _ = variant(reached=given)
                 return emitted(with_every_cotangent(program, given, reached.gradients), on_host)
 
-            return Step(
-                emitted(program, on_host),
-                for_some,
-                lambda: emitted(*compiled(with_gradients=False)),
-                constants=constants,
-            )
+            return Step(emitted(program, on_host), for_some, forward_only, constants=constants)
 
         program, on_host = written()
         self._announce(program.untraceable)
-        if repeats:
-            parts = repeated(program)
-            divided = with_constants_apart(parts.each)
-            each = compiled_program(divided.step, self.ranks, device, on_host) if compiles else divided.step
-            ahead, behind = emitted(parts.ahead, on_host), emitted(parts.behind, on_host)
-            plain = (lambda: emitted(divided.step, on_host)) if compiles else None
-            constants = Constants(divided.constants, lambda made: emitted(made, on_host))
-            return RepeatedStep(program, ahead, emitted(each, on_host), behind, constants, plain)
-        divided = with_constants_apart(program)
+        parts = repeated(program) if repeats else None
+        divided = with_constants_apart(program if parts is None else parts.each)
         constants = Constants(divided.constants, lambda made: emitted(made, on_host))
+        plain = emitted(divided.step, on_host)
+        trial = None
+        if self.settings.compile == "auto":
+            trial = Trial(self.trials, divided.step, self.ranks, device)
+        if parts is not None:
+            ahead, behind = emitted(parts.ahead, on_host), emitted(parts.behind, on_host)
+            passes = Compiling(lambda: emitted(*compiled(divided.step, on_host)), trial) if compiles else None
+            return RepeatedStep(program, ahead, plain, behind, constants, passes)
         return Step(
-            emitted(divided.step, on_host),
+            plain,
             lambda given: emitted(*variant(reached=given)),
-            lambda: emitted(*compiled(with_gradients=False)),
-            compiled_step if compiles else None,
+            forward_only,
+            Compiling(compiled_step, trial) if compiles else None,
             constants,
             program,
         )
@@ -412,7 +429,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-__all__ = ["Call", "Calls", "Compiled", "Inputs", "Settings", "meta_copy"]
+__all__ = ["Call", "Calls", "Compile", "Compiled", "Inputs", "Outputs", "Settings", "meta_copy"]
 
 
 def check_frozen(compiled: Compiled) -> None:

@@ -8,7 +8,8 @@ booleans: uneven pieces are padded to the largest (their sizes are known from th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -53,6 +54,7 @@ class Communicator:
         self.coordinates = place.coordinates(self.rank) if self.rank in place.ranks else {}
         self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
         self._groups: dict[frozenset[str], Any] = {}
+        self._reading: Any = None  # the group of all ranks that is used ahead of reading an output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         return copy.copy(self)  # process groups are shared: every rank would have to make new ones at the same time
@@ -80,6 +82,33 @@ class Communicator:
                 if self.rank in members or self.rank not in self.place.ranks:
                     self._groups[frozenset(axes)] = group
 
+    def create_reading_group(self) -> None:
+        """Create the group in which ranks meet to read an output; every rank of the job asks for it. It has no other
+        messages: a rank that reads alone waits, and nothing is taken for something else."""
+        if self._reading is None and self.mesh.num_devices > 1:
+            self._reading = dist.new_group(timeout=group_timeout(), backend="gloo")
+
+    def meet(self, number: int, what: str) -> bool:
+        """Wait for all ranks, in the group for reading: whether all come with the same number. Raises CollectiveError
+        where one does not come. ``what`` for."""
+        seen = torch.tensor([number, -number])
+        with self._explaining(what):
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._reading)
+        return int(seen[0]) == -int(seen[1])
+
+    @contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        """An exchange of all ranks, which ends in a CollectiveError where the network fails."""
+        try:
+            with trail.waiting(what.encode()):
+                yield
+        except RuntimeError as error:
+            waiting = Waiting(self.name, self.launched, what, self.place.ranks)
+            explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
+            if explained is None:
+                raise
+            raise explained from error
+
     @property
     def _has_all_ranks(self) -> bool:
         return len(self.place.ranks) == dist.get_world_size()
@@ -95,15 +124,8 @@ class Communicator:
         group = dist.group.WORLD if self._has_all_ranks else self.group(self.mesh.sub_axes)
         self.launched += 1
         rows = tensor.new_empty(self.mesh.num_devices, tensor.numel())
-        try:
-            with trail.waiting(what.encode()):
-                gather_tensor(rows.view(-1), tensor.reshape(-1), group=group)
-        except RuntimeError as error:
-            waiting = Waiting(self.name, self.launched, what, self.place.ranks)
-            explained = exchange_failed(error, self.rank, waiting, what, "", "", [("pass", f"call {self.calls}")])
-            if explained is None:
-                raise
-            raise explained from error
+        with self._explaining(what):
+            gather_tensor(rows.view(-1), tensor.reshape(-1), group=group)
         return rows
 
     def note(self, kind: str, axes: tuple[str, ...], num_bytes: int) -> None:

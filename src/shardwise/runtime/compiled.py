@@ -345,7 +345,7 @@ class _Cut:
     values: dict[str, Tensor]
 
     def half(self, module: fx.GraphModule, half: str, num_sections: int, num_returned: int) -> _Half:
-        output = next(node for node in module.graph.nodes if node.op == "output")
+        output: Any = module.graph.output_node()
         ends: list[fx.Node] = list(output.args[0])
         place = _places(module.graph, half, num_sections, self.first_read)
         parts = []
@@ -442,19 +442,24 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx_inner
 
     fake_mode = next((t.fake_mode for t in operands), None) or FakeTensorMode()  # type: ignore[attr-defined]
-    output = next(node for node in module.graph.nodes if node.op == "output")
+    output: Any = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(fixed)
     with _inductor_context(fake_mode), TracingContext.report_output_strides() as found:
         function: Any = compile_fx_inner(module, list(operands))
     strides = [None if one is None else tuple(map(int, one)) for one in found or ()]
-    return function, strides or [None] * len(output.args[0])
+    return function, strides or [None] * _num_results(module)
+
+
+def _num_results(module: fx.GraphModule) -> int:
+    output: Any = module.graph.output_node()
+    return len(output.args[0])
 
 
 def interpreted(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """No code: the graph is run kernel by kernel."""
-    return fx.Interpreter(module).boxed_run, [None] * len(next(reversed(module.graph.nodes)).args[0])
+    return fx.Interpreter(module).boxed_run, [None] * _num_results(module)
 
 
 @dataclass(frozen=True)
@@ -472,4 +477,4 @@ def priced(
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """No code, but what Inductor's kernels would do (``costs.fusion``): for the seconds and the memory of a compiled
     step on a machine without the device."""
-    return PricedSection(fused_works(module)), [None] * len(next(reversed(module.graph.nodes)).args[0])
+    return PricedSection(fused_works(module)), [None] * _num_results(module)

@@ -37,6 +37,7 @@ from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
 from shardwise.runtime.step_profile import StepProfile, profile_step
+from shardwise.runtime.when_read import handed_out
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 
@@ -95,8 +96,9 @@ class Parallel(Split):
 
     @as_planned
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, every tensor whole on every rank; differentiable. It is one pass over the whole batch,
-        whatever the plan's micro-batch."""
+        """The module's output, every tensor whole on every rank; differentiable. Where it has a loss, other tensors are
+        brought together when they are read (``parallelize(outputs=)``). It is one pass over the whole batch, whatever
+        the plan's micro-batch."""
         if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
             self._say_whole()
         compiled, _, outputs = self._call(args, kwargs, loss_only=False)
@@ -200,6 +202,8 @@ class Parallel(Split):
         written_back([tensors[position] for position in compiled.written], written)
         if not loss_only:
             outputs = live(outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers})
+            names, graph = compiled.spmd.outputs, compiled.spmd.graph
+            outputs = handed_out(outputs, names, compiled.split, graph, self._ranks) if compiled.split else outputs
         return compiled, loss, tuple(outputs)
 
     # -- a step in passes ----------------------------------------------------------------------------------------------
@@ -244,7 +248,7 @@ class Parallel(Split):
         step = self._in_passes.get(key)
         if batch is None and (step is None or self._failed):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._failed = False
+        self._compared()
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
             step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
@@ -328,7 +332,7 @@ class Parallel(Split):
         compiled = self._compiled.get(key)
         if batch is None and (compiled is None or self._failed):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._failed = False
+        self._compared()
         if compiled is None:
             call = Call(self._examples(flat, spec, shapes), *mode)
             with shown_once("writing the program of every rank"):

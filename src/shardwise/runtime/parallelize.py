@@ -17,7 +17,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.precision import only_priced
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.agree import from_rank_zero, meet_rank_zero
-from shardwise.runtime.calls import Inputs, Settings
+from shardwise.runtime.calls import Compile, Inputs, Outputs, Settings
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.hosted import matching
 from shardwise.runtime.initial.materialize import Init
@@ -39,10 +39,11 @@ def parallelize(
     init: Init | None = None,
     weights: str | Path | None = None,
     device: torch.device | str | None = None,
-    compile: bool | None = None,
+    compile: Compile | None = None,
     check_replicas: int | None = None,
     randomness: Randomness = "same_as_one_device",
     host: Sequence[str] = (),
+    outputs: Outputs | None = None,
 ) -> Parallel | Pipeline:
     """This rank's part of ``module`` under ``plan``; called on every rank.
 
@@ -57,15 +58,21 @@ def parallelize(
     gets the value that the module's own code gives it. ``seed`` also starts dropout. ``weights``: a safetensors file or
     a folder of them, as Hugging Face has them, seen by every rank: of each tensor a rank reads its own part; what the
     files lack of a module without values is an error, or is left to ``init``. ``compile``: whether
-    ``torch.compile`` runs over the programs (by default on CUDA only: on CPUs it takes longer to compile than most runs
-    there gain). ``check_replicas``: in every so many training calls, the first included, what ranks must hold alike is
-    compared (``runtime.replicas``), and a ReplicaError names the first operator, parameter or input that differs; such
-    a call is not compiled. Rank 0's setting counts. ``randomness``: dropout and other random numbers are by default
-    those of one device, whatever the plan; with ``"per_shard"`` every shard draws from a generator of its own, which is
-    faster: replicas still agree, shards differ and a seed gives the same again, but under this plan only. ``host``:
-    names of tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their
-    gradients and optimizer states: indices go there and the rows that were looked up come back (``runtime.hosted``).
-    Prices and ``memory_bytes`` of the plan still count them on the device.
+    PyTorch's compiler makes kernels of the programs. With ``"auto"``, the default on CUDA, the first ten training steps
+    run eager and compiled in turns and the faster way stays; it is remembered on disk (``runtime.trials``; eager under
+    a schedule whose backward works on cotangents and on weights apart, and within hooks for saved tensors). The default
+    on CPUs is False: there it takes longer to compile than most runs gain. ``check_replicas``: in every so many
+    training calls, the first included, what ranks must hold alike is compared (``runtime.replicas``), and a
+    ReplicaError names the first operator, parameter or input that differs; such a call is not compiled. Rank 0's
+    setting counts. ``randomness``: dropout and other random numbers are by default those of one device, whatever the
+    plan; with ``"per_shard"`` every shard draws from a generator of its own, which is faster: replicas still agree,
+    shards differ and a seed gives the same again, but under this plan only. ``host``: names of tables, or patterns
+    (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their gradients and optimizer states:
+    indices go there and the rows that were looked up come back (``runtime.hosted``). Prices and ``memory_bytes`` of the
+    plan still count them on the device. ``outputs``: with ``"when read"`` a call's outputs beside its loss are tensors
+    that stay split and are brought together when they are read, which every rank must do alike; with ``"whole"`` every
+    call does it, and a rank may read them alone. By default those of a MiB or more stay split (logits of a language
+    model), and smaller ones come at once.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.
@@ -81,8 +88,14 @@ def parallelize(
         raise ShardwiseError(
             f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}'
         )
+    if compile not in (None, True, False, "auto"):
+        raise ShardwiseError(f'compile is True, False or "auto" (what is faster, measured), not {compile!r}')
     if randomness not in ("same_as_one_device", "per_shard"):
         raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
+    if outputs not in (None, "when read", "whole"):
+        raise ShardwiseError(
+            f'outputs is "when read" (brought together then, by every rank) or "whole" (at the call), not {outputs!r}'
+        )
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
@@ -95,14 +108,15 @@ def parallelize(
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     device = torch.device(device)
     require_room(agreed, device)
-    compile = device.type == "cuda" if compile is None else compile
+    if compile is None:
+        compile = "auto" if device.type == "cuda" else False
     every, streams, on_host = from_rank_zero(
         lambda: (checked_interval(check_replicas), randomness == "per_shard", matching(module, host))
     )
     announce_hooks(module)
     if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
-    settings = Settings(loss, inputs, device, compile, every, streams, on_host)
+    settings = Settings(loss, inputs, device, compile, every, streams, on_host, outputs)
     kind = Pipeline if agreed.is_pipeline else Parallel
     return kind(module, agreed, settings, seed=seed, init=init, weights=weights)
 
@@ -128,7 +142,7 @@ def _check_ranks(plan: Plan, size: int) -> None:
 
 
 def _check_pipeline(
-    plan: Plan, size: int, inputs: Inputs, check_replicas: int | None, host: Sequence[str], compile: bool | None
+    plan: Plan, size: int, inputs: Inputs, check_replicas: int | None, host: Sequence[str], compile: Compile | None
 ) -> None:
     """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
     if size != plan.num_ranks:
@@ -155,7 +169,7 @@ def _check_pipeline(
                 fix="pass the whole batch on every rank and leave these out, or plan without stages",
             )
         )
-    if compile and schedule_of(plan.schedule, plan.order).splits_backward:
+    if compile is True and schedule_of(plan.schedule, plan.order).splits_backward:
         whole = listed([name for name, schedule in SCHEDULES.items() if not schedule.splits_backward])
         raise PlanError(
             problem(

@@ -63,8 +63,8 @@ class StepInPasses:
             for start, _ in group:
                 given = values_of_step(compiled.captured.graph, whole, start, device)
                 tensors = _filled(compiled, parts(compiled, start, size), given, seed)
-                running = running or compiled.in_passes.begin(tensors)
-                observed = None if check is None else check.observed(compiled.in_passes.plain, ())
+                running = running or compiled.in_passes.begin(tensors, observed=check is not None)
+                observed = None if check is None else check.observed(compiled.in_passes.emitted, ())
                 delivered, written = running.run(tensors, scale, observed)
                 loss, _ = compiled.results(delivered)
                 assert loss is not None, "a step in passes has a loss"

@@ -50,6 +50,7 @@ from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
 from shardwise.runtime.state import State
 from shardwise.runtime.torch_schedules import Scheduled, position_groups
+from shardwise.runtime.trail import trail
 
 LossOn = Literal["all", "last"]
 
@@ -214,7 +215,7 @@ class Pipeline(Split):
         value = (
             torch.zeros((), dtype=graph.by_name[str(graph.loss)].dtype, device=self.device) if total is None else total
         )
-        with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]):
+        with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]), trail.waiting(b"the loss"):
             dist.broadcast(value, last[0])
         return value
 
@@ -277,7 +278,7 @@ class Pipeline(Split):
             tensor = own[out.name].detach().clone() if dist.get_rank() in made else empty
             wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor.contiguous()
             wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
-            with self._exchange(f"an output of stage {home[out.name]}", made[:1]):
+            with self._exchange(f"an output of stage {home[out.name]}", made[:1]), trail.waiting(b"an output"):
                 dist.broadcast(wire, made[0])
             received = torch.view_as_complex(wire) if tensor.is_complex() else wire.view(value.dtype)
             whole[out.name] = received.view(value.shape)
@@ -294,7 +295,7 @@ class Pipeline(Split):
             what = "step()" if loss_only else "predict()" if predicts else "a call"
             signature = Signature.of(named, f"{'train()' if self.training else 'eval()'}, {what}")
             check_equal(signature, self._everyone, self.device)
-        self._failed = False
+        self._compared()
         empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in flat]
         return key, Call(unflatten(empty, spec), *mode)
 
@@ -392,7 +393,7 @@ class Pipeline(Split):
     def _explained(self, error: RuntimeError, scheduled: Scheduled) -> Exception | None:
         """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another. None:
         what the error says itself, and a note of where."""
-        action = scheduled.next_action()
+        action = scheduled.next_action
         where = "the end of the step" if action is None else f"stage {action.stage}, {action}"
         cause: BaseException | None = error
         while cause is not None:
@@ -473,7 +474,8 @@ class Pipeline(Split):
             if name in updated and state[name].requires_grad:
                 parameter = state[name]
                 total = totals[name].contiguous() if name in totals else torch.zeros_like(parameter)
-                with self._exchange(f"gradient of {name}, which several stages have", self._holders(name)):
+                what = f"gradient of {name}, which several stages have"
+                with self._exchange(what, self._holders(name)), trail.waiting(what.encode()):
                     dist.all_reduce(total, group=group)
                 totals[name] = total
         reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,43 +16,41 @@ from shardwise.programs.rank_program import Program
 from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.step import Forward
+from shardwise.runtime.trials import Compiling, Turn
 
 
 @dataclass
 class RepeatedStep:
     """The programs of a pass and of what is done once (``programs.once.Repeated``), emitted. ``program``: a pass that
-    does all of it by itself, not emitted; ``constants``: what passes are given besides what is made ahead of them;
-    ``emit_plain``: emits a pass without compiling it, where ``each`` is compiled."""
+    does all of it by itself, not emitted; ``emitted``: a pass as it is written; ``constants``: what passes are given
+    besides what is made ahead of them; ``compiling``: the pass that runs instead, always or while it is faster."""
 
     program: Program
     ahead: Emitted
-    each: Emitted
+    emitted: Emitted
     behind: Emitted
     constants: Constants
-    emit_plain: Callable[[], Emitted] | None = None
+    compiling: Compiling[Emitted] | None = None
 
-    @property
-    def emitted(self) -> Emitted:
-        """A pass."""
-        return self.each
-
-    @cached_property
-    def plain(self) -> Emitted:
-        """A pass whose operators can be observed one by one."""
-        return self.each if self.emit_plain is None else self.emit_plain()
-
-    def begin(self, tensors: Sequence[Tensor]) -> Running:
-        """Cast and gather what all passes take. ``tensors``: of all sources; inputs are not read."""
+    def begin(self, tensors: Sequence[Tensor], *, observed: bool = False) -> Running:
+        """Cast and gather what all passes take. ``tensors``: of all sources; inputs are not read; ``observed``: the
+        passes are, operator by operator, and run as they are written."""
+        compiled, turn = None, Turn(compiled=False)
+        if self.compiling is not None and not observed:
+            compiled, turn = self.compiling.begin()
+        each = compiled or self.emitted
         with torch.no_grad():
             given = self.ahead.forward.forward(*tensors)[0] if self.ahead.program.forward else ()
-        return Running(self, (*given, *self.constants.of(self.each.program, tensors)))
+        return Running(self, each, turn, (*given, *self.constants.of(each.program, tensors)))
 
 
 @dataclass
 class Running:
-    """Passes under way. ``sums``: source -> its gradient so far, as a pass makes it."""
+    """Passes under way. ``each``: what runs them; ``sums``: source -> its gradient so far, as a pass makes it."""
 
     step: RepeatedStep
+    each: Emitted
+    turn: Turn
     given: tuple[Tensor, ...]
     sums: dict[str, Tensor] = field(default_factory=dict)
 
@@ -61,9 +58,8 @@ class Running:
         self, tensors: Sequence[Tensor], scale: Tensor | None = None, observed: Forward | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Forward and backward of a pass: (delivered, mutations). ``scale``: the cotangent of the loss (1);
-        ``observed``: runs forward instead of the plain program's own."""
-        emitted = self.step.each if observed is None else self.step.plain
-        program = emitted.program
+        ``observed``: runs forward instead of the program's own."""
+        program = self.each.program
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.no_grad():
             delivered, written, saved = self.forward(tensors, observed)
@@ -75,14 +71,20 @@ class Running:
                 raise ShardwiseError(
                     problem("the loss depends on no parameter that requires a gradient", fix="thaw a parameter")
                 )
-            found = emitted.backward.forward(kept, *cotangents)
-            self.add(dict(zip(program.gradients, found, strict=True)), tensors)
+            self.add(self.backward(kept, cotangents), tensors)
         return delivered, written
 
     def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
         """Forward of a pass: (delivered, mutations, saved)."""
-        found: tuple[Any, Any, Any] = (observed or self.step.each.forward.forward)(*tensors, *self.given)
+        with self.turn.timed():
+            found: tuple[Any, Any, Any] = (observed or self.each.forward.forward)(*tensors, *self.given)
         return found
+
+    def backward(self, saved: list[Any], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Backward of a pass: source -> gradient. ``saved`` is emptied."""
+        with self.turn.timed():
+            found = self.each.backward.forward(saved, *cotangents)
+        return dict(zip(self.each.program.gradients, found, strict=True))
 
     def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
         """Add the gradients that a pass has found. ``read``: what is read later; its memory is not added to."""
@@ -99,6 +101,7 @@ class Running:
 
     def end(self) -> dict[str, Tensor]:
         """Source -> the gradient of what is stored, of all passes together."""
+        self.turn.is_complete = True
         behind = self.step.behind
         self.given = ()
         if behind.program.backward:

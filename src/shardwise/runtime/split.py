@@ -53,6 +53,12 @@ class Split(torch.nn.Module):
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
+    def _compared(self) -> None:
+        """The ranks have compared what they call, if the last call failed here."""
+        if self._failed:
+            self._calls.trials.restart()
+        self._failed = False
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._draws:

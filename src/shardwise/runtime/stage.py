@@ -89,7 +89,7 @@ class StageProgram:
 
     @cached_property
     def program(self) -> Program:
-        """This rank's, of a micro-batch."""
+        """This rank's, of a micro-batch, as it is written."""
         return self.compiled.runs.emitted.program
 
     @cached_property
@@ -188,8 +188,9 @@ class StageWorker:
                 size = self.sizes[micro_batch]
                 if size not in self._running:
                     self._running[size] = compiled.in_passes.begin(tensors)
-                delivered, written, saved = self._running[size].forward(given)
-                self._saved[micro_batch] = dict(zip(own.program.saved, saved, strict=True))
+                running = self._running[size]
+                delivered, written, saved = running.forward(given)
+                self._saved[micro_batch] = dict(zip(running.each.program.saved, saved, strict=True))
                 self.most_kept = max(self.most_kept, len(self._saved))
             else:
                 delivered, written = compiled.step(tensors)
@@ -242,18 +243,21 @@ class StageWorker:
         """Backward of a micro-batch, or a part of it: the cotangents of what was received."""
         size = self.sizes[micro_batch]
         own = self.programs[size]
+        running = self._running[size]
         if kind != "weight":
-            self._saved[micro_batch].update(self._cotangents(own, cotangents))
-        program, run = own.program, own.compiled.in_passes.each.backward
-        if kind != "backward":
-            program, run = own.halves[0 if kind == "input" else 1]
+            self._saved[micro_batch].update(self._cotangents(own, running.each.program, cotangents))
+        program = running.each.program if kind == "backward" else own.halves[0 if kind == "input" else 1][0]
         values = self._saved[micro_batch] if kind == "input" else self._saved.pop(micro_batch)
         saved = [values[name] for name in program.saved]
         given = [values[name] for name in program.cotangents if name is not None]
         if kind == "backward":
             values.clear()
         with torch.no_grad():
-            found = dict(zip(program.gradients, run.forward(saved, *given), strict=True))
+            if kind == "backward":
+                found = running.backward(saved, given)
+            else:
+                run = own.halves[0 if kind == "input" else 1][1]
+                found = dict(zip(program.gradients, run.forward(saved, *given), strict=True))
         sources = own.part.source_of
         if kind == "input":
             read = own.halves[1][0].saved
@@ -263,15 +267,17 @@ class StageWorker:
         gradients = {n: g for n, g in found.items() if n in sources and sources[n].kind != "activation"}
         kept = self._saved.get(micro_batch, {}).values() if kind == "input" else ()
         in_use = (*own.compiled.tensors, *given, *kept, *received)
-        self._running[size].add(gradients, (value for value in in_use if isinstance(value, Tensor)))
+        running.add(gradients, (value for value in in_use if isinstance(value, Tensor)))
         if kind == "weight":
             return ()
         packed = zip(own.received, received, self.receives, strict=False)
         back = [None if g is None or not c.returns else c.packed(g, example) for c, g, example in packed]
         return tuple(back) or (None,) * len(self.receives)
 
-    def _cotangents(self, own: StageProgram, cotangents: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """The cotangents of what the program delivers, by their names in it."""
+    def _cotangents(
+        self, own: StageProgram, program: Program, cotangents: Sequence[Tensor | None]
+    ) -> dict[str, Tensor]:
+        """The cotangents of what a program of the stage delivers, by their names in it."""
         arrived = {
             crossing.value: crossing.unpacked(wire)
             for crossing, wire in zip(own.sent, cotangents, strict=False)
@@ -279,13 +285,13 @@ class StageWorker:
         }
         found: dict[str, Tensor] = {}
         for value, position in own.position.items():
-            name = own.program.cotangents[position]
+            name = program.cotangents[position]
             if name is None:
                 continue
             if value in arrived:
                 found[name] = arrived[value]
             else:
-                form = own.program.forms[name]
+                form = program.forms[name]
                 assert value == own.part.loss, f"no cotangent of {value} has come"
                 assert self.step is not None, "a step has begun"
                 loss = torch.empty(form.shape, dtype=form.dtype, device=self.step.device)

@@ -21,29 +21,30 @@ from shardwise.programs.rank_program import Program
 from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.faults import refuse_create_graph
+from shardwise.runtime.trials import Compiling, Turn
 
 # tensors of the sources -> (delivered, mutations, saved)
 Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
 # Which delivered values get a cotangent -> the program whose backward takes these.
 EmitFor = Callable[[tuple[bool, ...]], Emitted]
+_PLAIN = Turn(compiled=False)  # a step that takes part in no trial
 
 
 @dataclass
 class Step:
     """A program that can be called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some
-    of the delivered values; ``forward_only``: emits it without a backward; ``compiled``: makes the step that trains
-    instead of this one, unless that is observed (``runtime.compiled``); ``constants``: what all of these are given;
-    ``whole``: the program that makes them itself, not emitted."""
+    of the delivered values; ``forward_only``: emits it without a backward, compiled or not; ``compiling``: the step
+    that trains instead of this one, unless that is observed (``runtime.compiled``), always or while it is faster;
+    ``constants``: what all of these are given; ``whole``: the program that makes them itself, not emitted."""
 
     emitted: Emitted
     emit_for: EmitFor
-    forward_only: Callable[[], Emitted]
-    compiled: Callable[[], Step] | None = None
+    forward_only: Callable[[bool], Emitted]
+    compiling: Compiling[Step] | None = None
     constants: Constants | None = None
     whole: Program | None = None
     _backward: dict[tuple[bool, ...], Emitted] = field(default_factory=dict)
-    _plain: Emitted | None = None
-    _compiled: Step | None = None
+    _alone: dict[bool, Emitted] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         program = self.emitted.program
@@ -62,13 +63,19 @@ class Step:
         if not needs:
             emitted = self.emitted if observed is not None else self._forward_alone()
             delivered, written, _ = self.forward(tensors, emitted, observed)
-        elif self.compiled is not None and observed is None:
-            self._compiled = self._compiled or self.compiled()
-            return self._compiled(tensors)
         else:
-            results = _Step.apply(self, observed, *tensors)  # type: ignore[no-untyped-call]
+            step, turn = self._taking_turns() if observed is None else (self, _PLAIN)
+            results = _Step.apply(step, observed, turn, *tensors)  # type: ignore[no-untyped-call]
             delivered, written = results[: self.num_delivered], results[self.num_delivered :]
         return tuple(delivered), tuple(written)
+
+    def _taking_turns(self) -> tuple[Step, Turn]:
+        """What runs a step that begins. Where hooks keep what is saved, it may run again for backward, and must save
+        the same: no turns are taken there."""
+        if self.compiling is None or (self.compiling.trial is not None and _is_hooked()):
+            return self, _PLAIN
+        compiled, turn = self.compiling.begin()
+        return compiled or self, turn
 
     @property
     def program(self) -> Program:
@@ -85,8 +92,10 @@ class Step:
         return run(*tensors, *given)
 
     def _forward_alone(self) -> Emitted:
-        self._plain = self._plain or self.forward_only()
-        return self._plain
+        compiled = self.compiling is not None and self.compiling.is_preferred
+        if compiled not in self._alone:
+            self._alone[compiled] = self.forward_only(compiled)
+        return self._alone[compiled]
 
     def backward_for(self, given: tuple[bool, ...]) -> Emitted:
         """The program for cotangents of some delivered values."""
@@ -107,14 +116,15 @@ class Step:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, observed: Forward | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        delivered, written, saved = step.forward(tensors, observed=observed)
-        ctx.step, ctx.num_tensors = step, len(tensors)
+    def forward(ctx: Any, step: Step, observed: Forward | None, turn: Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with turn.timed():
+            delivered, written, saved = step.forward(tensors, observed=observed)
+        ctx.step, ctx.turn, ctx.num_tensors = step, turn, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(value for value, flows in zip(delivered, step.differentiable, strict=True) if not flows), *written
         )
-        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.hooked = _is_hooked()
         if ctx.hooked:
             ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
             ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
@@ -132,12 +142,19 @@ class _Step(torch.autograd.Function):
         given = cotangents[: step.num_delivered]
         emitted = step.backward_for(tuple(cotangent is not None for cotangent in given))
         taken = _in_order(step.emitted, emitted, saved)
-        found = emitted.backward.forward(taken, *(cotangent for cotangent in given if cotangent is not None))
+        with ctx.turn.timed():
+            found = emitted.backward.forward(taken, *(cotangent for cotangent in given if cotangent is not None))
+        ctx.turn.is_complete = True
         gradients: list[Tensor | None] = [None] * ctx.num_tensors
         for value, gradient in zip(emitted.program.gradients, found, strict=True):
-            if ctx.needs_input_grad[2 + step.positions[value]]:
+            if ctx.needs_input_grad[3 + step.positions[value]]:
                 gradients[step.positions[value]] = gradient
-        return (None, None, *gradients)
+        return (None, None, None, *gradients)
+
+
+def _is_hooked() -> bool:
+    """Whether autograd keeps what is saved, for hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _kept(ctx: Any) -> list[Any]:

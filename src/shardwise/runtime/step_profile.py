@@ -34,6 +34,7 @@ from shardwise.programs.rank_program import Program
 from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.step import Step
 from shardwise.runtime.transit import Converting, Departing
+from shardwise.runtime.trials import MOST_STEPS
 
 Key = tuple[str, str, tuple[str, ...]]  # part, name, stream
 _NUM_SHOWN = 12
@@ -110,6 +111,9 @@ def profile_step(
     parameters and buffers of this rank; ``alone``: this rank, where there are no others."""
     gather = _from_all if alone is None else _from_one
     step()  # compiles, and takes memory for the first time
+    for _ in range(MOST_STEPS):  # until it is known how it runs
+        if (compiling := taken().compiling) is not None and compiling.is_on_trial:
+            step()
     _finish(device)
     walls, peak = [], 0
     if device.type == "cuda":
@@ -123,7 +127,7 @@ def profile_step(
         peak = torch.cuda.max_memory_allocated(device)
     own = taken()
     program = own.program
-    is_compiled = (own.emit_plain if isinstance(own, RepeatedStep) else own.compiled) is not None
+    is_compiled = own.compiling is not None and own.compiling.is_preferred
     passes: list[_Clock] = []
     for _ in range(steps):
         clock = _Clock(program, device, held)
@@ -253,7 +257,7 @@ class _Half:
 
 def _halves(step: Step | RepeatedStep) -> list[_Half]:
     """What runs in a step, uncompiled."""
-    own = step.plain if isinstance(step, RepeatedStep) else step.emitted
+    own = step.emitted
     program = own.program
     halves = [_Half(own.forward, program.forward, "forward"), _Half(own.backward, program.backward, "backward")]
     if isinstance(step, RepeatedStep):
@@ -277,15 +281,13 @@ def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
 
     for half in halves:
         vars(half.module)["forward"] = run(half)
-    changed, plain = ("each", step.plain) if isinstance(step, RepeatedStep) else ("compiled", None)
-    before = getattr(step, changed)
-    setattr(step, changed, plain)
+    before, step.compiling = step.compiling, None
     try:
         yield
     finally:
         for half in halves:
             del vars(half.module)["forward"]
-        setattr(step, changed, before)
+        step.compiling = before
 
 
 def _compared(

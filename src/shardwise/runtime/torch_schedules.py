@@ -5,14 +5,18 @@ is asked for a forward, a backward, or a part of one, of a micro-batch, and does
 autograd.
 
 What is used of torch without being public: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
-``PipelineStage``, which run a stage, ``pipeline_order`` of schedules, and ``_PipelineScheduleRuntime``, which runs an
-order that is given to it. Nothing outside this file knows of them.
+``PipelineStage``, which run a stage, what prepares its messages in torch 2.11, ``pipeline_order`` of schedules, and
+``_PipelineScheduleRuntime``, which runs an order that is given to it. Nothing outside this file knows of them.
+
+While torch runs a schedule, a rank works on its stages or waits for messages of others; nothing else takes time. So
+what is not work is waiting, and goes on the rank's page as such (``runtime.trail``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -20,12 +24,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from shardwise.costs.pipeline import Action, Kind, Order
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order
 from shardwise.runtime.communicator import group_timeout
+from shardwise.runtime.trail import trail
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
@@ -45,12 +50,41 @@ class Worker(Protocol):
         """The cotangents of what was received; none for weights."""
 
 
+class _Progress:
+    """How far this place is in an ``order`` of actions."""
+
+    def __init__(self, order: Sequence[Action]) -> None:
+        labels = {action: f"messages of other stages, ahead of stage {action.stage}, {action}" for action in order}
+        self._labels = {action: label.encode() for action, label in labels.items()}
+        self.begin(backward=True)
+
+    def begin(self, *, backward: bool) -> None:
+        """From the start, of all actions or of the forwards alone."""
+        self._left = deque(action for action in self._labels if backward or action.kind == "forward")
+        self._done: set[Action] = set()
+
+    def done(self, action: Action) -> None:
+        self._done.add(action)
+        while self._left and self._left[0] in self._done:
+            self._left.popleft()
+
+    @property
+    def next_action(self) -> Action | None:
+        """The first that is not done; None: all are."""
+        return self._left[0] if self._left else None
+
+    @property
+    def waits_for(self) -> bytes:
+        """Ahead of what this rank waits, in words."""
+        return self._labels[self._left[0]] if self._left else b"messages of other stages, at the end of a pass"
+
+
 class _Stage(PipelineStage):
     """One stage on this rank. What it is asked for comes without the number of the micro-batch, which torch's calls
     around it have."""
 
     def __init__(
-        self, worker: Worker, number: int, num_stages: int, device: torch.device, group: Any, done: set[Action]
+        self, worker: Worker, number: int, num_stages: int, device: torch.device, group: Any, progress: _Progress
     ) -> None:
         numbers = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
@@ -63,27 +97,30 @@ class _Stage(PipelineStage):
             output_args=worker.sends if number < num_stages - 1 else (loss,),
             group=group,
         )
-        self._worker, self._micro_batch, self._done = worker, -1, done
+        self._worker, self._micro_batch, self._progress = worker, -1, progress
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._micro_batch = fwd_chunk_id
-        found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._done.add(Action(self.stage_index, "forward", fwd_chunk_id))
-        return found
+        with self._works("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        self._micro_batch = bwd_chunk_id
-        found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._done.add(Action(self.stage_index, "backward" if full_backward else "input", bwd_chunk_id))
-        return found
+        with self._works("backward" if full_backward else "input", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._micro_batch = bwd_chunk_id
-        found = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._done.add(Action(self.stage_index, "weight", bwd_chunk_id))
-        return found
+        with self._works("weight", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    @contextmanager
+    def _works(self, kind: Kind, micro_batch: int) -> Iterator[None]:
+        """Around an action: its messages have come."""
+        self._micro_batch = micro_batch
+        trail.leave()
+        yield
+        self._progress.done(Action(self.stage_index, kind, micro_batch))
+        trail.enter(self._progress.waits_for)
 
     # torch runs a schedule forward alone by leaving out what its backward does, but for what folded schedules hand over
     # on one place.
@@ -107,6 +144,54 @@ class _Stage(PipelineStage):
         return (None,) if self.is_first else found, []
 
 
+class _StageWhereAllIsDifferentiable(_Stage):
+    """In torch 2.11 all that crosses is marked as differentiable, which integers refuse, and is sent a cotangent. Here
+    nothing is marked, and the cotangent of what has none is one number. The first message of two neighbours is one to
+    itself for a place that has both, which gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        found: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [message for message in found if message.peer != dist.get_rank()]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        trains, self.has_backward = self.has_backward, False
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            self.has_backward = trains
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        received: Any = self.args_recv_info[mb_index]
+        for info, tensor in zip(received, prev_stage_outputs, strict=True):
+            info.buffer = tensor
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Nothing: programs have the types that were planned, and the loss has any."""
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        received: Any = super()._create_grad_recv_info(act_send_info)
+        for info, sent in zip(received, self._worker.sends, strict=False):  # the last stage receives none
+            if not sent.requires_grad:
+                info.buffer = info.buffer.new_empty(1)
+        return received
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        cotangents = bwd_kwargs.get("output_grads") or ()
+        differentiable = [sent.requires_grad for sent in self._worker.sends]
+        kept = tuple(own if is_one else None for own, is_one in zip(cotangents, differentiable, strict=False))
+        found, rest = super().backward_maybe_with_nosync(backward_type, {**bwd_kwargs, "output_grads": kept})
+        if self.is_first:
+            return found, rest
+        numbers = (torch.zeros(1, dtype=value.dtype, device=self.device) for value in self._worker.receives)
+        return tuple(own if own is not None else n for own, n in zip(found, numbers, strict=False)), rest
+
+
+# torch that keeps what crosses as types knows which of it is differentiable.
+_STAGE = _Stage if hasattr(_utils, "_TensorMeta") else _StageWhereAllIsDifferentiable
+
+
 class Scheduled:
     """A schedule over the stages of this rank, for a number of micro-batches."""
 
@@ -119,12 +204,13 @@ class Scheduled:
         device: torch.device,
         group: Any,
     ) -> None:
-        self._done: set[Action] = set()
+        num_places = num_stages // schedule.stages_per_place
+        place = schedule.place_of(min(workers), num_places)
+        self._progress = _Progress(order_of(schedule, num_places, num_micro_batches)[place])
         stages = [
-            _Stage(worker, number, num_stages, device, group, self._done) for number, worker in sorted(workers.items())
+            _STAGE(worker, number, num_stages, device, group, self._progress)
+            for number, worker in sorted(workers.items())
         ]
-        self._of, self._num_places, self._backward = schedule, num_stages // schedule.stages_per_place, True
-        self._place = schedule.place_of(min(workers), self._num_places)
         self._has_first, self._has_last = 0 in workers, num_stages - 1 in workers
         self._numbers = torch.arange(num_micro_batches)
         settings: dict[str, Any] = {"loss_fn": _is_loss, "scale_grads": False}
@@ -138,32 +224,31 @@ class Scheduled:
 
     def step(self) -> list[Tensor]:
         """Forward and backward of all micro-batches: their losses, in order, where the last stage is."""
-        self._begin(backward=True)
         losses: list[Tensor] = []
         numbers = (self._numbers,) if self._has_first else ()
         target = self._numbers if self._has_last else None
-        with torch.enable_grad():  # torch asks for it; programs record nothing
+        with torch.enable_grad(), self._runs(backward=True):  # torch asks for gradients; programs record nothing
             self._schedule.step(*numbers, target=target, losses=losses, return_outputs=False)
         return losses
 
     def forward(self) -> list[Tensor]:
         """Forward of all micro-batches alone."""
-        self._begin(backward=False)
         numbers = (self._numbers,) if self._has_first else ()
         target = self._numbers if self._has_last else None
-        with torch.no_grad():
+        with torch.no_grad(), self._runs(backward=False):
             self._schedule.eval(*numbers, target=target, return_outputs=False)
         return []
 
-    def _begin(self, *, backward: bool) -> None:
-        self._done.clear()
-        self._backward = backward
+    @contextmanager
+    def _runs(self, *, backward: bool) -> Iterator[None]:
+        self._progress.begin(backward=backward)
+        with trail.waiting(self._progress.waits_for):
+            yield
 
+    @property
     def next_action(self) -> Action | None:
         """The first action of this place that is not done; None: all are."""
-        order = order_of(self._of, self._num_places, len(self._numbers))[self._place]
-        left = (action for action in order if self._backward or action.kind == "forward")
-        return next((action for action in left if action not in self._done), None)
+        return self._progress.next_action
 
 
 def _in_order(schedule: Schedule, stages: list[_Stage], num_micro_batches: int, settings: dict[str, Any]) -> Any:

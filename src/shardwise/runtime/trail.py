@@ -1,8 +1,8 @@
 """Where this rank is: the collective that it is in, for the launcher to read, and how long it has waited in all.
 
-A collective of a program, and what the ranks of a job tell each other, is entered and left here. Under ``shardwise
-run`` it is written on the rank's page (``runtime.pages``); everywhere the time is summed up, from which the time that a
-rank is busy follows (``train.meeting``).
+A collective of a program, what the ranks of a job tell each other, and the messages between the stages of a pipeline
+are entered and left here. Under ``shardwise run`` it is written on the rank's page (``runtime.pages``); everywhere the
+time is summed up, from which the time that a rank is busy follows (``train.rounds``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Trail:
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
-        self._number = 0
+        self._number, self._began = 0, 0.0
         self._page: Page | None = None
 
     def write_to(self, path: str | Path) -> None:
@@ -56,13 +56,21 @@ class Trail:
     @contextmanager
     def waiting(self, what: bytes) -> Iterator[None]:
         """Around a collective that this rank waits for. ``what`` it is, in words. One that fails is not left."""
-        began = time.monotonic()
-        self._number += 1
-        if self._page is not None:
-            self._page.enter(self._number, began, what)
+        self.enter(what)
         yield
+        self.leave()
+
+    def enter(self, what: bytes) -> None:
+        """This rank begins to wait for ``what``."""
+        self._number += 1
+        self._began = time.monotonic()
+        if self._page is not None:
+            self._page.enter(self._number, self._began, what)
+
+    def leave(self) -> None:
+        """What it waited for last has come."""
         ended = time.monotonic()
-        self.waited_seconds += ended - began
+        self.waited_seconds += ended - self._began
         if self._page is not None:
             self._page.leave(ended)
 

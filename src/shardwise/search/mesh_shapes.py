@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 
 from shardwise.costs.cluster import Cluster
+from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.mesh import Mesh
 
 
@@ -43,7 +44,7 @@ def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
     axis outside. If there are more levels than axes, neighbouring levels share an axis, in every way.
     """
     if max_axes < 1:
-        raise ValueError(f"a mesh has at least one axis, not {max_axes}")
+        raise ShardwiseError(problem(f"a mesh has at least one axis, not {max_axes}", fix="max_mesh_axes from 1"))
     levels = tuple(level.size for level in reversed(cluster.levels) if level.size > 1)
     found: dict[tuple[int, ...], None] = {}
     for merged in _merged(levels, max_axes):

@@ -149,7 +149,7 @@ class DataLoader:
             "shuffle": self.shuffle,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ShardwiseError for a data set of another length, and for a loader that is shuffled otherwise."""
         own = self.state_dict()
         for name, what in (("length", "samples in the data set"), ("seed", "seed"), ("shuffle", "shuffle")):
@@ -161,6 +161,10 @@ class DataLoader:
                         fix="give the same data set and seed, or start a new epoch: load without data=",
                     )
                 )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises as ``check_state_dict``, and goes on where it was as before."""
+        self.check_state_dict(state)
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
 
 

@@ -27,7 +27,9 @@ def stage(file: PlannedFile, parts: Mapping[str, Part], buffer: torch.Tensor) ->
 
 def _source(part: Part, piece: Piece) -> torch.Tensor:
     for box in part.boxes:
-        found = box.common(piece.offsets, piece.sizes) if piece.num_bytes else box
+        if (box.offsets, box.sizes) == (piece.offsets, piece.sizes):
+            return part.at(box)
+        found = box.common(piece.offsets, piece.sizes)
         if found is not None and found.sizes == piece.sizes:
             return part.at(found)
     raise AssertionError(f"a rank writes {piece.sizes} at {piece.offsets} of {piece.name}, which it does not hold")

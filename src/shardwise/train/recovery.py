@@ -11,6 +11,7 @@ import torch
 from shardwise.errors import PlanWarning
 from shardwise.runtime.generation import current
 from shardwise.runtime.replicas import ReplicaCheck
+from shardwise.runtime.split import Split
 from shardwise.runtime.trail import trail
 from shardwise.train.agreement import from_all, here
 from shardwise.train.checkpoints import (
@@ -54,7 +55,8 @@ class Recovery:
         self.par, self.folder = par, None if folder is None else Path(folder)
         self.extra: Any = None
         self._given = Given(several(optimizer), several(schedulers), scaler, data)
-        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")))
+        places = tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, Split) else ()
+        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), places)
         self._generation = current.generation
         self._keeps = self._generation is not None
         self._structure: object = None

@@ -22,6 +22,7 @@ from shardwise.runtime.split import Split
 from shardwise.texts import shown
 from shardwise.train.agreement import from_all, here, raise_first
 from shardwise.train.checkpoints import Optimizers, Resumable, Schedulers, finish_saving, several
+from shardwise.train.data import DataLoader
 from shardwise.train.files import Reader
 from shardwise.train.manifest import FILE, Manifest, Stored, read_manifest
 from shardwise.train.parts import (
@@ -138,9 +139,9 @@ def load_one(
         warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
     try:
         return load.apply(given.schedulers, given.scaler, given.data, given.random)
-    except (TypeError, LookupError, AttributeError, RuntimeError) as error:
+    except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, ValueError) as error:
         what = f"{path} has states that what goes on does not take: {type(error).__name__}: {error}"
-        fix = "its tensors are loaded, and not all of the rest: load another checkpoint, or make what was saved"
+        fix = "not all of it is loaded: load another checkpoint, or make what was saved"
         raise CheckpointError(problem(what, fix=fix)) from error
 
 
@@ -305,7 +306,7 @@ class _Load:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_values(self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None) -> None:
-        """Raises ShardwiseError where what is to go on was not saved."""
+        """Raises ShardwiseError where what is to go on was not saved, or is over other data."""
         count = len(self._schedulers)
         if schedulers and count != len(schedulers):
             what = f"{self.path} has the states of {count} schedulers, and {len(schedulers)} are to go on"
@@ -314,6 +315,8 @@ class _Load:
             if given is not None and self.values.get(name) is None:
                 what = f"{self.path} has no state for {name}="
                 raise ShardwiseError(problem(what, fix=f"load without {name}=, or give it to save_checkpoint as well"))
+        if isinstance(data, DataLoader):
+            data.check_state_dict(self.values["data"])
 
     def verify(self, random: bool) -> None:
         """Compares the checksums of everything that will be read. Raises CheckpointError."""
@@ -332,7 +335,12 @@ class _Load:
     def apply(
         self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None, random: bool
     ) -> Checkpoint:
-        """Changes the module, the optimizers and the others."""
+        """Changes the others, then the module and the optimizers: what refuses its state does so before a tensor is."""
+        for scheduler, state in zip(schedulers, self._schedulers, strict=False):
+            scheduler.load_state_dict(state)
+        for name, given in (("scaler", scaler), ("data", data)):
+            if given is not None:
+                given.load_state_dict(self.values[name])
         wanted = self._wanted(random)
         for name, part in wanted:
             self.reader.read(name, part)
@@ -340,11 +348,6 @@ class _Load:
             self.par._draws = True
         for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
             self._resume(optimizer, settings)
-        for scheduler, state in zip(schedulers, self._schedulers, strict=False):
-            scheduler.load_state_dict(state)
-        for name, given in (("scaler", scaler), ("data", data)):
-            if given is not None:
-                given.load_state_dict(self.values[name])
         if random and wanted[-1][0] == self._random:
             restore_random(wanted[-1][1].tensor)
         extra, read = self.values.get("extra"), self.reader.num_bytes_read

@@ -1,7 +1,8 @@
 """After every step the ranks meet: in one small message each says what all must know, and how long it was busy.
 
 Busy is what a rank does between two meetings without waiting for others. All wait for the slowest, so a rank that is
-busy longer than the others costs all of them; after a while it is named. Seconds are those of the host: where kernels
+busy longer than the others costs all of them; after a while it is named. Compared are ranks with the same work: all,
+or those of a stage; how unequal stages are is the plan's affair. Seconds are those of the host: where kernels
 run on a GPU behind it, they say when the host queued them, and no rank is named.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -27,9 +29,10 @@ _LEAST_SECONDS = 0.001  # per step; less is the noise of the system
 
 
 class Rounds:
-    """The meetings of a run. ``device``: of the module."""
+    """The meetings of a run. ``device``: of the module; ``places``: the ranks of each stage, where there are stages."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, places: Sequence[Sequence[int]] = ()) -> None:
+        self._places = places
         self._device, self._on_host = wire(device), device.type == "cpu"
         self._began, self._waited = time.perf_counter(), trail.waited_seconds
         self._busy: deque[list[float]] = deque(maxlen=_WINDOW)  # per step, of every rank
@@ -60,7 +63,10 @@ class Rounds:
     def _name_stragglers(self) -> None:
         if len(self._busy) < _WINDOW:
             return
-        slow = {rank: found for rank, _ in enumerate(self._busy[0]) if (found := slowness(list(self._busy), rank))}
+        slow: dict[int, tuple[float, float]] = {}
+        for ranks in self._places or [range(len(self._busy[0]))]:
+            busy = [[seconds[rank] for rank in ranks] for seconds in self._busy]
+            slow |= {rank: found for at, rank in enumerate(ranks) if (found := slowness(busy, at))}
         for rank in slow.keys() - self._named:
             own, others = slow[rank]
             warnings.warn(
@@ -75,6 +81,8 @@ class Rounds:
 def slowness(busy: list[list[float]], rank: int) -> tuple[float, float] | None:
     """(seconds per step of a rank, median of the others' seconds), if it is a straggler. Given: per step the seconds
     of every rank."""
+    if len(busy[0]) == 1:
+        return None
     others = [median(seconds[:rank] + seconds[rank + 1 :]) for seconds in busy]
     own = [seconds[rank] for seconds in busy]
     late = sum(mine > _SLOWER * theirs for mine, theirs in zip(own, others, strict=True))

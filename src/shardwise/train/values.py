@@ -43,7 +43,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": _dtype_name(value)}
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [encode(item, f"{where}[{position}]") for position, item in enumerate(value)]
+        plain = all(type(item) is int and abs(item) <= MAX_NUMBER for item in value)  # the states of generators
+        items = list(value) if plain else [encode(item, f"{where}[{at}]") for at, item in enumerate(value)]
         if isinstance(value, list):
             return items
         return {"$tuple" if isinstance(value, tuple) else "$set": items}

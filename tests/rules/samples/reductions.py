@@ -75,8 +75,6 @@ REDUCTIONS = [
     call(aten.std_mean.dim, x(3, 4), [1], False),
     call(aten.std_mean.correction, x(3, 4), [0], correction=2, keepdim=True),
     call(aten.nanmean.default, leaf([[1, torch.nan, 2, 4], [torch.nan, 4, 5, 6]]), [1]),
-    call(aten.aminmax.default, x(3, 4)),
-    call(aten.aminmax.default, x(3, 4), dim=1, keepdim=True),
     call(aten.linalg_norm.default, x(3, 4)),
     call(aten.linalg_norm.default, x(3, 4), 3, [1]),
     call(aten.linalg_norm.default, x(2, 3, 4), 2, [1, 2]),

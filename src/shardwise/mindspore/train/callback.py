@@ -294,5 +294,7 @@ def __getattr__(name: str) -> Any:
     from shardwise.mindspore.train import watching
 
     if name.startswith("_") or not hasattr(watching, name):
-        raise AttributeError(problem(f"there is no callback {name}", fix=f"{page('from-mindspore')} lists them"))
+        raise AttributeError(
+            problem(f"there is no callback {name}", fix=f"they are listed in {page('from-mindspore')}")
+        )
     return getattr(watching, name)

@@ -196,11 +196,6 @@ def amin(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> 
     return _extreme(self, self.detach().amin(dims_of(dim, self.dim()), keepdim=True), dim, keepdim)
 
 
-def aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    dims = () if dim is None else (dim,)
-    return amin(self, dims, keepdim), amax(self, dims, keepdim)
-
-
 def _extreme(x: Tensor, extreme: Tensor, dim: int | Sequence[int], keepdim: bool) -> Tensor:
     """An extreme whose gradient is shared evenly by the elements that attain it, as in PyTorch."""
     dims = dims_of(dim, x.dim())

@@ -61,7 +61,7 @@ def _install() -> None:
             problem(
                 f"torch {torch.__version__} is not known to this version of shardwise: {', '.join(missing)} is not "
                 "where it was; gradient clipping, loss scaling or checkpoints of shards could be wrong unnoticed",
-                fix="use torch 2.12 to 2.14, or a newer shardwise",
+                fix="use torch 2.11 to 2.14, or a newer shardwise",
             )
         )
     assert body is not None

@@ -1,0 +1,88 @@
+"""What was measured before, on disk: a JSON file for every key, in the user's cache folder.
+
+A file that cannot be read, or that is not of this version or key, counts as none, with a warning; the next measurement
+replaces it. Files are written whole or not at all, so ranks and jobs may share a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PlanWarning
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a step, run one way and the other."""
+
+    eager: float
+    compiled: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimesOnDisk:
+    """``folder``: is made when something is written."""
+
+    folder: Path
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> TimesOnDisk:
+        """In ``SHARDWISE_CACHE``, else in ``shardwise`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
+        own = environment.get("SHARDWISE_CACHE")
+        caches = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return TimesOnDisk((Path(own) if own else Path(caches) / "shardwise") / "compile")
+
+    def path(self, key: Mapping[str, str]) -> Path:
+        return self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
+
+    def read(self, key: Mapping[str, str]) -> Times | None:
+        path = self.path(key)
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            if content["version"] != VERSION or content["key"] != dict(key):
+                raise ValueError("it is of another version, or about another program")
+            times = Times(float(content["eager_seconds"]), float(content["compiled_seconds"]))
+            if not all(math.isfinite(one) and one > 0 for one in (times.eager, times.compiled)):
+                raise ValueError(f"these are no seconds: {times.eager} and {times.compiled}")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            warnings.warn(
+                f"{path} does not say how fast a step is, and is not used: {type(error).__name__}: {error}",
+                PlanWarning,
+                stacklevel=2,
+            )
+            return None
+        return times
+
+    def write(self, key: Mapping[str, str], times: Times) -> str:
+        """Returns what became of it, to be said behind other words."""
+        path = self.path(key)
+        content = {
+            "version": VERSION,
+            "key": dict(key),
+            "eager_seconds": times.eager,
+            "compiled_seconds": times.compiled,
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False) as file:
+                json.dump(content, file, indent=1)
+            os.replace(file.name, path)
+        except OSError as error:
+            return f"; not remembered: {error}"
+        return f"; remembered in {path}"
+
+
+__all__ = ["Times", "TimesOnDisk"]

@@ -1,0 +1,219 @@
+"""Outputs that stay split until somebody reads them.
+
+A program delivers such an output as this rank's part, and the user gets a tensor without memory (``WhenRead``) of the
+whole shape. The first operator that reads its values makes the conversion that brings the whole together, and so do
+``numpy()``, ``tolist()``, pickling and copying: every rank must do it. To autograd it is an ordinary tensor, whose
+cotangent takes the other column of the conversion's cell; whether and when it was read does not matter there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.capture import Memory
+from shardwise.graph.ir import Graph, Ref, refs
+from shardwise.layouts.text import format_dtype
+from shardwise.plans.quantities import format_bytes
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.spmd import Spmd, conversions_of
+from shardwise.programs.steps import Conversion, Step
+from shardwise.runtime.agree import meet_to_read
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.faults import Purpose
+from shardwise.runtime.transit import Direction, stages
+
+aten = torch.ops.aten
+# Where nobody says when: outputs with fewer bytes come at once, since a message later costs more than theirs, and one
+# rank may read them alone.
+LEAST_BYTES = 2**20
+# What takes a tensor's memory (or its text) without an operator.
+_MEMORY = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("numpy", "tolist", "__array__", "__reduce_ex__", "__deepcopy__", "__dlpack__", "data_ptr"),
+        *("untyped_storage", "storage", "storage_offset", "stride", "is_contiguous", "share_memory_"),
+    )
+)
+
+
+def with_outputs_split(
+    spmd: Spmd, memories: Sequence[Memory | None], least_bytes: int
+) -> tuple[Spmd, dict[str, Conversion]]:
+    """The program without the conversions that only bring outputs beside the loss together, and these: by the values
+    that it delivers instead. Outputs that are a parameter or a buffer on one device are as of now, and stay; so do
+    those of no dims, those that cost no message, and those with fewer bytes."""
+    fixed = {spmd.loss, *(value for _, value in spmd.mutations)}
+    for step in spmd.steps:
+        fixed.update(step.operands if isinstance(step, Step) else ())
+    fixed.update(conversion.value for conversion in spmd.conversions)
+    for output, memory in zip(spmd.outputs, memories, strict=True):
+        if isinstance(output, Ref) and memory is not None and memory.name in spmd.graph.source_of:
+            fixed.add(output.name)
+    wanted = set(refs(spmd.outputs)) - fixed
+    found = {
+        conversion.result: conversion
+        for conversion in spmd.conversions
+        if conversion.result in wanted
+        and conversion.target.shape
+        and prod(conversion.target.shape) * conversion.itemsize >= least_bytes
+        and conversion.collectives()
+    }
+    steps: list[Step | Conversion | Bucket] = []
+    for step in spmd.steps:
+        kept = tuple(conversion for conversion in conversions_of(step) if conversion.result not in found)
+        if len(kept) == len(conversions_of(step)):
+            steps.append(step)
+        elif kept:
+            steps.append(replace(step, conversions=kept) if isinstance(step, Bucket) and kept[1:] else kept[0])
+    outputs = tuple(
+        Ref(found[out.name].value) if isinstance(out, Ref) and out.name in found else out for out in spmd.outputs
+    )
+    return replace(spmd, steps=tuple(steps), outputs=outputs), {own.value: own for own in found.values()}
+
+
+def handed_out(
+    outputs: Sequence[Any], names: Sequence[Any], split: Mapping[str, Conversion], graph: Graph, ranks: Communicator
+) -> list[Any]:
+    """Flattened outputs of a call, those that are split as tensors that are read later. ``names``: per output that of
+    the program; ``split``: the conversions by those that are."""
+    found: list[Any] = []
+    made: dict[tuple[int, str], Tensor] = {}
+    for output, name in zip(outputs, names, strict=True):
+        if isinstance(name, Ref) and name.name in split and isinstance(output, Tensor):
+            key = (id(output), name.name)
+            if key not in made:
+                unread = Unread(output.detach(), split[name.name], graph, ranks, len(made))
+                made[key] = _Defer.apply(output, unread)  # type: ignore[no-untyped-call]
+            output = made[key]
+        found.append(output)
+    return found
+
+
+def read_all(tree: Any) -> Any:
+    """A tree with its ``WhenRead`` as plain tensors."""
+    return pytree.tree_map_only(WhenRead, _plain, tree)
+
+
+class Unread:
+    """An output's part on this rank, until it is brought together. ``number``: which of its call's outputs."""
+
+    def __init__(self, part: Tensor, conversion: Conversion, graph: Graph, ranks: Communicator, number: int) -> None:
+        self.part: Tensor | None = part
+        self.conversion, self.graph, self.ranks = conversion, graph, ranks
+        self.shape, self.dtype, self.device = conversion.target.shape, part.dtype, part.device
+        self.call, self.number = ranks.calls, number
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """All of it; once, the ranks communicate. Raises ShardwiseError where they read different outputs, and
+        CollectiveError where one does not."""
+        if self._whole is None:
+            assert self.part is not None, "it is not read yet"
+            meet_to_read(self.ranks, self.call, self.number, self.described)
+            with torch.no_grad():
+                self._whole = self._converted(self.part, backward=False).contiguous()
+            self.part = None
+        return self._whole
+
+    def cotangent_of_part(self, cotangent: Tensor) -> Tensor:
+        """This rank's part of a cotangent of the whole."""
+        return self._converted(cotangent, backward=True)
+
+    def _converted(self, tensor: Tensor, *, backward: bool) -> Tensor:
+        purpose = Purpose((self.conversion,), self.graph, self.ranks, backward)
+        found: Tensor = Direction(tuple(stages([self.conversion.moves], purpose)), purpose)([tensor])[0]
+        return found
+
+    @property
+    def described(self) -> str:
+        """``f32[8, 128, 32000] of /lm_head/linear (125.0 MiB)``."""
+        producer = self.graph.producer.get(self.conversion.origin)
+        of = f" of {producer.name}" if producer is not None else ""
+        size = format_bytes(prod(self.shape) * self.dtype.itemsize)
+        return f"{format_dtype(self.dtype)}{list(self.shape)}{of} ({size})"
+
+
+class WhenRead(Tensor):
+    """An output of a call of a parallel module, split over the ranks until its values are asked for: then every rank
+    must ask. Shape, dtype, device and ``detach()`` do not ask; nor does ``repr``, which shows the values once they are
+    here."""
+
+    unread: Unread
+
+    @staticmethod
+    def __new__(cls, unread: Unread) -> WhenRead:
+        make: Any = Tensor._make_wrapper_subclass
+        made: WhenRead = make(cls, unread.shape, dtype=unread.dtype, device=unread.device)
+        made.unread = unread
+        return made
+
+    def _text(self) -> str:
+        if self.unread.part is None:
+            return repr(_plain(self))
+        return f"<{self.unread.described}, {self.unread.conversion.source}, whole when every rank reads it>"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _MEMORY:
+            return func(*read_all(args), **read_all(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    @classmethod
+    def _dispatched(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten.detach.default:
+            return WhenRead(args[0].unread)
+        if torch.Tag.inplace_view in func.tags:
+            raise ShardwiseError(
+                problem(
+                    f"{func} would change the shape of an output that is brought together when it is read",
+                    fix="write the operator without the underscore, or give parallelize outputs='whole'",
+                )
+            )
+        own: dict[int, WhenRead] = {}
+
+        def read(tensor: WhenRead) -> Tensor:
+            whole = tensor.unread.whole()
+            own[id(whole)] = tensor
+            return whole
+
+        args, kwargs = pytree.tree_map_only(WhenRead, read, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda tensor: own.get(id(tensor), tensor), found)
+
+    __torch_dispatch__: Any = _dispatched  # torch declares these two as something else
+    __repr__: Any = _text
+
+
+def _plain(tensor: WhenRead) -> Tensor:
+    """The values in a tensor of its own kind, a view that autograd knows."""
+    with torch.set_grad_enabled(tensor.requires_grad):
+        return tensor.view_as(tensor)
+
+
+class _Defer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, unread: Unread) -> Tensor:
+        ctx.unread = unread
+        ctx.set_materialize_grads(False)
+        return WhenRead(unread)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, None]:
+        (cotangent,) = cotangents
+        return (None if cotangent is None else ctx.unread.cotangent_of_part(cotangent)), None
+
+
+__all__ = ["Unread", "WhenRead", "handed_out", "read_all", "with_outputs_split"]
