@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import is_fake
 
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
@@ -25,7 +24,7 @@ from shardwise.graph.predicates import (
     triangle,
     viewed,
 )
-from shardwise.graph.schema import arguments, is_random, operator_name
+from shardwise.graph.schema import arguments, is_random, is_view, operator_name
 
 # Element by element, and rounded as IEEE 754 says on every device.
 _POINTWISE = frozenset((
@@ -92,7 +91,7 @@ def evaluated(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract 
         return triangle(operands[0], args["diagonal"], name == "triu", result.shape)
     if name in _SHAPED:
         return viewed(lambda tensor: tensor.view(result.shape), operands[0])
-    if _is_view(op.target) and len(operands) == 1:
+    if is_view(op.target) and len(operands) == 1:
         return viewed(function, operands[0])
     return _computed(function, operands, result)
 
@@ -116,8 +115,3 @@ def _filled(arg: Arg, tensor_of: Callable[[str], Tensor]) -> Any:
     if isinstance(arg, torch.device):
         return torch.device("cpu")
     return map_refs(arg, tensor_of)
-
-
-def _is_view(target: OpOverload) -> bool:
-    returns = target._schema.returns
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)

@@ -53,6 +53,18 @@ def is_random(target: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
+def is_view(target: OpOverload) -> bool:
+    """True if the schema says that results have the memory of an operand."""
+    returns = target._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+
+
+def may_be_view(target: OpOverload) -> bool:
+    """True if results may have the memory of an operand: also of an operator that calls others, whose schema does not
+    say it (atleast_1d, einsum and cartesian_prod may return what they were given)."""
+    return is_view(target) or target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
+
+
 def returns_one_tensor(target: OpOverload) -> bool:
     """True if a call's result is a tensor, not a tuple or a list of tensors."""
     returns = target._schema.returns

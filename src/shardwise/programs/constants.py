@@ -21,7 +21,7 @@ import torch
 
 from shardwise.graph.ir import Ref, refs
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.schema import is_random, operator_name
+from shardwise.graph.schema import is_random, is_view, may_be_view, operator_name
 from shardwise.programs.casts import computed_name
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Convert, Copy, Instruction, sent_by, with_operands, with_results
@@ -109,7 +109,7 @@ class _Analysis:
 
     def _root(self, one: Step | Conversion, name: str) -> str:
         """The name whose memory a result has at most."""
-        if isinstance(one, Conversion) or not _is_view(one) or not one.operands:
+        if isinstance(one, Conversion) or not is_view(one.placed.op.target) or not one.operands:
             return name
         operand, layouts = one.operands[0], self.spmd.layouts
         grows = layouts[name].max_local_numel > layouts[operand].max_local_numel
@@ -121,7 +121,7 @@ class _Analysis:
         spmd = self.spmd
         held = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
         for one in reversed(self._all):
-            if self._is_constant(one) and held.intersection(_results(one)) and _is_view(one):
+            if self._is_constant(one) and held.intersection(_results(one)) and _may_be_view(one):
                 held.update(_operands(one))
         return frozenset(name for name in held if name in self.makers)
 
@@ -191,12 +191,9 @@ def _made_by(one: Step | Conversion) -> object:
     return typed(call), one.operand_layouts, one.placed.strategy
 
 
-def _is_view(one: Step | Conversion) -> bool:
+def _may_be_view(one: Step | Conversion) -> bool:
     """Whether a result may have the memory of an operand."""
-    if isinstance(one, Conversion):
-        return True
-    returns = one.placed.op.target._schema.returns
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+    return isinstance(one, Conversion) or may_be_view(one.placed.op.target)
 
 
 # ----------------------------------------------------------------------------------------------- the program of a rank
