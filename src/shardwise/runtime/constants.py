@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from shardwise.programs.constants import fixed_sources
 from shardwise.programs.rank_program import Program
@@ -20,18 +20,19 @@ from shardwise.runtime.emit import Emitted
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A source as it was read. The tensor is held: another one cannot come to be at its place."""
+    """A source as it was read. The tensor and its memory are held: others cannot come to be at their places."""
 
     tensor: Tensor
     version: int
-    memory: int
+    memory: UntypedStorage
+    place: int
 
     @staticmethod
     def of(tensor: Tensor) -> _Seen:
-        return _Seen(tensor, tensor._version, tensor.data_ptr())
+        return _Seen(tensor, tensor._version, tensor.untyped_storage(), tensor.data_ptr())
 
     def is_still(self, tensor: Tensor) -> bool:
-        return self.tensor is tensor and self.version == tensor._version and self.memory == tensor.data_ptr()
+        return self.tensor is tensor and self.version == tensor._version and self.place == tensor.data_ptr()
 
 
 @dataclass
