@@ -48,6 +48,11 @@ LAYERS: dict[str, tuple[Callable[[], Any], Tensor, Callable[[Any, Tensor], Tenso
         "weight bias",
     ),
     "Embedding": (lambda: nn.Embedding(10, 4, **F64), IDS, lambda c, x: c.embedding_table[x], "embedding_table"),
+    "EmbeddingLookup": (
+        lambda: nn.EmbeddingLookup(10, 4, max_norm=0.01, **F64), IDS,
+        lambda c, x: c.embedding_table[x] * (0.01 / c.embedding_table[x].norm(dim=-1, keepdim=True)).clamp(max=1),
+        "embedding_table",
+    ),
     "Embedding, one-hot": (
         lambda: nn.Embedding(10, 4, True, padding_idx=2, **F64), IDS, lambda c, x: c.embedding_table[x],
         "embedding_table",

@@ -219,11 +219,12 @@ def test_pairs_of_products_and_a_softmax_over_classes_send_what_the_slides_say(
     ):
         assert max(found["error"] for found in pairs.values()) < 1e-13
         pair, across = GROUPS[rank]
-        # The all-gather at the end delivers z. Backward of the all-gather of Y is a reduce-scatter, of the all-to-all
-        # one the other way; the all-reduces are of gradients of matrices that several ranks hold.
+        # The all-gather at the end delivers z. Backward of the all-gather of Y is a reduce-scatter (among gloo ranks an
+        # exchange whose rows are added up), of the all-to-all one the other way; the all-reduces are of gradients of
+        # matrices that several ranks hold.
         assert pairs["reid"]["forward"] == [("all_gather", W), ("all_gather", W)]
         assert pairs["documents 002 and 004"]["forward"] == pairs["reid"]["forward"]
-        assert pairs["reid"]["backward"] == [("reduce_scatter", W), ("all_reduce", W)]
+        assert pairs["reid"]["backward"] == [("all_to_all", W), ("all_reduce", W)]
         assert pairs["dlrm"]["forward"] == [("all_to_all", W), ("all_gather", W)]
         assert pairs["dlrm"]["backward"] == [("all_to_all", W), ("all_reduce", W)]
         assert pairs["transformer"]["forward"] == [("all_reduce", pair), ("all_gather", across)]
@@ -234,8 +235,8 @@ def test_pairs_of_products_and_a_softmax_over_classes_send_what_the_slides_say(
             # By hand: features, then maximum, sum and loss; the gradients of features and of the backbone.
             assert found["by hand"] == ["all_gather", *["all_reduce"] * 3, *["all_reduce"] * 2]
             # Ranks agree on the sizes of their parts, the labels are gathered as well, and features' gradients are
-            # scattered instead of sliced.
-            assert found["ours"] == [*["all_gather"] * 3, *["all_reduce"] * 3, "reduce_scatter", "all_reduce"]
+            # scattered (exchanged and added up) instead of sliced.
+            assert found["ours"] == [*["all_gather"] * 3, *["all_reduce"] * 3, "all_to_all", "all_reduce"]
         assert softmax["errors"][0] < 1e-12  # the loss; a steep one by hand is bounded by the slide's eps
         assert np.isnan(as_printed["loss by hand"]), "without the maximum, large logits overflow"
         assert as_printed["loss"] == steep["loss"]

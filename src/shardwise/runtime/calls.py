@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -186,7 +185,7 @@ class Calls:
     ) -> None:
         self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
         self.model = meta_copy(module)
-        self.trials = Trials(ranks.name, TimesOnDisk.of(os.environ))
+        self.trials = Trials(ranks.name, TimesOnDisk.here())
         self._announced: set[str] = set()
 
     def compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:

@@ -192,6 +192,7 @@ class Parallel(Split):
         def run() -> tuple[Compiled, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
             nonlocal seed
             compiled, given = self._program(flat, spec, mode)
+            self._latest = compiled
             inputs = iter(given)
             tensors = [next(inputs) if t is None else t for t in compiled.tensors]
             if seed is None:  # else the call began anew
@@ -209,7 +210,6 @@ class Parallel(Split):
             return compiled, tensors, delivered, written
 
         compiled, tensors, delivered, written = run() if self._parts is None else self._parts.call(run)
-        self._latest = compiled
         loss, flat_outputs = compiled.results(delivered)
         outputs: Sequence[Any] = flat_outputs
         sources = {} if loss_only else dict(zip(compiled.names, tensors, strict=True))

@@ -37,6 +37,11 @@ class TimesOnDisk:
     folder: Path
 
     @staticmethod
+    def here() -> TimesOnDisk:
+        """Where this process keeps them."""
+        return TimesOnDisk.of(os.environ)
+
+    @staticmethod
     def of(environment: Mapping[str, str]) -> TimesOnDisk:
         """In ``SHARDWISE_CACHE``, else in ``shardwise`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
         own = environment.get("SHARDWISE_CACHE")

@@ -23,7 +23,7 @@ from shardwise.search.wishes import SplitCounts, choices_for, num_blockers
 
 def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
     """The rules, in the variants that annotations name, and divided."""
-    rules = rules_of(graph, stacklevel=6)
+    rules = rules_of(graph, stacklevel=7)
     factored = factor_graph(graph, rules)
     if not any(rule.variants for rule in rules.values()):
         return rules, factored

@@ -40,7 +40,8 @@ def differentiate(
         weight.grad = None
     split = None
     if isinstance(network, nn.Module) and engine.is_split() and engine.is_outermost():
-        split, result = engine.run(network, tuple(map(plain, inputs)), kwargs, sens)
+        own_inputs, own_kwargs = pytree.tree_map(plain, (tuple(inputs), kwargs))
+        split, result = engine.run(network, own_inputs, own_kwargs, sens)
     else:
         result = network(*inputs, **kwargs)
     loss = result[0] if isinstance(result, (tuple, list)) else result
