@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from programs.without_reductions import without_reductions
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.example import Example
 from shardwise.plans.stages import bound, step_graph
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import sent_by
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.once import Repeated, repeated
+from shardwise.programs.once import repeated
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program
 from shardwise.programs.vjp import Kinds
 from shardwise.proof import stages
 
@@ -75,11 +74,6 @@ def test_a_stage_sends_once_what_its_micro_batches_can_add_up(zero, ahead, each,
 
 
 def test_reductions_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_reductions(program: Program) -> Repeated:
-        parts = repeated(program)
-        summed = dict(zip(parts.behind.gradients, parts.behind.saved, strict=True))
-        return replace(parts, behind=replace(parts.behind, backward=(), gradients=summed))
-
     monkeypatch.setattr(stages, "repeated", without_reductions)
     monkeypatch.setattr(stages, "check_program", lambda _: None)
     assert not sw.verify(model(), staged_batch(8), planned()).ok

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from programs.without_reductions import without_reductions
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError
 from shardwise.plans.bind import program_of
@@ -22,7 +23,6 @@ from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import sent_by
 from shardwise.programs.once import Repeated, repeated
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program
 from shardwise.programs.vjp import Kinds
 from shardwise.proof import passes
 from shardwise.runtime.hosted import hosted, with_copies
@@ -133,11 +133,6 @@ def test_a_pass_is_priced_with_its_share_of_what_a_step_does_once():
 
 
 def test_a_reduction_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_reductions(program: Program) -> Repeated:
-        parts = repeated(program)
-        summed = dict(zip(parts.behind.gradients, parts.behind.saved, strict=True))
-        return replace(parts, behind=replace(parts.behind, backward=(), gradients=summed))
-
     monkeypatch.setattr(passes, "repeated", without_reductions)
     monkeypatch.setattr(passes, "check_program", lambda program: None)
     assert not sw.verify(net(), inputs(), planned()).ok

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import shardwise as sw
 from models import zoo_transformers
@@ -98,20 +99,30 @@ def with_schedules(names: list[str]) -> dict[str, float]:
     return found
 
 
-def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
-    """Another batch, one that does not divide, the loss where it is made, and states by name."""
-    ids, labels = staged_batch(9, seed=7)
-    loss = par.step(ids, labels, loss="last")
-    wanted, _ = reference(ids, labels)
+def check_step(
+    par: Pipeline, reference: torch.nn.Module, batch: tuple[Tensor, Tensor], scale: float = 1.0, **how: Any
+) -> Tensor | None:
+    """A step from no gradients: its loss and, times ``scale``, its gradients are those of one device."""
+    par.zero_grad()
+    reference.zero_grad()
+    loss = par.step(*batch, **how)
+    wanted, _ = reference(*batch)
     wanted.backward()
-    assert (loss is not None) == (dist.get_rank() == 1)
     assert loss is None or abs(float(loss - wanted)) < TOLERANCE
     gradients = {name: p.grad for name, p in reference.named_parameters()}
     for name, parameter in par.named_parameters():
-        want = gradients[name]
+        want, have = gradients[name], parameter.grad
         assert want is not None
-        assert parameter.grad is not None
-        assert float((parameter.grad - want).abs().max()) < TOLERANCE, name
+        assert have is not None
+        assert float((have / scale - want).abs().max()) < TOLERANCE, name
+    return loss
+
+
+def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
+    """Another batch, one that does not divide, the loss where it is made, and states by name."""
+    ids, labels = staged_batch(9, seed=7)
+    loss = check_step(par, reference, (ids, labels), loss="last")
+    assert (loss is not None) == (dist.get_rank() == 1)
     with pytest.warns(sw.PlanWarning, match="2 stages needs 2 micro-batches") if dist.get_rank() == 0 else no_warning():
         par.step(*staged_batch(2))
     par.zero_grad()
@@ -131,59 +142,32 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
 
 def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
     """Compiled kernels in stages."""
-    ids, labels = staged_batch(8, seed=6)
     compiled = sw.parallelize(copy.deepcopy(reference), plan, compile=True)
     assert isinstance(compiled, Pipeline)
-    reference.zero_grad()
-    wanted, _ = reference(ids, labels)
-    wanted.backward()
-    gradients = {name: p.grad for name, p in reference.named_parameters()}
     for _ in range(2):
-        compiled.zero_grad()
-        loss = compiled.step(ids, labels)
-        assert loss is not None
-        assert abs(float(loss - wanted)) < TOLERANCE
-        for name, parameter in compiled.named_parameters():
-            want, have = gradients[name], parameter.grad
-            assert want is not None
-            assert have is not None
-            assert float((have - want).abs().max()) < TOLERANCE, name
+        assert check_step(compiled, reference, staged_batch(8, seed=6)) is not None
     owns = [own for ready in compiled._ready.values() for w in ready.workers for own in w.programs.values()]
     made = [own.compiled.in_passes.compiling.made for own in owns if own.compiled.in_passes.compiling is not None]
     programs = [one.program for one in made if one is not None]
     assert len(programs) == len(owns) > 0
     for program in programs:
         assert any(isinstance(getattr(i, "target", None), Kernels) for i in (*program.forward, *program.backward))
-    reference.zero_grad()
 
 
 def check_scaled(par: Pipeline, reference: torch.nn.Module) -> None:
     """A scaled loss: gradients are those of one device times a power of two; an infinity of one stage is one of all."""
-    ids, labels = staged_batch(7, seed=5)
     optimizer = torch.optim.SGD(par.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    par.zero_grad()
-    reference.zero_grad()
-    loss = par.step(ids, labels, scaler=scaler)
-    wanted, _ = reference(ids, labels)
-    wanted.backward()
-    assert loss is not None
-    assert abs(float(loss - wanted)) < TOLERANCE
-    gradients = {name: p.grad for name, p in reference.named_parameters()}
-    for name, parameter in par.named_parameters():
-        want, have = gradients[name], parameter.grad
-        assert want is not None
-        assert have is not None
-        assert float((have / 2**10 - want).abs().max()) < TOLERANCE, name
+    assert check_step(par, reference, staged_batch(7, seed=5), scale=2.0**10, scaler=scaler) is not None
     before = [p.detach().clone() for p in par.parameters()]
     if dist.get_rank() == 0:
-        next(p for p in par.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+        (gradient, *_) = (p.grad for p in par.parameters() if p.grad is not None)
+        gradient.view(-1)[0] = float("inf")
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**9
     assert all(torch.equal(a, b) for a, b in zip(before, par.parameters(), strict=True)), "all stages skip the step"
     par.zero_grad()
-    reference.zero_grad()
 
 
 class no_warning:
@@ -199,22 +183,9 @@ def check_solved(par: Pipeline, reference: torch.nn.Module) -> None:
     (ready,) = par._ready.values()
     run = ready.scheduled._schedule.pipeline_order
     assert [" ".join(map(str, run[place])) for place in range(2)] == list(par.plan.order)
-    batch = staged_batch(6, seed=3)
     says = pytest.warns(sw.PlanWarning, match="of 4 micro-batches, and there are 3: such a step runs as ZBVZeroBubble")
-    par.zero_grad()
-    reference.zero_grad()
     with says if dist.get_rank() == 0 else no_warning():
-        loss = par.step(*batch)
-    wanted, _ = reference(*batch)
-    wanted.backward()
-    assert loss is not None
-    assert abs(float(loss - wanted)) < TOLERANCE
-    gradients = {name: p.grad for name, p in reference.named_parameters()}
-    for name, parameter in par.named_parameters():
-        want, have = gradients[name], parameter.grad
-        assert want is not None
-        assert have is not None
-        assert float((have - want).abs().max()) < TOLERANCE, name
+        assert check_step(par, reference, staged_batch(6, seed=3)) is not None
 
 
 def check_outputs(par: Pipeline, reference: torch.nn.Module) -> None:
