@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from shardwise.runtime.communicator import Communicator, group_timeout
 T = TypeVar("T")
 _BEATS = "shardwise/rank-0-works"
 _BEAT_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS = 1e-3
 _HALF_AN_HOUR = timedelta(minutes=30)  # torch's own time-out, where the group has none
 _turns = count()  # every rank asks for rank 0 equally often
 
@@ -91,26 +92,29 @@ def meet_rank_zero(what: str) -> None:
         store.set(turn, "")
         return
     patience = (group_timeout() or _HALF_AN_HOUR).total_seconds()
-    heard, since = -1, monotonic()
+    heard, since, pause = -1, monotonic(), _FIRST_PAUSE_SECONDS
     while True:
+        # Asked again and again: a wait that times out in the store writes lines of its own to stderr.
+        failure: RuntimeError | None = None
         try:
-            store.wait([turn], timedelta(seconds=min(patience, 2 * _BEAT_SECONDS)))
-            return
-        except RuntimeError as error:  # torch's DistStoreError, for a time-out and for a store that is gone
-            lost = "timeout" not in str(error).lower() and "timed out" not in str(error).lower()
-            beats = -1 if lost else store.add(_BEATS, 0)
-            if beats != heard:
+            if store.check([turn]):
+                return
+            if (beats := store.add(_BEATS, 0)) != heard:
                 heard, since = beats, monotonic()
-            if lost or monotonic() - since > patience:
-                raise LaunchError(
-                    problem(
-                        f"rank {dist.get_rank()} waits for rank 0 and {what}; nothing was heard of it for "
-                        f"{monotonic() - since:.0f} s",
-                        fix="see what rank 0 did instead (shardwise run prints where), or allow more time in "
-                        "init_ranks; sw.plan may take any time, other work before parallelize may not",
-                        facts=[("error", str(error).split("\n", 1)[0])],
-                    )
-                ) from error
+        except RuntimeError as error:  # torch's DistStoreError: the store is gone
+            failure = error
+        if failure is not None or monotonic() - since > patience:
+            raise LaunchError(
+                problem(
+                    f"rank {dist.get_rank()} waits for rank 0 and {what}; nothing was heard of it for "
+                    f"{monotonic() - since:.0f} s",
+                    fix="see what rank 0 did instead (shardwise run prints where), or allow more time in "
+                    "init_ranks; sw.plan may take any time, other work before parallelize may not",
+                    facts=[] if failure is None else [("error", str(failure).split("\n", 1)[0])],
+                )
+            ) from failure
+        sleep(pause)
+        pause = min(2 * pause, _BEAT_SECONDS / 4)
 
 
 def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None:
