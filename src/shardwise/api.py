@@ -15,6 +15,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
+from shardwise.costs.optimizers import waits_on_host
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
@@ -92,8 +93,10 @@ def plan(
     named ones beside positional ones.
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
     last inputs. ``optimizer``: the one whose states and temporaries are counted, and that ``sw.verify`` steps with;
-    ``"adamw fused"`` (or ``foreach``, ``single``) where it does not update as torch does by default. ``precision``: in
-    which dtypes ranks compute, store and reduce, where they are not the model's (``sw.Precision``). ``mode``:
+    ``"adamw fused"`` (or ``foreach``, ``single``) where it does not update as torch does by default; ``"... on host"``:
+    its states wait in the memory of the host from step to step, and come to the device in groups of parameters while it
+    updates. ``precision``: in which dtypes ranks compute, store and reduce, where they are not the model's
+    (``sw.Precision``). ``mode``:
     ``"auto"``, ``"semi_auto"``, ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"``
     decides (``search.auto``); by default ``"dynamic_programming"``, and where strategies are given
     ``"sharding_propagation"``, which completes them.
@@ -146,6 +149,8 @@ def plan(
                 PlanWarning,
                 stacklevel=2,
             )
+        if waits_on_host(optimizer):
+            _announce_one_memory(cluster, stacklevel=3)
         doing("capturing the model")
         captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
@@ -188,13 +193,8 @@ def plan(
                 Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload),
                 stage,
             )
-            if wanted.levers.moves_to_host and not cluster.device.host_bandwidth:
-                warnings.warn(
-                    f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and "
-                    "gains nothing",
-                    PlanWarning,
-                    stacklevel=3,
-                )
+            if wanted.levers.moves_to_host:
+                _announce_one_memory(cluster, stacklevel=4)
             meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
 
             def plan_of(graph: Graph, passes: int) -> Plan:
@@ -329,6 +329,16 @@ def step_memory(
     parameters may be meta tensors. Raises PlanError when the plan does not fit."""
     call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)
     return memory_of(program_of(plan, planned_graph(call, plan), training=module.training), prices_of(plan))
+
+
+def _announce_one_memory(cluster: Cluster, stacklevel: int) -> None:
+    if not cluster.device.host_bandwidth:
+        warnings.warn(
+            f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and gains "
+            "nothing",
+            PlanWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None, offload: str) -> None:

@@ -151,7 +151,7 @@ def fits(
     ``settings``: those of ``sw.plan`` (``global_batch``, ``precision``, ``optimizer``, ...). If it fits, the changes
     that save most device time per sample: another batch, computing in bfloat16, other recomputation, more devices,
     other meshes. If not, what makes it fit, the fewest device-seconds per sample first: the batch in passes, bfloat16,
-    more devices, a smaller batch. Each is planned in full; those that ``seconds`` leave no time for are named.
+    the optimizer's states on the host, more devices, a smaller batch. Each is planned in full; those that ``seconds`` leave no time for are named.
     ``price_per_hour``: of a device, for the price of 1e9 tokens. Raises as ``sw.plan`` does, but for a plan that does
     not fit.
     """

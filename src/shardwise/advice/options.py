@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
+from shardwise.costs.optimizers import ON_HOST, states_of, waits_on_host
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.called import call_arguments
@@ -113,6 +114,7 @@ def mends(question: Question) -> Iterator[Variant]:
                 what = f"the same batch in {parts} passes (global_batch={samples}, micro_batch={size})"
                 yield _variant(question, what, global_batch=samples, micro_batch=size)
     yield from _precision(question)
+    yield from _states_on_host(question)
     yield from _clusters(question)
     yield from _batches(question, (0.5, 0.25))
 
@@ -165,6 +167,13 @@ def _precision(question: Question) -> Iterator[Variant]:
             "computing in bfloat16 (precision=sw.Precision(compute=torch.bfloat16, parameter=torch.float32))",
             precision=Precision(compute=torch.bfloat16, parameter=torch.float32),
         )
+
+
+def _states_on_host(question: Question) -> Iterator[Variant]:
+    optimizer = question.settings.get("optimizer", "adamw")
+    if question.cluster.device.host_bandwidth and states_of(optimizer) and not waits_on_host(optimizer):
+        named = f"{optimizer}{ON_HOST}"
+        yield _variant(question, f'the optimizer\'s states on the host (optimizer="{named}")', optimizer=named)
 
 
 def _batches(question: Question, factors: Sequence[float]) -> Iterator[Variant]:

@@ -286,7 +286,7 @@ def _ones(program: Program, values: VirtualValues) -> VirtualValues:
 def optimizer_of(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
     if not parameters:
         return None
-    name, _, _ = name.partition(" ")  # how it updates changes nothing (``costs.optimizers``)
+    name, _, _ = name.partition(" ")  # how it updates, and where its states are, changes nothing (costs.optimizers)
     if name not in OPTIMIZERS:
         raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](parameters)
