@@ -44,6 +44,7 @@ from shardwise.programs.vjp import Kinds
 from shardwise.progress import doing
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.joined import Joined
+from shardwise.report.options import naming_mends, without_mends
 from shardwise.report.planned import Planned, Staged
 from shardwise.runtime.agree import shown_once, working
 from shardwise.runtime.torch_schedules import order_of
@@ -62,6 +63,7 @@ SearchName = PricedSearch | Literal["sharding_propagation"]
 SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
 
 
+@naming_mends
 def plan(
     module: torch.nn.Module,
     example_inputs: Any,
@@ -130,8 +132,9 @@ def plan(
     on every part of the devices. Without ``micro_batch`` a search by price chooses it; other modes take the largest
     under which the schedule is full.
 
-    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
-    loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
+    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits (with the
+    three cheapest mends, where planning takes a few seconds), and for a loss that is no sum over micro-batches, where
+    there are several (``programs.time_axis``).
     """
     _check_words(mode, search, bucket_bytes, recompute, offload)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
@@ -295,18 +298,19 @@ def compare(
     for search in searches:
         start = time.perf_counter()
         try:
-            found = plan(
-                module,
-                example_inputs,
-                cluster,
-                kwargs=kwargs,
-                loss=loss,
-                optimizer=optimizer,
-                precision=precision,
-                search=search,
-                mesh=mesh,
-                **settings,
-            )
+            with without_mends():
+                found = plan(
+                    module,
+                    example_inputs,
+                    cluster,
+                    kwargs=kwargs,
+                    loss=loss,
+                    optimizer=optimizer,
+                    precision=precision,
+                    search=search,
+                    mesh=mesh,
+                    **settings,
+                )
         except PlanError as error:
             rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
             continue
