@@ -136,6 +136,7 @@ def load_one(
     unexpected = _unexpected(load)  # all ranks ask
     raise_first(ShardwiseError, fault or unexpected)
     assert load is not None
+    load.reader.prepare()
     if rank == 0 and load.converted:
         warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
     try:
