@@ -20,6 +20,7 @@ from shardwise.launch.launcher import launch
 from shardwise.train.checkpoints import share_out, state_of
 from shardwise.train.parts import random_part
 from shardwise.train.peers import Peers, mirrored
+from train.elastic_run import data
 from train.runs import batch, make
 
 RunRanks = Callable[..., list[Any]]
@@ -137,6 +138,28 @@ def torn(folder: str) -> list[int]:
 
 def test_torn_copies_count_for_nothing_and_a_full_memory_is_announced(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(torn, 3, str(tmp_path), time_limit_seconds=120.0) == [[0, 4, 0]] * 3
+
+
+def with_a_trainer(folder: str) -> tuple[list[int], bool]:
+    """How many steps Trainers make until 3 and 5 are done, and until 5 at once; whether these end in the same bits."""
+    made, ends = [], []
+    for num_steps, where in ((3, "one"), (5, "one"), (5, "other")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = sw.plan(make(), batch(0), 2, search="sharding_propagation", mesh=sw.Mesh(dp=2), zero=1)
+            par = sw.parallelize(make(), plan, seed=7)
+        optimizer, loader = torch.optim.AdamW(par.parameters()), sw.DataLoader(data(), par, 12, seed=5)
+        copies = sw.PeerCopy(Path(folder, f"{where}-{dist.get_rank()}"))
+        trainer = sw.Trainer(par, optimizer, loader, peer_copy=copies, progress=False)
+        with mock.patch.object(sw.Parallel, "step", autospec=True, side_effect=sw.Parallel.step) as step:
+            trainer.fit(num_steps)
+        made.append(step.call_count)
+        ends.append([*par.state_dict().values()])
+    return made, all(torch.equal(a, b) for a, b in zip(ends[1], ends[2], strict=True))
+
+
+def test_a_trainer_goes_on_from_copies(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(with_a_trainer, 2, str(tmp_path), time_limit_seconds=180.0) == [([3, 2, 5], True)] * 2
 
 
 def test_one_rank_and_wrong_numbers_are_refused(tmp_path: Path) -> None:
