@@ -36,6 +36,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import compiled_program, with_every_cotangent
 from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted, emit
+from shardwise.runtime.hands import hands
 from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.remembered import TimesOnDisk
@@ -60,12 +61,14 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
-        check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
+        hands.begin()
         try:
+            check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
             with no_autocast():
                 return method(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             module._failed = True
+            hands.leave(error)
             raise
 
     return called
