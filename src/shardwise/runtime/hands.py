@@ -49,8 +49,9 @@ class Hands:
         self._raise(Hand(self.call, "asks", text))
 
     def leave(self, error: BaseException) -> None:
-        """This rank leaves the call with an error, which others may not have."""
-        if isinstance(error, Exception):
+        """This rank leaves the call with an error that others may not have. One of a collective they have as well, and
+        see for themselves who did not arrive."""
+        if isinstance(error, Exception) and not isinstance(error, CollectiveError):
             first = str(error).strip().partition("\n")[0]
             self._raise(Hand(self.call, "left", f"{type(error).__name__}: {first}"))
 
