@@ -87,7 +87,7 @@ def _text(leaf: Any) -> str:
 def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
     """Raise ShardwiseError, on all ranks, where they do not make the same call."""
     hands.ask(str(signature))
-    everywhere = gather_objects(signature, ranks, device, f"a call that this rank has not made before ({signature})")
+    everywhere = gather_objects(signature, ranks, device, f"a call unlike the last of this rank ({signature})")
     _check_same(everywhere, with_shapes=True)
 
 
