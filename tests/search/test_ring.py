@@ -211,9 +211,11 @@ def test_blocks_that_a_mask_proves_empty_are_neither_sent_nor_computed(name: str
 
 @pytest.mark.parametrize("name", ["causal", "a window of 6"])
 def test_padding_beside_a_mask_that_is_known_is_right(name: str) -> None:
-    model = Positions(16, "ring@cp", MASKS[name][0], padded=True)
+    seen, handed = MASKS[name]
+    model = Positions(16, "ring@cp", seen, padded=True)
     plan, given = planned(model, 16, 4)
     assert sw.verify(model, given, plan).ok
+    assert messages(plan) == 2 * handed[4]  # what is known holds beside the padding
 
 
 def test_a_window_and_padding_together_have_the_band_of_the_window() -> None:
@@ -223,7 +225,7 @@ def test_a_window_and_padding_together_have_the_band_of_the_window() -> None:
             return F.scaled_dot_product_attention(x, x, x, (torch.arange(16) < rows) & mask)
 
     graph = capture(Both(), (torch.randn(2, 16, 4), torch.ones(2, 16, 16, dtype=torch.bool))).graph
-    assert band_of(graph.ops[-1].operands[-1], graph) == Band(most=1)
+    assert band_of(graph.ops[-1].operands[-1], graph) == Band(-15, 1)
 
 
 def test_a_block_that_is_dropped_and_not_empty_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
