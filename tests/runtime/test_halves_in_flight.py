@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +51,8 @@ def train() -> tuple[int, float]:
         sent.extend((tensor, tensor.clone()) for tensor in found if tensor is not None)
         return found
 
-    StageWorker.backward = noted  # type: ignore[method-assign]
-    try:
+    with patch.object(StageWorker, "backward", noted):
         par.step(x)
-    finally:
-        StageWorker.backward = backward  # type: ignore[method-assign]
     assert all(torch.equal(tensor, before) for tensor, before in sent), "what is on its way was written"
     torch.stack([reference(row) for row in x.split(1)]).sum().backward()
     whole = dict(reference.named_parameters())
