@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.costs.optimizers import waits_on_host
 from shardwise.errors import ShardwiseError, problem
 from shardwise.programs.state_groups import state_groups, waits
 from shardwise.runtime.guards.elementwise import bare_step, known_elementwise
@@ -39,6 +40,12 @@ def keep_states_on_host(module: torch.nn.Module, on_host: frozenset[str] = froze
     parameters that are there themselves."""
     _modules[module] = on_host
     _install()
+
+
+def place_states(module: torch.nn.Module, optimizer: str, on_host: frozenset[str] = frozenset()) -> None:
+    """The same, if the optimizer that a plan describes keeps its states there."""
+    if waits_on_host(optimizer):
+        keep_states_on_host(module, on_host)
 
 
 def with_states_on_host() -> frozenset[int]:
@@ -191,4 +198,4 @@ class _Hosts:
         ]
 
 
-__all__ = ["keep_states_on_host", "with_states_on_host"]
+__all__ = ["keep_states_on_host", "place_states", "with_states_on_host"]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.costs.optimizers import waits_on_host
 from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
@@ -26,7 +25,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
-from shardwise.runtime.host_states import keep_states_on_host
+from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
@@ -99,8 +98,7 @@ class Parallel(Split):
 
     def _protect(self) -> None:
         protect(self, placed(self, self.plan.layouts, self._ranks))
-        if waits_on_host(self.plan.optimizer):
-            keep_states_on_host(self, self._settings.host)
+        place_states(self, self.plan.optimizer, self._settings.host)
 
     @as_planned
     def forward(self, *args: Any, **kwargs: Any) -> Any:

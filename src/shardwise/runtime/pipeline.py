@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.costs.optimizers import waits_on_host
 from shardwise.errors import CollectiveError, PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
@@ -42,7 +41,7 @@ from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
 from shardwise.runtime.hooks import gathered
-from shardwise.runtime.host_states import keep_states_on_host
+from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
@@ -158,8 +157,7 @@ class Pipeline(Split):
         own = self.plan.stages[self._stages[0]].placement.ranks
         elsewhere = frozenset(name for name in self._shared if first[name] != own)
         protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
-        if waits_on_host(self.plan.optimizer):
-            keep_states_on_host(self)
+        place_states(self, self.plan.optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}, "_signatures": {}}  # a copy makes its own programs
