@@ -198,12 +198,14 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
 @dataclass(frozen=True, slots=True)
 class Again:
     """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
-    parameters are gathered again; ``offloaded``: operators whose results wait on the host. Conversions of values that
-    are done again, and copies to the host, are left to the simulation."""
+    parameters are gathered again; ``offloaded``: operators whose results wait on the host; ``local``: those of
+    ``operators`` whose results are kept where a message brought them, as it is not sent again. Conversions of values
+    that are done again, and copies to the host, are left to the simulation."""
 
     operators: frozenset[str] = frozenset()
     gathers: bool = False
     offloaded: frozenset[str] = frozenset()
+    local: frozenset[str] = frozenset()
 
 
 # A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
@@ -211,18 +213,26 @@ GATHERED_AGAIN = 1.5
 
 
 def build(
-    domains: Domains, fixed: Choices, storage: Mapping[str, Layout] | None = None, again: Again | None = None
+    domains: Domains,
+    fixed: Choices,
+    storage: Mapping[str, Layout] | None = None,
+    again: Again | None = None,
+    in_flight: int = 1,
 ) -> CostGraph:
-    """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided."""
-    return _Builder(domains, fixed, storage or {}, again or Again()).run()
+    """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided;
+    ``in_flight``: passes whose values are kept for backward at once."""
+    return _Builder(domains, fixed, storage or {}, again or Again(), in_flight).run()
 
 
 class _Builder:
-    def __init__(self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout], again: Again) -> None:
+    def __init__(
+        self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout], again: Again, in_flight: int
+    ) -> None:
         self.domains, self.graph = domains, domains.graph
-        self.fixed, self.storage, self.again = fixed, storage, again
+        self.fixed, self.storage, self.again, self.in_flight = fixed, storage, again, in_flight
         away = again.operators | again.offloaded
         self.dropped = {name for op in self.graph.ops if op.name in away for name in op.results}
+        self.local = {name for op in self.graph.ops if op.name in again.local for name in op.results}
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
         self._longest: dict[object, float] = {}
@@ -303,7 +313,7 @@ class _Builder:
 
         def table() -> Components:
             compute = domain.compute + domain.forward if again else domain.compute
-            return domain.exposed, compute, None, None if again or waits else domain.kept
+            return domain.exposed, compute, None, None if again or waits else domain.kept * self.in_flight
 
         key = ("operator", id(domain), again, waits)
         self._factor((variable,), key, table, partial(self._worked_on, op, domain))
@@ -327,17 +337,18 @@ class _Builder:
         nodes = np.unique(np.concatenate(used))
         routes = self.domains.routes(name)
         variable = self._add(SharedVariable(name, routes, nodes))
-        kept = self._is_kept(name) and not self._is_dropped(name)
-        stored_as_it_is = traffic and self.graph.by_name[name].stored is None
-        key: object = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, stored_as_it_is)
+        kept = self._is_kept(name) and (name in self.local or not self._is_dropped(name))
+        only_copies = name in self.local or (traffic and self.graph.by_name[name].stored is None)
+        key: object = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies)
         window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
 
         def table() -> Components:
             seconds = routes.prices(nodes)[made]
             held = np.zeros_like(seconds)
             if kept:
-                # A parameter is counted where it is stored, any other value, and a parameter's cast, here.
-                copied = is_copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
+                # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is
+                # made again only copies.
+                copied = is_copied(routes, made, nodes) if only_copies else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
             share = self._share_of_pass(routes, made, nodes, traffic)
             return self._placed(seconds, held, traffic, window, share)
@@ -366,10 +377,11 @@ class _Builder:
         positions = tuple(i for i, own in enumerate(op.operands) if own == name)
         traffic = name in self.parameter
         maker = self.cost.variables[home]
-        computed = isinstance(maker, OperatorVariable) or (
-            isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None
+        computed = name not in self.local and (
+            isinstance(maker, OperatorVariable)
+            or (isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None)
         )
-        dropped = self._is_dropped(name)
+        dropped = self._is_dropped(name) and name not in self.local
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         key: object = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, is_once)
 
@@ -466,7 +478,8 @@ class _Builder:
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
         hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
         exposed = times * seconds - hidden
-        is_once = np.less(share, 1)
+        is_once = np.less(share, 1)  # and kept once
+        some = None if some is None else some * np.where(is_once, 1, self.in_flight)
         hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
