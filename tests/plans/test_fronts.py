@@ -169,3 +169,15 @@ def test_where_stages_keep_too_much_they_are_cut_by_their_fronts_and_verify(shar
         blind = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     assert blind.pipeline is not None
     assert tight.pipeline.step_seconds < blind.pipeline.step_seconds
+
+
+def test_what_a_stage_receives_is_split_where_it_is_worked_on_in_parts() -> None:
+    """A stage asks for no more than its devices use: each is sent its samples, not those of all."""
+    with torch.device("meta"):
+        model, ids = Deep(8, 512), torch.zeros(128, 256, dtype=torch.int64)
+    cluster = sw.Cluster.load("h100-2x8")
+    plan = sw.plan(model, (ids, ids), cluster, stages=2, micro_batch=32, mesh=sw.Mesh(dp=8), schedule="1F1B")
+    (received,) = plan.stages[1].receives
+    assert "32@dp" in received.layout, received.layout
+    assert plan.pipeline is not None
+    assert plan.pipeline.stages[0].sent_bytes == 32 * 256 * 512 * 4 / 8

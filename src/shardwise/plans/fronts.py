@@ -27,12 +27,13 @@ from shardwise.graph.segments import How, Segment, block_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.plans.joint import Setting
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, StorageVariable, Weights
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
 from shardwise.search.dynamic_programming import HIDDEN
 from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.levers import Gathered, Levers, blocks_of
 from shardwise.search.planner import Planner, Settings
 from shardwise.search.solving import minimise
+from shardwise.search.variables import StorageVariable
 
 ROOM = 0.93  # of a device, for what adds up; the rest is held for moments
 # What is made again, and whether gathered parameters are.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
-from typing import ClassVar
 
 import numpy as np
 
@@ -22,69 +21,16 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
-from shardwise.layouts.strategy import Strategy
 from shardwise.search.conversion_tables import bytes_sent, is_copied, seconds_between
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
+from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 COMPONENTS = ("exposed", "compute", "traffic", "bytes")
 EXPOSED, COMPUTE, TRAFFIC, BYTES = range(4)
 
 # The tables of the four components; None: zero everywhere.
 Components = tuple[Floats | None, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OperatorVariable:
-    """The strategy of an operator: its values are those of a domain."""
-
-    name: str
-    domain: Domain
-    kind: ClassVar[str] = "operator"
-
-    @property
-    def size(self) -> int:
-        """The number of its values."""
-        return len(self.domain)
-
-    def choice(self, value: int) -> Strategy:
-        """What a value stands for."""
-        return self.domain.strategy(value)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayoutVariable:
-    """A layout of a value: per value of the variable its node among the routes."""
-
-    name: str
-    routes: Routes
-    nodes: Ints
-
-    @property
-    def size(self) -> int:
-        """The number of its values."""
-        return len(self.nodes)
-
-    def choice(self, value: int) -> Layout:
-        """What a value stands for."""
-        return self.routes.layout(int(self.nodes[value]))
-
-
-class StorageVariable(_LayoutVariable):
-    """The layout in which a parameter is stored."""
-
-    __slots__ = ()
-    kind: ClassVar[str] = "storage"
-
-
-class SharedVariable(_LayoutVariable):
-    """The layout from which all consumers convert a value."""
-
-    __slots__ = ()
-    kind: ClassVar[str] = "shared"
-
-
-Variable = OperatorVariable | StorageVariable | SharedVariable
 
 
 @dataclass(frozen=True)
@@ -240,6 +186,8 @@ class _Builder:
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
 
     def run(self) -> CostGraph:
+        for name in self.domains.received:
+            self._receive(name)
         for op in self.domains.operators:
             for name in dict.fromkeys(op.operands):
                 if name in self.parameter and name not in self.cost.home:
@@ -280,6 +228,21 @@ class _Builder:
         dtypes = value.dtype, value.stored, value.reduced
         self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), table)
         self._arrive(name, variable, nodes, traffic=True)
+
+    def _receive(self, name: str) -> None:
+        """A value of another stage: it arrives in any layout that is sharded or whole. Every device is sent what it
+        has, and sends as much back; that there is less to send is what splits the value."""
+        routes = self.domains.routes(name)
+        nodes = np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
+        variable = self._add(ReceivedVariable(name, routes, nodes))
+
+        def table() -> Components:
+            level = self.domains.prices.links.cluster.levels[-1]
+            num_bytes = routes.numel[nodes].astype(np.float64) * routes.tensor.itemsize
+            return 2 * num_bytes * level.shared_by / level.link_bandwidth(level.size), None, None, None
+
+        self._factor((variable,), ("receive", id(routes), nodes.tobytes()), table)
+        self._arrive(name, variable, nodes, traffic=False)
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
         """A value is made, in a layout that ``variable`` decides."""
@@ -378,7 +341,7 @@ class _Builder:
         traffic = name in self.parameter
         maker = self.cost.variables[home]
         computed = name not in self.local and (
-            isinstance(maker, OperatorVariable)
+            isinstance(maker, (OperatorVariable, ReceivedVariable))
             or (isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None)
         )
         dropped = self._is_dropped(name) and name not in self.local

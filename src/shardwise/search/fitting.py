@@ -17,10 +17,11 @@ from math import inf
 
 from shardwise.graph.segments import How, Segment
 from shardwise.search.auto import Search
-from shardwise.search.cost_graph import CostGraph, OperatorVariable
+from shardwise.search.cost_graph import CostGraph
 from shardwise.search.levers import Gathered, Levers, Offload, blocks_of
 from shardwise.search.planner import Answer, Planned, Planner
 from shardwise.search.ranking import Ranked
+from shardwise.search.variables import OperatorVariable
 
 # What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters; and whether
 # what is still kept of the blocks waits on the host.
