@@ -148,7 +148,10 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
     sources = {
         name: stored.get(name) or layout_of(inputs.get(name, {}), domains.atoms[name], mesh) for name in graph.source_of
     }
-    return Choice(strategies, sources, shared, route=domains.router)
+    sent = {
+        name: domains.routes(name).layout(int(nodes[assignment[home]])) for name, (home, nodes) in cost.sent.items()
+    }
+    return Choice(strategies, sources, shared, sent, domains.router)
 
 
 def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:

@@ -73,6 +73,8 @@ class CostGraph:
     # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
     maker: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     home: dict[str, tuple[int, Ints]] = field(default_factory=dict)
+    # Value that is sent to another stage -> the variable that decides its layout, per value the node it is sent in.
+    sent: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
     def weighted(self, weights: Weights) -> Problem:
         """The problem of minimising the weighted sum of the components."""
@@ -211,7 +213,7 @@ class _Builder:
         """The storage of a parameter: every layout that is sharded or whole."""
         domains, routes = self.domains, self.domains.routes(name)
         value, updated = self.graph.by_name[name], name in self.graph.updated
-        nodes = np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
+        nodes = _sendable(routes)
         if name in self.storage:
             node = routes.node_of(self.storage[name])
             assert node is not None, f"{name} is stored as {self.storage[name]}, which is none of its layouts"
@@ -233,7 +235,7 @@ class _Builder:
         """A value of another stage: it arrives in any layout that is sharded or whole. Every device is sent what it
         has, and sends as much back; that there is less to send is what splits the value."""
         routes = self.domains.routes(name)
-        nodes = np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
+        nodes = _sendable(routes)
         variable = self._add(ReceivedVariable(name, routes, nodes))
 
         def table() -> Components:
@@ -422,6 +424,22 @@ class _Builder:
                 return routes.prices(np.array([routes.whole]))[made, 0], None, None, None
 
             self._factor((home,), ("deliver", id(routes), made.tobytes()), table)
+        for name in self.graph.cotangents or ():
+            if name in self.cost.home:
+                self._send(name)
+
+    def _send(self, name: str) -> None:
+        """What another stage reads leaves as it is; sums and what is replicated in the layout that takes least."""
+        (home, made), routes = self.cost.home[name], self.domains.routes(name)
+        nodes = _sendable(routes)
+        seconds = routes.prices(nodes)[made]
+        least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
+        self.cost.sent[name] = home, nodes[least]
+
+        def table() -> Components:
+            return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
+
+        self._factor((home,), ("send", id(routes), made.tobytes()), table)
 
     def _window(self, name: str, key: object, seconds: Callable[[], Floats]) -> float:
         """What messages of a parameter can hide behind; inf where no conversion of ``key`` is longer."""
@@ -462,6 +480,11 @@ class _Builder:
             if transient is not None:
                 self.cost.transients[number] = transient
         self.cost.factors.append((scope, number))
+
+
+def _sendable(routes: Routes) -> Ints:
+    """The layouts that are sharded or whole on every axis: in which a value is stored, or crosses to another stage."""
+    return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
 
 
 def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:
