@@ -5,6 +5,7 @@
     simplify        no-op casts, copies and views dropped                                 simplify.py
     fold_masks      attention that knows its mask, repeated heads grouped                 masks.py
     normalize       forms whose factors can all be split                                  normalize.py
+    unsort          rows that are sorted by expert, computed where they were              unsort.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
 
 The module is neither changed nor copied: a module of 405B parameters on meta is captured without memory.
@@ -56,6 +57,7 @@ from shardwise.graph.tracing import (
     trace_pair,
 )
 from shardwise.graph.trees import check_leaves, flatten_with_path, leaf_name, unflatten
+from shardwise.graph.unsort import unsort
 from shardwise.graph.verify import verify_graph
 
 _PREFIX = "module"  # where TracedCall keeps the module
@@ -242,7 +244,7 @@ def _to_graph(
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph, folded = fold_masks(graph, constants)
     constants |= folded
-    graph = normalize(graph)
+    graph = unsort(normalize(graph))
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
