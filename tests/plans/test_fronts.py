@@ -19,6 +19,7 @@ from shardwise.graph.capture import capture
 from shardwise.plans import chosen, joint
 from shardwise.plans.fronts import ROOM, RUNGS, SLACK, Front, Fronts
 from shardwise.plans.joint import Joint, Setting
+from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.levers import Levers
 from shardwise.search.planner import Planner, Settings
@@ -104,7 +105,7 @@ def test_less_memory_takes_about_what_the_search_of_the_rungs_takes(share: float
     free = fronts_of(8, Settings(memory_bytes=1e15))
     (mesh,) = free.meshes(free.cluster)
     (search,), _ = Planner.of(free.whole, (), free.cluster, (mesh,), free.settings).searches()
-    limit = share * search.num_bytes
+    limit = share * float(search.outcome.components[BYTES])
     planner = Planner.of(free.whole, (), free.cluster, (mesh,), Settings(memory_bytes=limit))
     prices = []
     for how, gathered in RUNGS:

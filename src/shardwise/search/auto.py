@@ -52,11 +52,6 @@ class Search:
         return self.cost.domains.axes.mesh
 
     @property
-    def num_bytes(self) -> float:
-        """What the best assignment holds, added up."""
-        return float(self.outcome.components[BYTES])
-
-    @property
     def log10_plans(self) -> float:
         return sum(log10(variable.size) for variable in self.cost.variables)
 

@@ -213,7 +213,7 @@ class Planner:
             too_much = min(allowed, held)
             allowed = too_much - lowest.excess if attempt < RETRIES else 0.0
             below, is_least = self._searched_below(search, allowed)
-            lowest = min(lowest, self.rank([below], max(allowed, below.num_bytes)), key=lambda ranking: ranking.excess)
+            lowest = min(lowest, self.rank([below]), key=lambda ranking: ranking.excess)
             if is_least:
                 break
         if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OTHERS:
@@ -257,11 +257,11 @@ class Planner:
         except DoesNotFit as error:
             return searched(search.cost, self.settings.search, error.num_bytes), True
 
-    def rank(self, searches: Sequence[Search], most_bytes: float | None = None) -> Ranked:
-        """The best candidate of searches, of those whose bytes add up to no more than ``most_bytes``."""
+    def rank(self, searches: Sequence[Search]) -> Ranked:
+        """The best candidate of searches."""
         if len(self.graph.ops) > MAX_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
-        near = candidates(searches, self.settings.search, self.limit if most_bytes is None else most_bytes)
+        near = candidates(searches, self.settings.search, self.limit)
         counted = each(near, lambda candidate: "simulating candidates")
         return ranked([self._built(candidate) for candidate in counted], self.limit)
 
