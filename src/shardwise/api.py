@@ -29,6 +29,7 @@ from shardwise.graph.segments import Recompute, check_how
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Captures, Example, Trials, planned_graph
+from shardwise.plans.fronts import RUNGS, Fronts
 from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of, tries_of
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelines import pipeline_of
@@ -36,7 +37,6 @@ from shardwise.plans.pipelining import Requested
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
-from shardwise.plans.shallow import Shallow
 from shardwise.plans.stages import step_graph
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.micro_batches import Passes
@@ -258,14 +258,15 @@ def plan(
             def pass_of(short: Graph, size: int) -> Graph:
                 return short if size == step else Passes.over(module, short, size, call.graph).graphs[size]
 
-            shallow: list[Shallow] = []  # made where it is wanted
+            fronts: list[Fronts] = []  # made where they are wanted
 
             def seconds_of(own: Setting) -> float:
-                if not shallow:
+                if not fronts:
                     whole = step_graph(graph if samples == step else call.graph(step))
                     priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
-                    shallow.append(Shallow(whole, pass_of, meshes_of, cluster, priced))
-                return shallow[0].seconds(own)
+                    rungs = RUNGS if recompute == "auto" else ((recompute, gathered),)
+                    fronts.append(Fronts(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs))
+                return fronts[0].seconds(own)
 
             floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
             better = None if graph.loss is None else seconds_of

@@ -33,8 +33,9 @@ def nothing_fits(least: Ranked) -> NothingFits:
     """The refusal, where ``least`` needs the least memory of all plans looked at: a real plan's peak, and so an
     estimate from above of the least that any needs."""
     cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak
-    total = peak.num_bytes
-    added = " + ".join(f"{name} {size:,}" for name, size in peak.parts.items() if size)
+    total = int(least.best.num_bytes)
+    parts = {**peak.parts, "kept of other micro-batches in flight": least.best.others}
+    added = " + ".join(f"{name} {size:,}" for name, size in parts.items() if size)
     return NothingFits(
         f"no plan fits: the least memory that was found is {format_bytes(total)} a device, "
         f"{format_bytes(int(least.limit))} are allowed{_reserved(cost, least.limit)}",
