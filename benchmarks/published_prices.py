@@ -71,7 +71,7 @@ FLASH = 0.35
 # Seconds in which the host of Megatron's runs starts a kernel or a message, in Python, with autograd and checkpoints:
 # fitted to two groups of vTrain's runs in one node (12 layers of 1,024 on 2 and on 4 A100), medians of one sequence.
 # (An H100's host, measured: 11 us without autograd; 35 forward and backward together.)
-MEGATRON_LAUNCH = 47e-6
+MEGATRON_LAUNCH = 51e-6
 # A product whose rows do not start at multiples of 16 bytes: half the rate (in nanoGPT, on A100, a vocabulary of 50,304
 # instead of 50,257 made whole steps of GPT-2 a quarter faster). A batch of them: without tensor cores, at the rate of
 # float32 (cuBLAS of 2021; BigScience's chronicle compares heads of 108, 144 and 216 elements).
