@@ -233,7 +233,8 @@ class Plan:
             return PlanError(
                 problem(
                     "a plan of stages has a search for every stage, none over all of them and none in its file",
-                    fix="sw.plan(..., stages=...).explain(name) explains an operator in its stage",
+                    fix="sw.plan(..., stages=...) has explain(name) and what_if(name, choice) for an operator in its "
+                    "stage; top ranks the plans of one search, so plan without stages for it",
                 )
             )
         why = "it was not chosen by price" if self.predicted is None else "a plan file has no search in it"
