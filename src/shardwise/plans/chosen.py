@@ -10,6 +10,7 @@ from shardwise.costs.routing import Router
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.transfer import boundary_layout
 from shardwise.plans.pipelining import Pipelining
 from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.spmd import Choice, Spmd
@@ -62,20 +63,28 @@ class Chooser:
         most: dict[Hashable, int] = {}
         for form, count in zip(forms, in_flight, strict=True):
             most[form.key] = max(most.get(form.key, 0), count)
-        return [self.of(part, most[form.key], limit) for part, form in zip(parts, forms, strict=True)]
+        chosen: list[Chosen] = []
+        for part, form in zip(reversed(parts), reversed(forms), strict=True):
+            chosen.insert(0, self.of(part, most[form.key], limit, chosen[0] if chosen else None))
+        return chosen
 
-    def of(self, part: Graph, in_flight: int, limit: float) -> Chosen:
-        """The choice for a part. ``limit``: the bytes of a device for it."""
+    def of(self, part: Graph, in_flight: int, limit: float, following: Chosen | None) -> Chosen:
+        """The choice for a part. ``limit``: the bytes of a device for it; ``following``: the choice for the next part,
+        which says how values are taken."""
         form = GraphForm.of(part)
+        sources = {} if following is None else following.choice.sources
+        taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
         place = {name: number for number, name in enumerate(form.ops)}
         segments = [
             (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.how.segments
         ]
         said = self.how.settings.layouts
         kept = [next((said[name] for name in s.names if name in said), None) for s in part.sources]
-        key = form.key, in_flight, limit, str(segments), str(kept)
+        ends = tuple(taken.get(name) for name in part.cotangents or ())
+        key = form.key, in_flight, limit, str(segments), str(kept), ends
         if key not in self.known:
-            chosen = _choose(self.how, part, in_flight, limit, self.kinds)
+            settings = replace(self.how.settings, in_flight=in_flight, taken=taken)
+            chosen = _choose(replace(self.how, settings=settings), part, limit, self.kinds)
             self.known[key] = form, chosen
             return chosen
         first, chosen = self.known[key]
@@ -111,7 +120,7 @@ class Chooser:
         return Chosen(factored, *program, levers, searched)
 
 
-def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: Kinds) -> Chosen:
+def _choose(how: Pipelining, part: Graph, limit: float, kinds: Kinds) -> Chosen:
     """What the search chooses for a part. ``limit``: the bytes of a device for it."""
     names, scopes = set(part.op_by_name), {op.scope for op in part.ops}
     annotations = tuple(own for own in how.annotations if own.scope in scopes)
@@ -128,9 +137,7 @@ def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: K
         factored, choice = decide(part, annotations, mesh, how.mode)
         choice = keep(choice, layouts, part, factored, mesh)
         return Chosen(factored, *built(part, factored.rules, choice, mesh, settings, kinds), levers)
-    planner = Planner.of(
-        part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit, in_flight=in_flight)
-    )
+    planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, kinds=kinds)
     planned = plan_within(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
     if planned.ranking.excess:

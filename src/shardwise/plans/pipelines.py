@@ -230,7 +230,8 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
             raise _too_much(how, cut, flying, over)
         for number, num_bytes in over.items():
             limits[number] -= num_bytes
-            chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number])
+            following = chosen[number + 1] if number + 1 < len(chosen) else None
+            chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number], following)
     ends = zip(chosen, choices, spmds, strict=True)
     stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
     schedule = how.schedule

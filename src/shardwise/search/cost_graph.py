@@ -9,7 +9,7 @@ What is held for a moment only, operands and messages of one choice, does not ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from shardwise.costs.kernels import is_view
-from shardwise.graph.ir import Graph, Op
+from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
@@ -166,25 +166,33 @@ def build(
     storage: Mapping[str, Layout] | None = None,
     again: Again | None = None,
     in_flight: int = 1,
+    taken: Mapping[str, Layout] | None = None,
 ) -> CostGraph:
     """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided;
-    ``in_flight``: passes whose values are kept for backward at once."""
-    return _Builder(domains, fixed, storage or {}, again or Again(), in_flight).run()
+    ``in_flight``: passes whose values are kept for backward at once; ``taken``: the layouts in which the next stage
+    takes values, those that are known."""
+    return _Builder(domains, fixed, storage or {}, again or Again(), in_flight, taken or {}).run()
 
 
 class _Builder:
     def __init__(
-        self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout], again: Again, in_flight: int
+        self,
+        domains: Domains,
+        fixed: Choices,
+        storage: Mapping[str, Layout],
+        again: Again,
+        in_flight: int,
+        taken: Mapping[str, Layout],
     ) -> None:
         self.domains, self.graph = domains, domains.graph
-        self.fixed, self.storage, self.again, self.in_flight = fixed, storage, again, in_flight
+        self.fixed, self.storage, self.again, self.in_flight, self.taken = fixed, storage, again, in_flight, taken
         away = again.operators | again.offloaded
         self.dropped = {name for op in self.graph.ops if op.name in away for name in op.results}
         self.local = {name for op in self.graph.ops if op.name in again.local for name in op.results}
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
         self._longest: dict[object, float] = {}
-        self.consumers = _consumers(self.graph, domains.operators, domains.active)
+        self.consumers = domains.consumers
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
 
     def run(self) -> CostGraph:
@@ -429,9 +437,11 @@ class _Builder:
                 self._send(name)
 
     def _send(self, name: str) -> None:
-        """What another stage reads leaves as it is; sums and what is replicated in the layout that takes least."""
+        """What another stage reads leaves as that takes it. Where this is not known: as it is; sums and what is
+        replicated in the layout that takes least."""
         (home, made), routes = self.cost.home[name], self.domains.routes(name)
-        nodes = _sendable(routes)
+        node = routes.node_of(self.taken[name]) if name in self.taken else None
+        nodes = _sendable(routes) if node is None else np.array([node])
         seconds = routes.prices(nodes)[made]
         least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
         self.cost.sent[name] = home, nodes[least]
@@ -439,7 +449,7 @@ class _Builder:
         def table() -> Components:
             return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
 
-        self._factor((home,), ("send", id(routes), made.tobytes()), table)
+        self._factor((home,), ("send", id(routes), made.tobytes(), nodes.tobytes()), table)
 
     def _window(self, name: str, key: object, seconds: Callable[[], Floats]) -> float:
         """What messages of a parameter can hide behind; inf where no conversion of ``key`` is longer."""
@@ -485,13 +495,3 @@ class _Builder:
 def _sendable(routes: Routes) -> Ints:
     """The layouts that are sharded or whole on every axis: in which a value is stored, or crosses to another stage."""
     return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
-
-
-def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:
-    """Value -> the operators with a choice that use it, each once."""
-    found: dict[str, list[Op]] = {}
-    for op in operators:
-        for name in dict.fromkeys(op.operands):
-            if name in active:
-                found.setdefault(name, []).append(op)
-    return found

@@ -105,6 +105,16 @@ class Domains:
         return frozenset(found)
 
     @cached_property
+    def consumers(self) -> dict[str, list[Op]]:
+        """Active value -> the operators with a choice that use it, each once."""
+        found: dict[str, list[Op]] = {}
+        for op in self.operators:
+            for name in dict.fromkeys(op.operands):
+                if name in self.active:
+                    found.setdefault(name, []).append(op)
+        return found
+
+    @cached_property
     def windows(self) -> dict[str, float]:
         """Parameter -> seconds that its messages can hide behind."""
         return windows_of(self.graph, self.prices)

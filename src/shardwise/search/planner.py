@@ -23,9 +23,11 @@ from shardwise.costs.timeline import SimulatedStep, simulate
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
+from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
+from shardwise.layouts.transfer import on_mesh
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.once import with_once
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
@@ -59,7 +61,8 @@ class Settings:
     up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
     keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
-    they would be copied; ``in_flight``: passes whose values a device keeps for backward at once."""
+    they would be copied; ``in_flight``: passes whose values a device keeps for backward at once; ``taken``: the layouts
+    in which the next stage takes values, device by device."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -70,6 +73,7 @@ class Settings:
     levers: Levers = field(default_factory=Levers)
     zero: Zero | None = None
     in_flight: int = 1
+    taken: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,9 @@ class Planner:
             axes = Axes.of(mesh, separate_axes(fixed, mesh))
             self.domains[mesh] = domains_of(self.graph, self.factored, axes, self.prices(mesh))
         own = self.settings
-        return build(self.domains[mesh], fixed, again=own.levers.priced(self.graph), in_flight=own.in_flight)
+        taken = {name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape) for name, layout in own.taken.items()}
+        again = own.levers.priced(self.graph)
+        return build(self.domains[mesh], fixed, again=again, in_flight=own.in_flight, taken=taken)
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
