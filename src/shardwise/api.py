@@ -26,6 +26,7 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.precision import Precision
 from shardwise.graph.segments import Recompute, check_how
 from shardwise.layouts.mesh import Mesh
+from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Captures, Example, Trials, planned_graph
 from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of, tries_of
@@ -98,7 +99,8 @@ def plan(
     decides (``search.auto``); by default ``"dynamic_programming"``, and where strategies are given
     ``"sharding_propagation"``, which completes them.
     ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
-    cluster's levels, the others use one axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
+    cluster's levels, and call axes by what they do, where they do one thing (``plans.axis_names``); the others use one
+    axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
     step; ``micro_batch``: those of a pass, of which a step makes as many as it takes (``par.step`` takes the whole
     batch). Example inputs are those of one micro-batch or of the whole global batch; every tensor whose dim 0 has the
     size of the first one's has samples, others are given to every pass. Where they have ``global_batch`` samples and
@@ -215,7 +217,10 @@ def plan(
                     planned = planner.plan()
                 if planned.ranking.excess:
                     raise nothing_fits(planned.ranking)
-                listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
+                rules, choice = planned.factored.rules, planned.choice
+                listed = stage_of(graph, rules, choice, planned.spmd)
+                if mesh is None:
+                    (listed,) = by_roles((listed,), (Doing(graph, rules, choice.strategies),))
                 pricing = _pricing(cluster, planned.search)
                 found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
                 return Planned.of(found, planned.search)

@@ -17,6 +17,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.precision import Precision
+from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
 from shardwise.search.mesh_shapes import candidate_meshes
 
@@ -130,10 +131,15 @@ def changes(question: Question, found: Plan) -> Iterator[Variant]:
     yield from _clusters(question, most=2)
     if "mesh" not in question.settings:
         meshes = candidate_meshes(question.cluster, question.settings.get("max_mesh_axes", 2))
-        others = [mesh for mesh in meshes if mesh != found.mesh]
+        others = [mesh for mesh in meshes if [*_sizes(mesh)] != [*_sizes(found.mesh)]]
         for mesh in others[:_MOST_MESHES]:
             axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
             yield _variant(question, f"another mesh: Mesh({axes})", mesh=mesh)
+
+
+def _sizes(mesh: Mesh) -> Iterator[int]:
+    """Of its axes, whatever they are called."""
+    return (size for _, size in mesh.axes)
 
 
 def tried(

@@ -34,6 +34,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
+from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.chosen import Chooser, Chosen, Searched
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
@@ -103,6 +104,7 @@ def pipeline_of(
         None if asked.zero is None else asked.gathered,
         asked.offload,
         order,
+        by_price and asked.mesh is None,
     )
     Levers.of(captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload)  # or it refuses
     kinds = Kinds() if call.known is None else call.known.kinds
@@ -232,6 +234,9 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
             chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number])
     ends = zip(chosen, choices, spmds, strict=True)
     stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
+    if how.chooses_mesh:
+        doings = zip(cut.parts, chosen, choices, strict=True)
+        stages = by_roles(stages, [Doing(part, one.factored.rules, own.strategies) for part, one, own in doings])
     schedule = how.schedule
     if schedule.is_solved:
         schedule = _solved(how, timed, num_passes)

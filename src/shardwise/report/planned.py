@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Planned(Plan):
 
     @staticmethod
     def of(plan: Plan, finished_search: Search) -> Planned:
-        return Planned(**entries(plan), finished_search=finished_search)
+        return Planned(**entries(plan), finished_search=replace(finished_search, called=plan.mesh))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(entries(self).values())
@@ -161,7 +161,8 @@ class Staged(Plan):
         for number, own in enumerate(self.searched):
             if own is not None and name in own.names:
                 called = own.names[name]
-                return InStage(number, "" if called == name else called, explain(own.search, called))
+                search = replace(own.search, called=self.stages[number].mesh)
+                return InStage(number, "" if called == name else called, explain(search, called))
         known = [name for own in self.searched if own is not None for name in own.names]
         if not known:
             raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
