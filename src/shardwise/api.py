@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.prices import Prices
@@ -133,6 +132,10 @@ def plan(
     loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
     """
     _check_words(mode, search, bucket_bytes, recompute, offload)
+    if memory_bytes is not None and not memory_bytes > 0:
+        raise ShardwiseError(
+            problem(f"memory_bytes is {memory_bytes}", fix="the bytes that a device has for tensors, above 0")
+        )
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None and stages is None:
@@ -221,7 +224,7 @@ def plan(
                 listed = stage_of(graph, rules, choice, planned.spmd)
                 if mesh is None:
                     (listed,) = by_roles((listed,), (Doing(graph, rules, choice.strategies),))
-                pricing = _pricing(cluster, planned.search)
+                pricing = _pricing(cluster, memory_bytes, planned.search)
                 found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
                 return Planned.of(found, planned.search)
 
@@ -353,16 +356,16 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
 
 
-def _pricing(cluster: Cluster, search: Search) -> PricingEntry:
+def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search) -> PricingEntry:
     """What a plan says of the prices that it was chosen by."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
     separate = tuple(name for name, _ in mesh.axes if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups)
-    return PricingEntry(format_cluster(cluster), "", "", "", separate)
+    return PricingEntry.of(cluster, memory_bytes, separate)
 
 
 def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:
     if mesh.num_devices != cluster.num_devices:
-        product = " x ".join(str(size) for _, size in mesh.axes)
+        product = " x ".join(str(size) for _, size in mesh.axes) or "1"
         needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
         raise PlanError(
             problem(

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import NothingFitsError, PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.precision import Precision
@@ -97,6 +97,8 @@ class Question:
                 warnings.simplefilter("ignore" if what else "default")
                 found = find_plan(self.module, args, own, kwargs=kwargs, **settings)
         except PlanError as error:
+            if not (what or isinstance(error, NothingFitsError)):
+                raise  # what was asked for is no question of memory
             return Option(what, step, own, refused=str(error))
         return Option(what, step, own, found)
 

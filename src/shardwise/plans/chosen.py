@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.costs.memory import memory_of
 from shardwise.costs.routing import Router
-from shardwise.errors import PlanError, problem
+from shardwise.errors import NothingFitsError, problem
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
@@ -147,7 +147,7 @@ def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: K
             searched = Searched(planned.search, {name: name for name in called})
             return Chosen(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
         allowed = max(limit - others, 1.0)
-    raise PlanError(
+    raise NothingFitsError(
         problem(
             f"a stage of {len(part.ops)} operators keeps {format_bytes(memory.kept_bytes)} of {in_flight} "
             f"micro-batches at once, and has {format_bytes(limit)}",

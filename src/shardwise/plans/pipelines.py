@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline import (
@@ -24,7 +23,7 @@ from shardwise.costs.pipeline import (
     stage_seconds,
 )
 from shardwise.costs.prices import Prices
-from shardwise.errors import PlanError, listed, problem
+from shardwise.errors import NothingFitsError, PlanError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.cut import Cut
@@ -243,7 +242,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
         order = schedule.actions
     pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
     lines = format_order(schedule.actions)
-    pricing = PricingEntry(format_cluster(how.cluster), "", "", "", ()) if how.by_price else None
+    pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
     return Found(plan, tuple(one.searched for one in chosen))
 
@@ -379,10 +378,10 @@ def _excess(how: Pipelining, stages: Sequence[_Timed], order: Order, num_passes:
     return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
 
 
-def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> PlanError:
+def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFitsError:
     """The refusal of stages that do not fit where their ends meet."""
     number = max(over, key=over.__getitem__)
-    return PlanError(
+    return NothingFitsError(
         problem(
             f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
             f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import NothingFitsError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.plans.printing import format_bytes
@@ -12,13 +12,13 @@ from shardwise.search.ranking import Ranked
 NUM_LARGEST = 5
 
 
-def nothing_fits(least: Ranked) -> PlanError:
+def nothing_fits(least: Ranked) -> NothingFitsError:
     """The refusal, where ``least`` needs the least memory of all plans looked at: a real plan's peak, and so an
     estimate from above of the least that any needs."""
     cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak
     total = peak.num_bytes
     added = " + ".join(f"{name} {size:,}" for name, size in peak.parts.items() if size)
-    return PlanError(
+    return NothingFitsError(
         problem(
             f"no plan fits: the least memory that was found is {format_bytes(total)} a device, "
             f"{format_bytes(int(least.limit))} are allowed{_reserved(cost, least.limit)}",
