@@ -52,10 +52,6 @@ class PlanError(ShardwiseError):
     """A plan does not fit."""
 
 
-class NothingFitsError(PlanError):
-    """Whatever is chosen takes more memory than there is."""
-
-
 class PlanWarning(UserWarning):
     """A plan fits, and ranks do not do all that it was made for."""
 

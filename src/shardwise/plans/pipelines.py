@@ -23,7 +23,7 @@ from shardwise.costs.pipeline import (
     stage_seconds,
 )
 from shardwise.costs.prices import Prices
-from shardwise.errors import NothingFitsError, PlanError, listed, problem
+from shardwise.errors import PlanError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.cut import Cut
@@ -37,10 +37,13 @@ from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.chosen import Chooser, Chosen, Searched
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
+from shardwise.plans.fronts import Fronts
+from shardwise.plans.joint import Setting
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
+from shardwise.plans.refusal import NothingFits
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.programs.micro_batches import Passes
@@ -212,8 +215,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     if how.marks is not None:
         parts = marked_parts(graph, dict(how.marks), how.num_stages)
     else:
-        per_place = how.schedule.stages_per_place
-        parts = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
+        parts = _balanced(how, graph, prices, flying)
     cut = cut_for_stages(graph, parts, passes.prelude)
     check_last(cut, graph)
     _check_parameters(cut)
@@ -245,6 +247,19 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
     return Found(plan, tuple(one.searched for one in chosen))
+
+
+def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
+    """The operators of every stage: cut at any operator, where memory costs no time; else, and where levers may be
+    chosen, between blocks, by what the fronts of these say of time under the memory of each stage."""
+    per_place = how.schedule.stages_per_place
+    parts, fits = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
+    if fits or not how.fits_itself:
+        return parts
+    settings = replace(how.settings, zero=None)
+    fronts = Fronts(graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments)
+    setting = Setting(how.num_stages, how.schedule.name, 0, how.settings.passes)
+    return fronts.parts(setting) or parts
 
 
 def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
@@ -378,17 +393,15 @@ def _excess(how: Pipelining, stages: Sequence[_Timed], order: Order, num_passes:
     return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
 
 
-def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFitsError:
+def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
     """The refusal of stages that do not fit where their ends meet."""
     number = max(over, key=over.__getitem__)
-    return NothingFitsError(
-        problem(
-            f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
-            f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "
-            f"and has {format_bytes(int(how.limit))}",
-            op=cut.parts[number].ops[0].name,
-            fix="choose a smaller micro_batch, more stages, or a mesh of fewer axes",
-        )
+    return NothingFits(
+        f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
+        f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "
+        f"and has {format_bytes(int(how.limit))}",
+        [("begins", f"with {cut.parts[number].ops[0].name}")],
+        "choose a smaller micro_batch, more stages, or a mesh of fewer axes",
     )
 
 
