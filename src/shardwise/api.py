@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.optimizers import waits_on_host
@@ -27,6 +26,7 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.precision import Precision
 from shardwise.graph.segments import Recompute, check_how
 from shardwise.layouts.mesh import Mesh
+from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Captures, Example, Trials, planned_graph
 from shardwise.plans.fronts import RUNGS, Fronts
@@ -103,7 +103,8 @@ def plan(
     decides (``search.auto``); by default ``"dynamic_programming"``, and where strategies are given
     ``"sharding_propagation"``, which completes them.
     ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
-    cluster's levels, the others use one axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
+    cluster's levels, and call axes by what they do, where they do one thing (``plans.axis_names``); the others use one
+    axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
     step; ``micro_batch``: those of a pass, of which a step makes as many as it takes (``par.step`` takes the whole
     batch). Example inputs are those of one micro-batch or of the whole global batch; every tensor whose dim 0 has the
     size of the first one's has samples, others are given to every pass. Where they have ``global_batch`` samples and
@@ -137,6 +138,10 @@ def plan(
     there are several (``programs.time_axis``).
     """
     _check_words(mode, search, bucket_bytes, recompute, offload)
+    if memory_bytes is not None and not memory_bytes > 0:
+        raise ShardwiseError(
+            problem(f"memory_bytes is {memory_bytes}", fix="the bytes that a device has for tensors, above 0")
+        )
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
         cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
     if mesh is not None and stages is None:
@@ -218,8 +223,11 @@ def plan(
                     planned = planner.plan()
                 if planned.ranking.excess:
                     raise nothing_fits(planned.ranking)
-                listed = stage_of(graph, planned.factored.rules, planned.choice, planned.spmd)
-                pricing = _pricing(cluster, planned.search)
+                rules, choice = planned.factored.rules, planned.choice
+                listed = stage_of(graph, rules, choice, planned.spmd)
+                if mesh is None:
+                    (listed,) = by_roles((listed,), (Doing(graph, rules, choice.strategies),))
+                pricing = _pricing(cluster, memory_bytes, planned.search)
                 found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
                 return Planned.of(found, planned.search)
 
@@ -363,16 +371,16 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
 
 
-def _pricing(cluster: Cluster, search: Search) -> PricingEntry:
+def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search) -> PricingEntry:
     """What a plan says of the prices that it was chosen by."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
     separate = tuple(name for name, _ in mesh.axes if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups)
-    return PricingEntry(format_cluster(cluster), "", "", "", separate)
+    return PricingEntry.of(cluster, memory_bytes, separate)
 
 
 def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:
     if mesh.num_devices != cluster.num_devices:
-        product = " x ".join(str(size) for _, size in mesh.axes)
+        product = " x ".join(str(size) for _, size in mesh.axes) or "1"
         needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
         raise PlanError(
             problem(

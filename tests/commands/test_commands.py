@@ -108,9 +108,6 @@ def test_diff_has_an_exit_code_for_growth(folder: Path, capsys: pytest.CaptureFi
     assert large is not None
     assert data["growth"]["memory"] == pytest.approx(large.memory_bytes / small.memory_bytes - 1)
     assert run("diff", "adamw.json", "sgd.json", "--max-growth", "1") == 0
-    assert run("diff", "adamw.json", "sgd.json", "--max-growth", "nan") == 1, (
-        "no growth is allowed by what is no number"
-    )
     assert run("verify", "net.py:build", "sgd.json", "--steps", "0") == 2
     assert "nothing would be compared" in capsys.readouterr().err
     assert run("plan", "net.py:build", "--cluster", "2", "--mode", "data_parallel", "-o", "unpriced.json") == 0
@@ -261,7 +258,7 @@ def test_json_of_what_was_tried_has_units_in_its_names(folder: Path, capsys: pyt
 
 def test_a_plan_file_that_is_none_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    for name, says in (("missing.json", "there is no file missing.json"), ("bytes.json", "is no configuration")):
+    for name, says in (("missing.json", "there is no file missing.json"), ("bytes.json", "is no JSON")):
         assert run("explain", "0/linear", name, "--cluster", "2") == 2
         assert says in capsys.readouterr().err
 
@@ -303,3 +300,66 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
         assert ended.value.code == 0
         script = capsys.readouterr().out
         assert all(word in script for word in ("calibrate", "--global-batch", "--schedule", "--json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "net.py:build", "--cluster", "2", "--memory", "0"), "memory_bytes is 0"),
+        (
+            ("plan", "net.py:build", "--cluster", "2", "--global-batch", str(10**21)),
+            "at most 1,099,511,627,776 samples",
+        ),
+        (("plan", "net.py:build", "--cluster", "3", "--mesh", "", "--mode", "auto"), "Mesh() needs 1 devices"),
+        (("fits", "net.py:build", "--cluster", "2", "--price", "-1"), "the price of a device and hour is -1"),
+        (("fits", "net.py:build", "--cluster", "2", "--price", "nan"), "the price of a device and hour is nan"),
+        (("fits", "net.py:build", "--cluster", "2", "--price", "inf"), "the price of a device and hour is inf"),
+        (("fits", "net.py:build", "--cluster", "2", "--seconds", "-1"), "seconds is -1"),
+        (("fits", "net.py:build", "--cluster", "2", "--seconds", "nan"), "seconds is nan"),
+        (("fits", "net.py:build", "--cluster", "2", "--mesh", "dp=3"), "Mesh(dp=3) needs 3 devices"),
+        (("fits", "net.py:build", "--cluster", "2", "--schedule", "X"), "unknown schedule 'X'"),
+        (("fits", "org/a-model", "--cluster", "2"), "if this is a model on a hub: nothing is downloaded"),
+        (("fits", "", "--cluster", "2"), "'' names no function"),
+        (("fits", "plan.json", "--cluster", "2"), "plan.json is a plan, and a model is asked for"),
+        (("fits", "net.py:build", "--cluster", "2", "--batch", "-1"), "--batch is -1"),
+        (("fits", "net.py:build", "--cluster", "2", "--sequence", "0"), "--sequence is 0"),
+        (("top", "net.py:build", "--cluster", "2", "-k", "-1"), "the best -1 plans are asked for"),
+        (("top", "net.py:build", "--cluster", "2", "-k", str(10**21)), "a whole number from 1 to 1,000"),
+        (("diff", "plan.json", "plan.json", "--max-growth", "nan"), "--max-growth is no number"),
+        (("verify", "net.py:build", "plan.json", "--steps", str(10**21)), "a whole number up to 1,000,000"),
+        (("check", "net.py:build", "--plan", "net.py:none", "--devices", "2"), "net.py has no none"),
+        (("report", "broken.json", "-o", "page.html"), "broken.json is no JSON"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    (folder / "broken.json").write_text("{broken")
+    if "plan.json" in arguments:
+        assert run("plan", "net.py:build", "--cluster", "2", "-o", "plan.json") == 0
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "fix:" in captured.err
+    assert not captured.out
+
+
+def test_any_number_of_axes_is_as_many_as_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for most in ("1", str(10**21)):
+        assert run("plan", "net.py:build", "--cluster", "2", "--max-mesh-axes", most, "-o", f"{most}.json") == 0
+    assert sw.Plan.load("1.json") == sw.Plan.load(f"{10**21}.json")
+
+
+def test_the_limit_of_a_plan_is_the_one_that_was_given(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["net.py:build", "--cluster", "h100-1x2", "--mesh", "dp=2"]
+    for more, said in (
+        ([], " of 74.3 GiB a device"),
+        (["--memory", "60 GiB"], " of 60 GiB a device"),
+        (["--memory", "1 MiB", "--stages", "2", "--mesh", "dp=1"], " of 1 MiB a device"),
+    ):
+        assert run("plan", *settings, *more, "-o", "plan.json") == 0
+        assert said in capsys.readouterr().out.splitlines()[1]
+        assert said in str(sw.Plan.load("plan.json")).splitlines()[1]
+    assert run("plan", "net.py:build", "--cluster", "2", "-o", "plan.json") == 0  # devices with the memory it takes
+    assert " of " not in capsys.readouterr().out.splitlines()[1]

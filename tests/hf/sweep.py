@@ -34,6 +34,16 @@ SEQUENCES = ("input_ids", "labels", "attention_mask", "decoder_input_ids")
 SAMPLES, BATCH = 24, 4
 BOUND = 1e-5  # transformers takes losses of texts, and the Trainer sums of them, in float32
 PAD = 1
+# Architecture -> why its losses are not those of one process.
+OWN_DRAWS = "draws random numbers itself: the same on any number of ranks, and others than an unsplit model's"
+OTHER = {
+    "phimoe": OWN_DRAWS,
+    "vit_mae": OWN_DRAWS,
+    "xglm": "overflows in float64, in one process too",
+    "funnel": "its configuration has no bos_token_id, which the Trainer asks for",
+    "blip": "returns no loss",
+    "siglip_pairs": "returns no loss",
+}
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
@@ -87,7 +97,7 @@ def model_of(name: str) -> nn.Module:
             if "drop" in key and isinstance(value, float):
                 setattr(module, key, 0.0)
         if hasattr(module, "config"):
-            module.config._experts_implementation = "eager"  # grouped products are not in float64
+            module.config._experts_implementation = "batched_mm"  # grouped products are not in float64
     return model
 
 
@@ -183,7 +193,8 @@ def sweep_table(results: list[Result]) -> Table:
     for header in ("architecture", "worst difference", "a rank's parameters", "notes"):
         table.add_column(header)
     for own in results:
-        known = f"known: {KNOWN[own.name]}" if own.name in KNOWN else ""
+        why = KNOWN.get(own.name) or OTHER.get(own.name)
+        known = f"known: {why}" if why else ""
         table.add_row(own.name, f"{own.worst:.0e}", f"{own.split:.0%}", "\n".join(filter(None, (own.failure, known))))
     return table
 
@@ -200,7 +211,7 @@ def main() -> None:
     Console(width=160).print(sweep_table(results))
     equal = sum(not own.failure for own in results)
     print(f"{equal} of {len(results)} architectures train as in one process; {len(names) - len(results)} had no time")
-    unexpected = [own.name for own in results if own.failure and own.name not in KNOWN]
+    unexpected = [own.name for own in results if own.failure and own.name not in KNOWN | OTHER]
     if unexpected:
         print("failed:", ", ".join(unexpected))
         raise SystemExit(1)

@@ -156,6 +156,11 @@ def fits(
     leave no time for are named. ``price_per_hour``: of a device, for the price of 1e9 tokens. Raises as ``sw.plan``
     does, but for a plan that does not fit.
     """
+    if not seconds >= 0:
+        raise ShardwiseError(problem(f"seconds is {seconds}", fix="the time for mends or changes, from 0"))
+    if price_per_hour is not None and not 0 <= price_per_hour < inf:
+        fix = "what a device costs in an hour, from 0; or leave it out"
+        raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour}", fix=fix))
     local = isinstance(cluster, int)  # devices that nobody described have the memory it takes
     if isinstance(cluster, (str, int)):
         cluster = Cluster.load(cluster) if isinstance(cluster, str) else Cluster.local(cluster)

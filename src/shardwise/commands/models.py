@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.progress import shown
+from shardwise.texts import MAX_NUMBER
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,8 +58,14 @@ def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
 def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
     """The model of ``add_model``. Raises ShardwiseError for what is none, BuildError for an error inside of it."""
     with shown("building the model"):
+        for name in ("batch", "sequence"):
+            if not 0 < getattr(chosen, name) <= MAX_NUMBER:
+                raise ShardwiseError(problem(f"--{name} is {getattr(chosen, name)}", fix="a whole number from 1"))
         place = Path(chosen.model)
-        if place.suffix == ".json" or place.is_dir():
+        if place.is_file() and place.suffix == ".json" and names_plan(place):
+            what = f"{chosen.model} is a plan, and a model is asked for"
+            raise ShardwiseError(problem(what, fix="give FILE:FUNCTION, such as model.py:build, or a config.json"))
+        if chosen.model and (place.suffix == ".json" or place.is_dir()):
             return _of_config(place / "config.json" if place.is_dir() else place, chosen, values)
         made = called(chosen.model)
         if not isinstance(made, tuple) or len(made) not in (2, 3):
@@ -65,6 +73,12 @@ def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
             fix = "return module, example_inputs or module, example_inputs, loss"
             raise ShardwiseError(problem(f"{chosen.model} returned {kind}", fix=fix))
         return Model(made[0], made[1], made[2] if len(made) == 3 else None)
+
+
+def names_plan(path: Path) -> bool:
+    """Whether a file says that it is a plan."""
+    with path.open("rb") as file:
+        return b'"shardwise-plan"' in file.read(200)
 
 
 def called(text: str) -> Any:
@@ -81,12 +95,12 @@ def named(text: str) -> Any:
     """What ``model.py:name`` is, or None."""
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise ShardwiseError(
-            problem(
-                f"{text!r} names no function",
-                fix="write FILE:FUNCTION, such as model.py:build, or a config.json on disk (nothing is downloaded)",
-            )
-        )
+        fix = "write FILE:FUNCTION, such as model.py:build, or a config.json on disk (nothing is downloaded)"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(".py"):
+            what = f"there is no folder {text}; if this is a model on a hub: nothing is downloaded"
+            fix = f"hf download {text} config.json --local-dir FOLDER, then name the folder; or FILE:FUNCTION"
+            raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(problem(f"{text!r} names no function", fix=fix))
     return getattr(_imported(place), name, None)
 
 

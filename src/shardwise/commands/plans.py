@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.command import Command, add_output
 from shardwise.commands.data import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
-from shardwise.commands.models import add_model, model_of, named
+from shardwise.commands.models import add_model, model_of, named, names_plan
 from shardwise.commands.settings import add_settings, cluster_of, settings_of
 from shardwise.errors import ShardwiseError, problem
 from shardwise.progress import shown
@@ -192,14 +193,21 @@ def _searched(chosen: argparse.Namespace) -> Plan:
 
 
 def _is_plan(text: str) -> bool:
-    """Whether a file is a plan, and no configuration of a model. Raises ShardwiseError for a .json that is missing."""
+    """Whether a file is a plan, and no configuration of a model. Raises ShardwiseError for a .json that is missing, or
+    is no JSON."""
     path = Path(text)
     if path.suffix == ".json" and not path.exists():
         raise ShardwiseError(problem(f"there is no file {text}", fix="check the path"))
     if path.suffix != ".json" or path.is_dir():
         return False
-    with path.open("rb") as file:
-        return b'"shardwise-plan"' in file.read(200)
+    if names_plan(path):
+        return True
+    try:
+        json.loads(path.read_bytes())
+    except ValueError as error:
+        fix = "give a plan file, a config.json on disk, or FILE:FUNCTION"
+        raise ShardwiseError(problem(f"{text} is no JSON: {str(error)[:100]}", fix=fix)) from error
+    return False
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
@@ -217,6 +225,8 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 def _diff(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
 
+    if chosen.max_growth is not None and isnan(chosen.max_growth):
+        raise ShardwiseError(problem("--max-growth is no number", fix="percent, such as --max-growth 5"))
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     found = first.diff(second)
     growth: dict[str, float] = {}
@@ -299,7 +309,10 @@ def _check(chosen: argparse.Namespace) -> int:
                 problem(f"cannot read {plan}: {error}", fix='a JSON file of {"path": "style"}')
             ) from error
     elif plan != "auto":
-        plan = named(plan)
+        text, plan = plan, named(plan)
+        if plan is None:
+            place, _, name = text.rpartition(":")
+            raise ShardwiseError(problem(f"{place} has no {name}", fix="define it, or name another plan"))
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
     cluster = None if chosen.cluster is None else cluster_of(chosen.cluster)
     cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from math import inf
 
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.cluster_file import format_cluster
 from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -15,6 +18,8 @@ from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import parse_layout, parse_move
 from shardwise.plans.quantities import format_bytes
 from shardwise.texts import shown
+
+NO_LIMIT = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +120,21 @@ class SharedEntry:
 class PricingEntry:
     """What a plan was priced with: the cluster as TOML, and the mesh axes whose parts are treated differently. Nothing
     of the program depends on it. ``compute``, ``parameter``, ``reduce``: of files before version 6, which were priced
-    for other dtypes than they are executed in; else empty."""
+    for other dtypes than they are executed in; else empty. ``limit``: what the tensors of a device might take, as text,
+    where it is not what the cluster's devices have (``NO_LIMIT``: anything)."""
 
     cluster: str
     compute: str
     parameter: str
     reduce: str
     separate: tuple[str, ...]
+    limit: str = ""
+
+    @staticmethod
+    def of(cluster: Cluster, memory_bytes: float | None, separate: tuple[str, ...] = ()) -> PricingEntry:
+        """``memory_bytes``: the limit, where one was given."""
+        limit = "" if memory_bytes is None else NO_LIMIT if memory_bytes == inf else format_bytes(memory_bytes)
+        return PricingEntry(format_cluster(cluster), "", "", "", separate, limit)
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "training": _field(body, "training", bool, "training"),
         "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
         "micro_batches": _micro_batches(body),
-        "pricing": _optional(PricingEntry, body.get("pricing"), "pricing"),
+        "pricing": _pricing(body.get("pricing")),
         "predicted": _prediction(body.get("prediction")),
         "precision": precision_of(body.get("precision")),
         **_pipeline(body, read),
@@ -371,6 +371,20 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
 def _optional(kind: Any, data: Any, where: str) -> Any:
     """An entry that may be absent."""
     return None if data is None else _entry(kind, data, where)
+
+
+def pricing_body(entry: PricingEntry) -> dict[str, Any]:
+    """The entry as a file has it: a limit only where one was given."""
+    body = {**asdict(entry), "separate": [*entry.separate]}
+    return body if entry.limit else {key: value for key, value in body.items() if key != "limit"}
+
+
+def _pricing(data: Any) -> PricingEntry | None:
+    """The inverse of ``pricing_body``; None where there are no prices."""
+    if data is None:
+        return None
+    found: PricingEntry = _entry(PricingEntry, {"limit": "", **data} if isinstance(data, dict) else data, "pricing")
+    return found
 
 
 def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline import (
@@ -34,6 +33,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
+from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.chosen import Chooser, Chosen, Searched
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
@@ -43,6 +43,7 @@ from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
+from shardwise.plans.refusal import NothingFits
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.programs.micro_batches import Passes
@@ -105,6 +106,7 @@ def pipeline_of(
         None if asked.zero is None else asked.gathered,
         asked.offload,
         order,
+        by_price and asked.mesh is None,
     )
     Levers.of(captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload)  # or it refuses
     kinds = Kinds() if call.known is None else call.known.kinds
@@ -234,13 +236,16 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
             chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number], following)
     ends = zip(chosen, choices, spmds, strict=True)
     stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
+    if how.chooses_mesh:
+        doings = zip(cut.parts, chosen, choices, strict=True)
+        stages = by_roles(stages, [Doing(part, one.factored.rules, own.strategies) for part, one, own in doings])
     schedule = how.schedule
     if schedule.is_solved:
         schedule = _solved(how, timed, num_passes)
         order = schedule.actions
     pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
     lines = format_order(schedule.actions)
-    pricing = PricingEntry(format_cluster(how.cluster), "", "", "", ()) if how.by_price else None
+    pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
     return Found(plan, tuple(one.searched for one in chosen))
 
@@ -389,17 +394,15 @@ def _excess(how: Pipelining, stages: Sequence[_Timed], order: Order, num_passes:
     return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
 
 
-def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> PlanError:
+def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
     """The refusal of stages that do not fit where their ends meet."""
     number = max(over, key=over.__getitem__)
-    return PlanError(
-        problem(
-            f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
-            f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "
-            f"and has {format_bytes(int(how.limit))}",
-            op=cut.parts[number].ops[0].name,
-            fix="choose a smaller micro_batch, more stages, or a mesh of fewer axes",
-        )
+    return NothingFits(
+        f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
+        f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "
+        f"and has {format_bytes(int(how.limit))}",
+        [("begins", f"with {cut.parts[number].ops[0].name}")],
+        "choose a smaller micro_batch, more stages, or a mesh of fewer axes",
     )
 
 

@@ -42,7 +42,8 @@ class Pipelining:
     """How a pipeline is planned. ``marks``: path of a module -> its stage; None: stages are balanced. ``cluster``: the
     whole; ``part``: the devices of one stage; ``meshes``: those that a stage may have. ``by_price``: whether layouts
     are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``, ``fits_itself``: what is made again is
-    chosen where nothing fits. ``order``: the actions of a schedule on so many places, for so many micro-batches."""
+    chosen where nothing fits. ``order``: the actions of a schedule on so many places, for so many micro-batches;
+    ``chooses_mesh``: the user names none, and axes are called by what they do."""
 
     num_stages: int
     schedule: Schedule
@@ -60,6 +61,7 @@ class Pipelining:
     gathered: Gathered | None
     offload: Offload
     order: OrderOf
+    chooses_mesh: bool
 
     @property
     def limit(self) -> float:

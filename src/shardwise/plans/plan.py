@@ -34,7 +34,16 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
-from shardwise.plans.file import VERSION, check_names, checked_body, digest_of, format_ranks, settings_of, stage_body
+from shardwise.plans.file import (
+    VERSION,
+    check_names,
+    checked_body,
+    digest_of,
+    format_ranks,
+    pricing_body,
+    settings_of,
+    stage_body,
+)
 from shardwise.plans.precision import precision_body
 from shardwise.plans.printing import format_plan
 from shardwise.plans.survival import Survival, survival
@@ -325,7 +334,7 @@ class Plan:
             **({"order": [*self.order]} if self.order else {}),
             **({"pipeline": asdict(self.pipeline)} if self.pipeline is not None else {}),
             "stages": [stage_body(stage) for stage in self.stages],
-            "pricing": None if self.pricing is None else {**asdict(self.pricing), "separate": [*self.pricing.separate]},
+            "pricing": None if self.pricing is None else pricing_body(self.pricing),
             "prediction": None if self.predicted is None else asdict(self.predicted),
             **precision_body(self.precision),
         }

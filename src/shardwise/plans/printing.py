@@ -23,7 +23,7 @@ from shardwise.costs.cluster_file import parse as parse_cluster
 from shardwise.costs.optimizers import named, states_of, waits_on_host
 from shardwise.errors import PlanError, ShardwiseError, listed, problem
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
-from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
+from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
 from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
@@ -119,10 +119,9 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     count = prod(ids.shape) if ids is not None else plan.micro_batch
     if count and seconds:
         found.append((f"{'tokens' if ids is not None else 'samples'}/s", f"{count * passes / seconds:,.0f}"))
-    cluster = _priced_cluster(plan)
-    limit = f" of {format_bytes(cluster.device.usable_bytes)}" if cluster is not None else ""
     if held:
-        found.append(("memory", f"{format_bytes(held)}{limit} a device"))
+        limit = _limit(plan)
+        found.append(("memory", f"{format_bytes(held)}{f' of {limit}' if limit else ''} a device"))
     return [*found, ("gap", "not known" if known is None else f"{known:.2%}")]
 
 
@@ -204,6 +203,15 @@ def _priced_cluster(plan: Plan) -> Cluster | None:
         return None if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster")
     except ShardwiseError:
         return None
+
+
+def _limit(plan: Plan) -> str:
+    """What the tensors of a device might take; empty where nothing limits them, or it is not known."""
+    said = "" if plan.pricing is None else plan.pricing.limit
+    if said:
+        return "" if said == NO_LIMIT else said
+    cluster = _priced_cluster(plan)
+    return "" if cluster is None else format_bytes(cluster.device.usable_bytes)
 
 
 def _reserved(plan: Plan, cluster: Cluster | None) -> str:

@@ -45,6 +45,7 @@ from shardwise.runtime.initial.materialize import full_tensors
 
 # float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
 TOLERANCE = 1e-9
+MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def verify(
     """
     if steps < 1:
         raise ShardwiseError(problem(f"steps is {steps}: nothing would be compared", fix="a whole number from 1"))
+    if steps > MOST_STEPS:
+        raise ShardwiseError(problem(f"steps is {steps}", fix=f"a whole number up to {MOST_STEPS:,}"))
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named))
     # As planned: in float64 other casts are no-ops.

@@ -19,7 +19,7 @@ from shardwise.plans.bounds import solved
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.report.choice_names import find, shown, text_of
 from shardwise.search.auto import Search
-from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
+from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, Weights
 from shardwise.search.dynamic_programming import EXACT, step_seconds
 from shardwise.search.elimination import TooWide, restricted
 from shardwise.search.k_best import eliminated
@@ -98,7 +98,7 @@ def what_if(search: Search, name: str, choice: str) -> WhatIf:
     PlanError for one that there is not."""
     cost = search.cost
     variable = find(cost, name)
-    texts = [text_of(cost, variable, value) for value in range(cost.variables[variable].size)]
+    texts = [text_of(search, variable, value) for value in range(cost.variables[variable].size)]
     wanted = " ".join(sorted(choice.split()))
     values = [i for i, text in enumerate(texts) if wanted in (text, " ".join(sorted(text.split())))]
     if not values:
@@ -106,7 +106,7 @@ def what_if(search: Search, name: str, choice: str) -> WhatIf:
             problem(f"{choice!r} is no alternative of {name}", fix=f"one of {', '.join(map(repr, texts[:12]))}")
         )
     found = _completed(search, {variable: values[0]})
-    return WhatIf(search.prediction(found), tuple(_differences(cost, search.outcome.assignment, found)))
+    return WhatIf(search.prediction(found), tuple(_differences(search, search.outcome.assignment, found)))
 
 
 def top(search: Search, k: int) -> Ranking:
@@ -124,7 +124,7 @@ def top(search: Search, k: int) -> Ranking:
     others = sorted((own for own in price_of if own != chosen), key=lambda own: price_of[own])
     return Ranking(
         tuple(
-            RankedPlan(search.prediction(list(own)), tuple(_differences(cost, list(chosen), list(own))))
+            RankedPlan(search.prediction(list(own)), tuple(_differences(search, list(chosen), list(own))))
             for own in [chosen, *others][:k]
         ),
         exact,
@@ -141,10 +141,12 @@ def _listed(search: Search, k: int, factor: int) -> tuple[list[list[int]], float
     return [assignment for _, assignment in listed], listed[-1][0] if len(listed) == k * factor else inf
 
 
-def _differences(cost: CostGraph, before: list[int], after: list[int]) -> Iterator[Change]:
+def _differences(search: Search, before: list[int], after: list[int]) -> Iterator[Change]:
+    cost = search.cost
     for i, variable in enumerate(cost.variables):
         if before[i] != after[i]:
-            yield Change(variable.kind, shown(cost, variable), text_of(cost, i, before[i]), text_of(cost, i, after[i]))
+            texts = text_of(search, i, before[i]), text_of(search, i, after[i])
+            yield Change(variable.kind, shown(cost, variable), *texts)
 
 
 def _completed(search: Search, fixed: dict[int, int]) -> list[int]:

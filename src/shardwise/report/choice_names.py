@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout
+from shardwise.search.auto import Search
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.variables import OperatorVariable, StorageVariable, Variable
 
@@ -46,13 +47,14 @@ def shown(cost: CostGraph, variable: Variable) -> str:
     return f"shared {graph.producer[variable.name].name}"
 
 
-def text_of(cost: CostGraph, number: int, value: int) -> str:
-    """What a value of a variable stands for: a strategy, or a layout."""
+def text_of(search: Search, number: int, value: int) -> str:
+    """What a value of a variable stands for: a strategy, or a layout; axes as the plan calls them."""
+    cost, names = search.cost, search.names
     variable = cost.variables[number]
     choice = variable.choice(value)
     if isinstance(choice, Strategy):
-        return choice.format(cost.domains.axes.mesh) or "whole"
-    return format_layout(choice, cost.domains.graph.by_name[variable.name].dtype)
+        return names.strategy(choice).format(names.target) or "whole"
+    return format_layout(names.layout(choice), cost.domains.graph.by_name[variable.name].dtype)
 
 
 def named(cost: CostGraph, number: int) -> str:

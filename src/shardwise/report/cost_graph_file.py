@@ -40,7 +40,7 @@ def _as_data(search: Search) -> dict[str, Any]:
         {
             "name": named(cost, i),
             "kind": variable.kind,
-            "alternatives": [text_of(cost, i, value) for value in range(variable.size)],
+            "alternatives": [text_of(search, i, value) for value in range(variable.size)],
             "prices": own.get(i, []),
             "chosen": assignment[i],
         }
@@ -51,7 +51,7 @@ def _as_data(search: Search) -> dict[str, Any]:
         for kind in cost.kinds
     ]
     return {
-        "mesh": dict(search.mesh.axes),
+        "mesh": dict(search.names.target.axes),
         "units": {"exposed": "s", "compute": "s", "traffic": "s", "bytes": "B"},
         "step_seconds": search.outcome.seconds,
         "bound": search.outcome.bound,
@@ -81,7 +81,7 @@ def _dot(search: Search) -> str:
             own[scope[0]] = own.get(scope[0], 0.0) + sum(v for name, v in entry.items() if name != "bytes")
     for i, variable in enumerate(cost.variables):
         label = json.dumps(
-            f"{named(cost, i)}\n{text_of(cost, i, assignment[i])}\n"
+            f"{named(cost, i)}\n{text_of(search, i, assignment[i])}\n"
             f"1 of {variable.size}, {format_seconds(own.get(i, 0.0))}"
         )
         lines.append(f"  v{i} [shape={shapes[variable.kind]}, label={label}];")

@@ -135,7 +135,9 @@ def explain(search: Search, name: str) -> Explanation:
             for other, neighbour, components in local
         )
         alternatives.append(
-            Alternative(text_of(cost, variable, value), value == assignment[variable], float(least_steps[value]), terms)
+            Alternative(
+                text_of(search, variable, value), value == assignment[variable], float(least_steps[value]), terms
+            )
         )
     totals = {i: components[:, :BYTES].sum(axis=1) for i, (_, _, components) in enumerate(local)}
     chosen = assignment[variable]
@@ -149,7 +151,7 @@ def explain(search: Search, name: str) -> Explanation:
             decided_by, favour = neighbour, gain
     ordered = sorted(alternatives, key=lambda own: (own.step_seconds, not own.chosen, own.seconds))
     kind = cost.variables[variable].kind
-    return Explanation(name, kind, tuple(ordered), text_of(cost, variable, alone), decided_by, favour)
+    return Explanation(name, kind, tuple(ordered), text_of(search, variable, alone), decided_by, favour)
 
 
 def _term(neighbour: str, components: Floats, messages: tuple[Message, ...]) -> Term:
@@ -183,7 +185,7 @@ def _messages(search: Search, variable: int, value: int, other: int | None) -> t
     maker, taker = min(variable, other), max(variable, other)
     found: list[Message] = []
     for name, source, target in _conversions(cost, maker, taker, assignment):
-        found.extend(_collectives(cost, name, source, target))
+        found.extend(_collectives(search, name, source, target))
     return tuple(found)
 
 
@@ -209,11 +211,11 @@ def _conversions(cost: CostGraph, maker: int, taker: int, assignment: list[int])
             yield conversion
 
 
-def _collectives(cost: CostGraph, name: str, source: int, target: int) -> Iterator[Message]:
+def _collectives(search: Search, name: str, source: int, target: int) -> Iterator[Message]:
     if source == target:
         return
-    domains = cost.domains
-    routes, prices, mesh = domains.routes(name), domains.prices, domains.axes.mesh
+    domains, names = search.cost.domains, search.names
+    routes, prices = domains.routes(name), domains.prices
     moves = routes.moves(source, target)
     for backward in (False, True) if routes.tensor.differentiable else (False,):
         itemsize = routes.tensor.grad_itemsize if backward else routes.tensor.itemsize
@@ -223,7 +225,7 @@ def _collectives(cost: CostGraph, name: str, source: int, target: int) -> Iterat
                 seconds = routes.seconds(collective.kind, collective.axes, np.array([float(collective.num_bytes)]))
                 yield Message(
                     collective.kind,
-                    mesh.format_axes(collective.axes),
+                    names.target.format_axes(names.axes(collective.axes)),
                     collective.num_bytes,
                     "+".join(prices.links.level_names(collective.axes)),
                     "backward" if backward else "forward",

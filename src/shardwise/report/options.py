@@ -24,6 +24,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.precision import Precision
+from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.plans.refusal import NothingFits
@@ -112,6 +113,8 @@ class Question:
                 warnings.simplefilter("ignore" if what else "default")
                 found = self.find(self.module, args, own, kwargs=kwargs, **settings)
         except PlanError as error:
+            if not (what or isinstance(error, NothingFits)):
+                raise  # what was asked for is no question of memory
             return Option(what, step, own, refused=str(error))
         return Option(what, step, own, found)
 
@@ -210,10 +213,15 @@ def changes(question: Question, found: Plan) -> Iterator[Variant]:
     yield from _clusters(question, most=2)
     if "mesh" not in question.settings:
         meshes = candidate_meshes(question.cluster, question.settings.get("max_mesh_axes", 2))
-        others = [mesh for mesh in meshes if mesh != found.mesh]
+        others = [mesh for mesh in meshes if [*_sizes(mesh)] != [*_sizes(found.mesh)]]
         for mesh in others[:_MOST_MESHES]:
             axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
             yield _variant(question, f"another mesh: Mesh({axes})", mesh=mesh)
+
+
+def _sizes(mesh: Mesh) -> Iterator[int]:
+    """Of its axes, whatever they are called."""
+    return (size for _, size in mesh.axes)
 
 
 def tried(

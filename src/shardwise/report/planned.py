@@ -27,6 +27,9 @@ from shardwise.report.page import Pass, write_page
 from shardwise.runtime.step_profile import StepProfile
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
+from shardwise.texts import shown
+
+MOST_PLANS = 1000  # that are ranked
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Planned(Plan):
 
     @staticmethod
     def of(plan: Plan, finished_search: Search) -> Planned:
-        return Planned(**entries(plan), finished_search=finished_search)
+        return Planned(**entries(plan), finished_search=replace(finished_search, called=plan.mesh))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(entries(self).values())
@@ -75,9 +78,10 @@ class Planned(Plan):
         return what_if(self.finished_search, name, choice)
 
     def top(self, k: int = 5) -> Ranking:
-        """The best ``k`` plans of the search, by the same prices."""
-        if k < 1:
-            raise PlanError(f"top({k}): at least one plan")
+        """The best ``k`` plans of the search (up to ``MOST_PLANS``), by the same prices."""
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
+            fix = f"a whole number from 1 to {MOST_PLANS:,}"
+            raise PlanError(problem(f"the best {shown(k)} plans are asked for", fix=fix))
         return top(self.finished_search, k)
 
     def cost_graph(self, path: str | Path) -> None:
@@ -184,7 +188,8 @@ class Staged(Plan):
         """The stage that has an operator or a parameter, and its search."""
         for number, own in enumerate(self.searched):
             if own is not None and name in own.names:
-                return number, own
+                search = replace(own.search, called=self.stages[number].mesh)
+                return number, replace(own, search=search)
         known = [name for own in self.searched if own is not None for name in own.names]
         if not known:
             raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))

@@ -23,6 +23,7 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.choice import Choices, layout_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice
@@ -42,14 +43,20 @@ PRICED_SEARCHES: tuple[PricedSearch, ...] = get_args(PricedSearch)
 
 @dataclass
 class Search:
-    """One finished search on one mesh."""
+    """One finished search on one mesh. ``called``: the same mesh as a plan calls its axes, where that is otherwise."""
 
     cost: CostGraph
     outcome: Outcome
+    called: Mesh | None = None
 
     @property
     def mesh(self) -> Mesh:
         return self.cost.domains.axes.mesh
+
+    @property
+    def names(self) -> Renaming:
+        """To those of the plan."""
+        return Renaming(self.mesh, self.called or self.mesh)
 
     @property
     def log10_plans(self) -> float:

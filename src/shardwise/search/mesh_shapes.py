@@ -9,7 +9,7 @@ from math import prod
 
 from shardwise.costs.cluster import Cluster
 from shardwise.errors import ShardwiseError, problem
-from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.mesh import Mesh, prime_factors
 
 
 def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
@@ -43,9 +43,12 @@ def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
     can always be used whole), and one order of the axes inside a level, where all orders are the same links: the longer
     axis outside. If there are more levels than axes, neighbouring levels share an axis, in every way.
     """
-    if max_axes < 1:
-        raise ShardwiseError(problem(f"a mesh has at least one axis, not {max_axes}", fix="max_mesh_axes from 1"))
+    if isinstance(max_axes, bool) or not isinstance(max_axes, int) or max_axes < 1:
+        raise ShardwiseError(
+            problem(f"a mesh has at least one axis, not {max_axes}", fix="max_mesh_axes: a whole number from 1")
+        )
     levels = tuple(level.size for level in reversed(cluster.levels) if level.size > 1)
+    max_axes = min(max_axes, max(len(prime_factors(cluster.num_devices)), 1))  # there are no shapes of more
     found: dict[tuple[int, ...], None] = {}
     for merged in _merged(levels, max_axes):
         for counts in product(range(1, max_axes + 1), repeat=len(merged)):

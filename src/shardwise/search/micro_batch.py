@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.texts import shown
+
+MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def batches_of(
 def _check_size(name: str, size: Any) -> None:
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ShardwiseError(problem(f"{name} is {size!r}", fix="a whole number of samples from 1"))
+    if size is not None and size > MOST_SAMPLES:
+        raise ShardwiseError(problem(f"{name} is {shown(size)}", fix=f"at most {MOST_SAMPLES:,} samples"))
 
 
 def _divisors(step: int, num_devices: int) -> tuple[int, ...]:

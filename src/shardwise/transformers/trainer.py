@@ -26,6 +26,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.precision import Precision
 from shardwise.plans.plan import Plan
+from shardwise.runtime.agree import meet_rank_zero
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
 from shardwise.train.agreement import from_all, here, raise_first
@@ -152,11 +153,8 @@ class ShardwiseTrainer(transformers.Trainer):
             return
         assert isinstance(model, torch.nn.Module), "the Trainer has a model by now"
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        rank, count = here()
         with same_random_numbers():
-            own = self._plan
-            if own is None and rank == 0:
-                own = self._planned(model, loader, count)
+            own = self._plan or self._plan_of_rank_zero(model, loader)
             settings = {
                 "seed": self.args.seed,
                 "weights": self._weights,
@@ -179,6 +177,24 @@ class ShardwiseTrainer(transformers.Trainer):
             parts = dict(found.named_parameters())
             for group in self.optimizer.param_groups:
                 group["params"] = [parts[names[id(parameter)]] for parameter in group["params"]]
+
+    def _plan_of_rank_zero(self, model: torch.nn.Module, loader: DataLoader[Any]) -> Plan | None:
+        """On rank 0 a plan; others wait for it. What goes wrong there is raised on every rank."""
+        rank, count = here()
+        plan, fault = None, None
+        if rank == 0:
+            try:
+                plan = self._planned(model, loader, count)
+            except Exception as error:  # raised below, once the others know
+                fault = error
+        if count > 1:
+            meet_rank_zero("its plan")
+        said = from_all(None if fault is None else f"{type(fault).__name__}: {fault}")
+        if fault is not None:
+            raise fault
+        if said[0] is not None:
+            raise ShardwiseError(f"rank 0 has no plan: {said[0]}")
+        return plan
 
     def _planned(self, model: torch.nn.Module, loader: DataLoader[Any], count: int) -> Plan:
         """A plan for the first batch of a loader."""

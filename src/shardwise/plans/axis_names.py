@@ -1,0 +1,164 @@
+"""Mesh axes called by what they do: ``dp``, ``tp``, ``cp``, ``ep``.
+
+A search tries meshes before it knows what their axes will be for, and calls these after levels of the cluster
+(``search.mesh_shapes``). What an axis does is read off the plan that was found: of every product with a weight, an axis
+may split
+
+``dp``  samples: of what is multiplied by the weight, the first dim that the weight lacks
+``cp``  tokens: the second dim of two that it lacks, or the rest of the first where these are one
+``ep``  the first of three dims of the weight, which has a matrix for each expert then
+``tp``  any other dim of the weight
+
+An axis that does the same in all products in which it splits anything is called so; one that splits tables alone, by
+what it does there. Axes that do the same are numbered. One that does several keeps the name of its level, and so do all
+axes of a mesh that the user named. Only names differ: a plan is listed under other ones, and its search, which has the
+old ones, is shown under the new.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.renaming import Renaming
+from shardwise.layouts.strategy import Strategy
+from shardwise.layouts.text import format_layout, format_move, parse_layout, parse_move
+from shardwise.plans.entries import CollectiveEntry, ConversionEntry, SharedEntry, Stage, TensorEntry
+from shardwise.rules.rule import OpRule
+
+
+@dataclass(frozen=True)
+class Doing:
+    """A model (or a part of it) under the strategies of a plan."""
+
+    graph: Graph
+    rules: Mapping[str, OpRule]
+    strategies: Mapping[str, Strategy]
+
+
+def mesh_by_roles(mesh: Mesh, of: Iterable[Doing]) -> Mesh:
+    """The mesh with its axes called by what they do in all of these."""
+    found: dict[bool, dict[str, set[str]]] = {True: defaultdict(set), False: defaultdict(set)}
+    for doing in of:
+        for is_product, axis, role in _roles(doing):
+            found[is_product][axis].add(role)
+    wanted = []
+    for name, size in mesh.axes:
+        parts = mesh.expand(name) if size > 1 else ()
+        products, tables = (set().union(*(found[kind][part] for part in parts)) for kind in (True, False))
+        roles = products or tables
+        wanted.append(name if len(roles) != 1 or "other" in roles else roles.pop())
+    same, so_far = Counter(wanted), Counter[str]()
+    names = []
+    for name in wanted:
+        so_far[name] += 1
+        names.append(name if same[name] == 1 else f"{name}{so_far[name]}")
+    if len(set(names)) < len(names):  # a level that is called dp1
+        return mesh
+    return Mesh(zip(names, (size for _, size in mesh.axes), strict=True))
+
+
+def _roles(doing: Doing) -> Iterator[tuple[bool, str, str]]:
+    """(whether this is a product, and no look-up; a sub-axis; what it splits) wherever there is a weight."""
+    graph = doing.graph
+    weights = {s.value for s in graph.sources if s.kind == "parameter" and len(graph.by_name[s.value].shape) > 1}
+    for op in graph.ops:
+        own = weights.intersection(op.operands)
+        if own and own.issuperset(op.operands):
+            weights.update(op.results)  # a weight in another dtype, or turned
+        elif own:
+            is_product = all(graph.by_name[name].dtype.is_floating_point for name in op.operands)
+            for axis, role in _roles_in(op, own, doing.rules[op.name], doing.strategies[op.name]):
+                yield is_product, axis, role
+
+
+def _roles_in(op: Op, weights: set[str], rule: OpRule, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """(sub-axis, what it splits) in one operator, if that is a product with weights or a look-up in them."""
+    roles: dict[str, str] = {}
+    for name, dims in zip(op.operands, rule.operands, strict=True):
+        if name in weights:
+            many = dims[0] if len(dims) == 3 and "conv" not in str(op.target) else ()
+            roles.update((factor, "ep" if factor in many else "tp") for factors in dims for factor in factors)
+    if roles.keys() <= {factor for dims in rule.results for factors in dims for factor in factors}:
+        return  # something is added to weights, say
+    for name, dims in zip(op.operands, rule.operands, strict=True):
+        others = [factors for factors in dims if not roles.keys() & set(factors)] if name not in weights else []
+        for number, factors in enumerate(others):
+            for place, factor in enumerate(factors):
+                is_samples, is_tokens = (number, place) == (0, 0), number == len(others) - 1 < 2
+                roles[factor] = "dp" if is_samples else "cp" if is_tokens else "other"
+    for factor, axes in strategy.factors:
+        yield from ((axis, roles.get(factor, "other")) for axis in axes)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """What a plan lists, under the other names."""
+
+    names: Renaming
+
+    def stage(self, stage: Stage) -> Stage:
+        """A stage under the other names."""
+
+        def tensors(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+            return tuple(replace(entry, layout=self._layout_text(entry.layout)) for entry in entries)
+
+        return replace(
+            stage,
+            placement=replace(stage.placement, mesh=self.names.target),
+            inputs=tensors(stage.inputs),
+            parameters=tuple(replace(own, layout=self._layout_text(own.layout)) for own in stage.parameters),
+            buffers=tensors(stage.buffers),
+            operators=tuple(
+                replace(
+                    own,
+                    strategy=self.names.strategy(Strategy.parse(own.strategy, self.names.source)).format(
+                        self.names.target
+                    ),
+                )
+                for own in stage.operators
+            ),
+            conversions=None if stage.conversions is None else tuple(map(self._conversion, stage.conversions)),
+            shared=tuple(SharedEntry(own.name, self._layout_text(own.layout)) for own in stage.shared),
+            receives=tensors(stage.receives),
+            sends=tensors(stage.sends),
+        )
+
+    def _conversion(self, entry: ConversionEntry) -> ConversionEntry:
+        return replace(
+            entry,
+            source=self._layout_text(entry.source),
+            target=self._layout_text(entry.target),
+            forward=tuple(map(self._collective, entry.forward)),
+            backward=tuple(map(self._collective, entry.backward)),
+            path=tuple(map(self._move_text, entry.path)),
+        )
+
+    def _collective(self, entry: CollectiveEntry) -> CollectiveEntry:
+        return replace(
+            entry, axes=self.names.target.format_axes(self.names.axes(self.names.source.parse_axes(entry.axes)))
+        )
+
+    def _layout_text(self, text: str) -> str:
+        dtype = text[: text.index("[")]
+        return dtype + format_layout(self.names.layout(parse_layout(text, self.names.source)), merged=False)
+
+    def _move_text(self, text: str) -> str:
+        move = parse_move(text, self.names.source)
+        ends = {"source": self.names.layout(move.source), "target": self.names.layout(move.target)}
+        return format_move(replace(move, **ends, axes=self.names.axes(move.axes)))
+
+
+def by_roles(stages: Sequence[Stage], of: Sequence[Doing]) -> tuple[Stage, ...]:
+    """The stages with the axes of their meshes called by what they do; equal meshes have equal names."""
+    found = []
+    for stage in stages:
+        alike = (doing for other, doing in zip(stages, of, strict=True) if other.mesh == stage.mesh)
+        found.append(_Listed(Renaming(stage.mesh, mesh_by_roles(stage.mesh, alike))).stage(stage))
+    return tuple(found)
+
+
+__all__ = ["Doing", "by_roles", "mesh_by_roles"]

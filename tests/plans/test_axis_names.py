@@ -1,0 +1,130 @@
+"""Axes of meshes that a search chose are called by what they do, and only their names differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from plans.priced_plans import MODELS
+from shardwise.graph.capture import capture
+from shardwise.layouts.strategy import Strategy
+from shardwise.plans.axis_names import Doing, mesh_by_roles
+from shardwise.search.fixed import annotated_rules
+
+H100 = sw.Cluster.load("h100-1x8")
+NODES = sw.Cluster.load("a100-80-2x4")
+
+
+class Experts(nn.Module):
+    """Every expert sees all tokens, and a softmax weighs what they say."""
+
+    def __init__(self, experts: int = 8, width: int = 256, inner: int = 1024) -> None:
+        super().__init__()
+        self.weigh = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, inner) / 16)
+        self.down = nn.Parameter(torch.randn(experts, inner, width) / 32)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        shares = self.weigh(x).softmax(-1).permute(2, 0, 1)[..., None]
+        inner = torch.einsum("btd,edh->ebth", x, self.up).relu()
+        return ((torch.einsum("ebth,ehd->ebtd", inner, self.down) * shares).sum(0) - wanted).square().mean()
+
+
+def experts() -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        return Experts(), (torch.empty(16, 128, 256), torch.empty(16, 128, 256))
+
+
+def model(name: str) -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        return MODELS[name].build(), MODELS[name].inputs()
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "expected"),
+    [
+        ("gpt", H100, "Mesh(dp1=4, dp2=2)"),  # the table is split over dp2, all products over samples
+        ("resnet", NODES, "Mesh(dp1=2, dp2=4)"),
+        ("big-embedding", NODES, "Mesh(tp=2, dp=4)"),  # over the network the table alone is split
+        ("dlrm", H100, "Mesh(dp=4, tp=2)"),
+    ],
+)
+def test_names_say_what_axes_split(name: str, cluster: sw.Cluster, expected: str) -> None:
+    module, inputs = model(name)
+    assert str(sw.plan(module, inputs, cluster).mesh) == expected
+
+
+def test_experts_have_an_axis() -> None:
+    module, inputs = experts()
+    assert [name for name, _ in sw.plan(module, inputs, H100).mesh.axes] == ["ep", "dp"]
+
+
+def test_only_names_differ(tmp_path: Path) -> None:
+    """The plan on the mesh that was chosen, given by hand under other names, is the same under these."""
+    module, inputs = model("dlrm")
+    chosen = sw.plan(module, inputs, H100)
+    other = sw.plan(module, inputs, H100, mesh=sw.Mesh(first=4, second=2))
+    assert str(other.mesh) == "Mesh(first=4, second=2)"  # names that a user gives stay
+    text = str(other).replace("first", "dp").replace("second", "tp")
+    assert [line.split() for line in str(chosen).splitlines() if "plans of 10" not in line][3:] == [
+        line.split() for line in text.splitlines() if "plans of 10" not in line
+    ][3:]
+    chosen.save(tmp_path / "plan.json")
+    assert sw.Plan.load(tmp_path / "plan.json") == chosen
+    parameter = next(entry.name for entry in chosen.parameters if "tp" in entry.layout)
+    for name in (next(entry.name for entry in chosen.operators if "tp" in entry.strategy), parameter):
+        told, theirs = chosen.explain(name), other.explain(name)
+        assert str(told) == str(theirs).replace("first", "dp").replace("second", "tp")
+        second = told.alternatives[1].choice
+        assert chosen.what_if(name, second).prediction == other.what_if(name, theirs.alternatives[1].choice).prediction
+    assert str(chosen.top(3)).split() == str(other.top(3)).replace("first", "dp").replace("second", "tp").split()
+
+
+def test_a_renamed_plan_is_equal_to_one_device() -> None:
+    torch.manual_seed(0)
+    module = Experts(4, 8, 16)
+    inputs = torch.randn(8, 6, 8), torch.randn(8, 6, 8)
+    for settings in ({}, {"zero": 3}, {"global_batch": 8, "micro_batch": 4}):
+        plan = sw.plan(module, inputs, sw.Cluster.load("h100-1x8"), **settings)
+        assert any(entry.forward or entry.backward for entry in plan.conversions)
+        assert sw.verify(module, inputs, plan).ok
+
+
+def test_stages_of_one_mesh_have_one_name() -> None:
+    module, inputs = model("gpt")
+    plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=2)
+    meshes = {str(stage.mesh) for stage in plan.stages}
+    assert len(meshes) == 1
+    assert "node" not in meshes.pop()
+    for stage in plan.stages:
+        name = next(entry.name for entry in stage.operators if entry.name.endswith("linear"))
+        assert stage.strategies[name] in str(plan.explain(name))
+    assert sw.Plan.from_json(plan.to_json()) == plan
+
+
+def test_an_axis_that_does_several_things_keeps_its_name() -> None:
+    """Samples in one product and a weight in another. The names of two axes that do the same are numbered, unless a
+    level has such a name already."""
+    module, inputs = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), (torch.empty(8, 16),)
+    captured = capture(module, inputs)
+    _, factored = annotated_rules(captured.graph, ())
+
+    def called(mesh: sw.Mesh, first: str, second: str) -> str:
+        by_module = {"0": first, "2": second}
+        found = {
+            op.name: Strategy.parse(by_module[op.module] if op.name.endswith("linear") else "", mesh)
+            for op in captured.graph.ops
+        }
+        return str(mesh_by_roles(mesh, [Doing(captured.graph, factored.rules, found)]))
+
+    mesh = sw.Mesh(node=2, rack=2, machine=2)
+    assert called(mesh, "m@node m@rack", "n@node m@machine") == "Mesh(node=2, dp1=2, dp2=2)"
+    assert called(mesh, "n@node k@rack", "m@machine") == "Mesh(tp1=2, tp2=2, dp=2)"
+    assert called(sw.Mesh(dp1=2, rack=2, machine=2), "m@(rack,machine) n@dp1", "m@dp1") == (
+        "Mesh(dp1=2, rack=2, machine=2)"
+    )
