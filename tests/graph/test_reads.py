@@ -105,3 +105,28 @@ def test_a_cached_table_has_its_numbers_after_capture_whatever_was_called_before
     table.cache_clear()
     assert sw.verify(net, x, plan).ok
     torch.testing.assert_close(net(x), expected)
+
+
+class Settings:
+    scale = 1.0
+
+
+@functools.lru_cache
+def settings():
+    return Settings()
+
+
+@functools.cache
+def teacher():
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_settings_and_modules_that_a_cache_holds_stay_what_they_are():
+    settings().scale, before = 5.0, teacher()
+    for read in (lambda: settings().scale, lambda: teacher().weight.sum(0)):
+        net, x = Scaled(read), torch.randn(4, 4)
+        expected = net(x)
+        plan = sw.plan(net, x, 2, mesh=sw.Mesh(dp=2))
+        assert torch.equal(net(x), expected)
+        assert sw.verify(net, x, plan).ok
+    assert teacher() is before

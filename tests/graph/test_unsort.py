@@ -210,6 +210,80 @@ def test_counts_of_something_else_are_refused(descends: bool) -> None:
         sw.plan(OtherCounts(descends), (batch(8),), 2, mode="data_parallel", global_batch=8, micro_batch=4)
 
 
+class LooksLikeExperts(Mixture):
+    """Sorts experts, some of which may be no expert's number, and groups rows by something else."""
+
+    def __init__(self, look: Callable[[LooksLikeExperts, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(never)
+        self.look, self.bias = look, nn.Parameter(torch.randn(EXPERTS + 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        return self.look(self, rows, self.gate(rows).argmax(-1)).square().mean()
+
+
+def found(chosen: Tensor) -> Tensor:
+    ends = torch.histc(chosen.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).to(torch.int64)
+    return torch.searchsorted(ends, torch.arange(chosen.shape[0]), right=True)
+
+
+def grouped_by_a_flag(module: LooksLikeExperts, rows: Tensor, chosen: Tensor) -> Tensor:
+    ends = torch.histc(chosen.bool().float(), 2, 0, 1).cumsum(0).to(torch.int32)
+    order = chosen.argsort()
+    return F.grouped_mm(rows[order], module.up[:2], offs=ends)[order.argsort()]
+
+
+def grouped_by_the_last_bits(module: LooksLikeExperts, rows: Tensor, chosen: Tensor) -> Tensor:
+    ends = by_histogram((chosen * 128).to(torch.uint8), chosen)
+    order = (chosen * 128).argsort()
+    return F.grouped_mm(rows[order], module.up, offs=ends)[order.argsort()]
+
+
+def found_past_the_last(module: LooksLikeExperts, rows: Tensor, chosen: Tensor) -> Tensor:
+    chosen = torch.where(rows[:, 0] > 0.5, chosen + 5, chosen)
+    order = chosen.argsort()
+    return (rows[order] + module.bias[found(chosen)])[order.argsort()]
+
+
+def found_for_negative_numbers(module: LooksLikeExperts, rows: Tensor, chosen: Tensor) -> Tensor:
+    chosen = torch.where(rows[:, 0] > 0.5, -1, chosen)
+    order = chosen.argsort()
+    return (rows[order] * module.bias[found(chosen)])[order.argsort()]
+
+
+def found_with_a_sorter(module: LooksLikeExperts, rows: Tensor, chosen: Tensor) -> Tensor:
+    order, bounds = chosen.argsort(), torch.arange(EXPERTS).flip(0)
+    at = torch.searchsorted(bounds, chosen, right=True, sorter=bounds.argsort())
+    return (rows[order] * module.bias[at])[order.argsort()]
+
+
+def with_a_row_of_padding(module: LooksLikeExperts, rows: Tensor, chosen: Tensor) -> Tensor:
+    order = chosen.argsort()
+    return F.embedding(order, module.gate(rows) @ module.bias[:EXPERTS], padding_idx=3)[order.argsort()]
+
+
+LOOKS = [
+    grouped_by_a_flag,
+    grouped_by_the_last_bits,
+    found_past_the_last,
+    found_for_negative_numbers,
+    pytest.param(found_with_a_sorter, marks=pytest.mark.filterwarnings("ignore:no rule for aten.searchsorted")),
+    with_a_row_of_padding,
+]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_only_looks_like_a_mixture_stays_sorted(
+    look: Callable[[LooksLikeExperts, Tensor, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    module = LooksLikeExperts(look)
+    assert any("sort" in target for target in targets(capture(module, (batch(8),)).graph))
+    plan = sw.plan(module, (batch(8),), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
+    report = sw.verify(module, (batch(8),), plan, steps=1)
+    assert report.ok, str(report)
+
+
 WRONG = [
     by_the_order_itself,
     never,

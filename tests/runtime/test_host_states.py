@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise as sw
 from shardwise.api import step_memory
@@ -398,6 +399,21 @@ def test_an_optimizer_that_fails_has_its_parameters_again() -> None:
     ):
         held.step()
     assert len(held.optimizer.param_groups[0]["params"]) == len([*held.module.parameters()])
+
+
+def test_a_step_after_one_that_another_hook_ended_is_whole() -> None:
+    held = Held(lr=0.1)
+
+    def refuse(*given: Any) -> None:
+        raise MemoryError("no room")
+
+    handle = register_optimizer_step_pre_hook(refuse)  # of all optimizers, behind the one that updates
+    with pytest.raises(MemoryError, match="no room"):
+        held.step()
+    handle.remove()
+    before = [p.detach().clone() for p in held.module.parameters()]
+    held.step()
+    assert not any(torch.equal(p, q) for p, q in zip(held.module.parameters(), before, strict=True))
 
 
 def test_a_closure_runs_once_and_ahead_of_the_update() -> None:

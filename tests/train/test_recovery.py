@@ -30,7 +30,7 @@ from shardwise.runtime.trail import trail
 from shardwise.train.rounds import Rounds, slowness
 from shardwise.train.snapshots import snapshots_in
 from train import elastic_run
-from train.runs import make, split
+from train.runs import batch, make, split
 
 RunRanks = Callable[..., list[Any]]
 SCRIPT = str(Path(elastic_run.__file__))
@@ -134,6 +134,32 @@ def keeping(memory: str) -> None:
     assert again(3, suspect=True)[0] == 0  # no check has passed
     dist.barrier()
     assert snapshots_in(folder) == []
+
+
+def stages_found_equal(memory: str) -> int:
+    """On a rank of two stages that compare replicas in every second step: the step that is resumed after a generation
+    whose copies differed."""
+    current.generation = Generation(0, memory)
+    how: dict[str, Any] = {"stages": 2, "micro_batch": 6, "mesh": sw.Mesh(dp=1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # batch norm in parts of a batch: not what is tested here
+        plan = sw.plan(make(), batch(0), 2, search="sharding_propagation", **how)
+        par = sw.parallelize(make(), plan, seed=7, check_replicas=2)
+    optimizer = torch.optim.AdamW(par.parameters())
+    recovery = sw.Recovery(par, optimizer)
+    recovery.resume()
+    for step in range(1, 4):
+        par.step(*batch(step))
+        optimizer.step()
+        recovery.keep(step)
+    dist.barrier()
+    current.generation = Generation(1, memory, suspect=True)
+    return sw.Recovery(par, optimizer).resume()
+
+
+def test_a_check_of_stages_says_which_states_are_trusted(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """The third step was checked: it saw the state after the second."""
+    assert run_ranks(stages_found_equal, 2, str(tmp_path), time_limit_seconds=120.0) == [2, 2]
 
 
 def full(memory: str) -> None:

@@ -138,7 +138,7 @@ def capture(
         arguments = iter(tensors)
         filled = [next(arguments) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         all_args, all_kwargs = unflatten(filled, in_spec)
-        with emptied(code.caches):
+        with emptied(code):
             output = call_module(copy, all_args, all_kwargs, loss)
         return output, find_loss(output, required=loss is not None)
 

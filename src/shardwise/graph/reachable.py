@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from shardwise.graph.origins import NOT_USER_CODE
@@ -24,17 +26,19 @@ from shardwise.graph.origins import NOT_USER_CODE
 Cached = functools._lru_cache_wrapper
 _INSTALLED = sysconfig.get_path("purelib")
 _STANDARD = sysconfig.get_path("stdlib")  # the former lies inside it
+_MOST_OBJECTS = 100_000  # that are looked at in a cache
 _NOT_FOLLOWED = (*NOT_USER_CODE, str(Path(np.__file__).parent))
 
 
 @dataclass
 class Reached:
     """``names``: that the code uses; ``values``: what globals, closures and attributes of modules and owners with these
-    names are; ``caches``: functions under ``functools.cache`` or ``lru_cache``."""
+    names are; ``caches``: functions under ``functools.cache`` or ``lru_cache``; ``owners``: the modules."""
 
     names: set[str] = field(default_factory=set)
     values: list[Any] = field(default_factory=list)
     caches: list[Cached[Any]] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
     _classes: list[type] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
     _pending: list[FunctionType] = field(default_factory=list)
@@ -88,8 +92,8 @@ class Reached:
 
 def reached(module: nn.Module, loss: Callable[..., Any] | None = None) -> Reached:
     """What a call of a module, and of a loss, may run."""
-    found = Reached()
-    for owner in (*module.modules(), *([loss] if isinstance(loss, nn.Module) else [])):
+    found = Reached(owners=[*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())])
+    for owner in found.owners:
         for kind in type(owner).__mro__:
             found.meet_class(kind, "forward")
         for value in vars(owner).values():
@@ -113,16 +117,38 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 @contextmanager
-def emptied(caches: list[Cached[Any]]) -> Iterator[None]:
-    """With caches empty before and after: what was called earlier changes no graph, and what runs on tensors without
-    data leaves none."""
-    for one in caches:
-        one.cache_clear()
+def emptied(code: Reached) -> Iterator[None]:
+    """With no tables of tensors in caches: what was called earlier changes no graph. Afterwards, without what was made
+    of tensors without data. Other objects stay: settings, or a module, of which there is one are not made anew."""
+    for one in code.caches:
+        found = _held(one, code.owners)
+        if any(isinstance(x, torch.Tensor) for x in found) and not any(isinstance(x, nn.Module) for x in found):
+            one.cache_clear()
     try:
         yield
     finally:
-        for one in caches:
-            one.cache_clear()
+        for one in code.caches:
+            if any(isinstance(x, torch.Tensor) and not _has_data(x) for x in _held(one, code.owners)):
+                one.cache_clear()
+
+
+def _held(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:
+    """What a cache holds, itself or in what it holds, but for the model, on whose methods it may be."""
+    found: list[Any] = []
+    seen = {id(cache), id(cache.__wrapped__), *map(id, owners)}
+    pending: list[Any] = [cache]
+    while pending and len(found) < _MOST_OBJECTS:
+        for value in gc.get_referents(pending.pop()):
+            if id(value) not in seen and not isinstance(value, (type, ModuleType, FunctionType)):
+                seen.add(id(value))
+                found.append(value)
+                if not isinstance(value, torch.Tensor):
+                    pending.append(value)
+    return found
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
 
 
 __all__ = ["Reached", "emptied", "reached"]

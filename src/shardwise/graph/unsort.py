@@ -9,7 +9,7 @@ stays split, on ranks and over micro-batches, and rows that stand for one token 
     sort, argsort           of a vector: rows of an order begin
     index, gather           by the order, or by ``order // k``: rows of tokens that stand ``k`` times beside each other
     histc, bincount, sum    over sorted rows: the same over the rows as they were
-    searchsorted            of the counts that add up: the experts of the sorted rows
+    searchsorted            of the counts that add up, for products alone: the experts of the sorted rows
     row by row              stays, on rows as they were
     index, index_add, ...   by the inverse, or adding to tokens: the rows, or their sums by token
 
@@ -33,6 +33,7 @@ aten = torch.ops.aten
 
 _SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 _CASTS = (aten.to.dtype, aten._to_copy.default)
+_HOLD_EXPERTS = (torch.int32, torch.int64, torch.float32, torch.float64)  # numbers of experts, as they are
 _QUOTIENTS = (aten.floor_divide.default, aten.div.Scalar_mode, aten.div.Tensor_mode)
 _LIKE = (aten.empty_like.default, aten.zeros_like.default)
 _BLANKS = (*_LIKE, aten.zeros.default, aten.new_zeros.default, aten.new_empty.default, aten.empty.memory_format)
@@ -224,8 +225,12 @@ class _Unsorting:
 
     def _finds_experts(self, op: Op) -> bool:
         """Whether an operator looks up to which expert sorted rows belong, in the counts of their keys: then it does
-        not, since every row knows."""
-        if op.target is not aten.searchsorted.Tensor or not arguments(op).get("right"):
+        not, since every row knows. Products alone may ask: a row of an expert that is not counted has none there, and
+        has no product by either number."""
+        call = arguments(op)
+        if op.target is not aten.searchsorted.Tensor or not call["right"] or call["sorter"] is not None:
+            return False
+        if any(reader.target is not grouped_mm._opoverload for reader in self.old.consumers[op.results[0]]):
             return False
         ends, rows = op.operands
         keys = self._keys_of_ends(self.known[ends]) if self._is_counting(rows) else None
@@ -263,9 +268,13 @@ class _Unsorting:
     def _made(self, arg: Arg) -> Op | None:
         """What makes a new value, but for casts."""
         op = self.producer.get(_ref(arg).name)
-        while op is not None and op.target in _CASTS:
+        while op is not None and self._is_exact(op):
             op = self.producer.get(op.operands[0])
         return op
+
+    def _is_exact(self, op: Op) -> bool:
+        """Whether an operator is a cast that leaves numbers of experts, and of rows, what they are."""
+        return op.target in _CASTS and self.emitter.values[op.results[0]].dtype in _HOLD_EXPERTS
 
     def _root(self, ref: Ref) -> str:
         """A new value without its casts and reshapes."""
@@ -277,7 +286,7 @@ class _Unsorting:
     def _keeps_elements(self, op: Op) -> bool:
         is_integer = not self.emitter.values[op.operands[0]].dtype.is_floating_point if op.operands else False
         reshapes = op.target in _RESHAPES and op.target is not aten.expand.default
-        return is_integer and (op.target in _CASTS or reshapes)
+        return is_integer and (self._is_exact(op) or reshapes)
 
     # -- rows in and out -----------------------------------------------------------------------------------------------
 
@@ -307,7 +316,7 @@ class _Unsorting:
         elif op.target in (aten.index_select.default, aten.gather.default):
             index = call["index"] if call["dim"] == 0 else None
         elif op.target is aten.embedding.default:
-            index = call["indices"]
+            index = call["indices"] if call["padding_idx"] == -1 else None  # a row of padding has no gradient
         if not isinstance(index, Ref) or index.name not in self.ordered:
             return None
         whole = self._shape(op.operands[0])[1:] if op.target is aten.gather.default else ()

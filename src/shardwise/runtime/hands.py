@@ -37,7 +37,8 @@ class Hands:
     def __init__(self) -> None:
         self.call = 0
         self._asked = 0  # the call that the others were asked to agree on last
-        self._known = 0  # of all hands raised, when this rank looked
+        self._known = 0  # of all hands raised, when this rank read them
+        self._hands: list[tuple[int, Hand]] = []  # rank, the latest: of a call, maybe, that this rank makes later
 
     def begin(self) -> None:
         """A call begins."""
@@ -77,20 +78,19 @@ class Hands:
             store.add(_RAISED, 1)
 
     def _look(self) -> None:
-        found = []
         with suppress(RuntimeError):  # as above
             store = dist.distributed_c10d._get_default_store()
             raised = store.add(_RAISED, 0)
-            if raised == self._known:
-                return
-            others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
-            found = [(rank, Hand(**json.loads(store.get(_key(rank))))) for rank in others if store.check([_key(rank)])]
-            self._known = raised
-        for rank, hand in found:
+            if raised != self._known:
+                others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
+                known = (rank for rank in others if store.check([_key(rank)]))
+                self._hands = [(rank, Hand(**json.loads(store.get(_key(rank))))) for rank in known]
+                self._known = raised
+        for rank, hand in self._hands:
             if hand.call == self.call and hand.kind == "left":
                 fix = f"see the error of rank {rank}; it does not take part in this call"
                 raise CollectiveError(problem(f"rank {rank} has left this call: {hand.text}", fix=fix), [rank])
-        for rank, hand in found:
+        for rank, hand in self._hands:
             if hand.call == self.call != self._asked and hand.kind == "asks":
                 raise ShardwiseError(
                     problem(

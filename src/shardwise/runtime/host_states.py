@@ -69,6 +69,7 @@ def _update(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Ahead of a step: all of the update. Raises ShardwiseError for optimizers of which nobody knows that they may
     update parameters one after another."""
+    _show(optimizer, args, kwargs)  # its last step may have ended in an error behind this hook
     given = [group["params"] for group in optimizer.param_groups]
     wanted = with_states_on_host()
     if wanted.isdisjoint(id(parameter) for own in given for parameter in own):

@@ -121,7 +121,7 @@ class Pipeline(Split):
         self._protect()
         self._state = State(self)
         own_ranks = {number: self._ranks[number] for number in self._stages}
-        self._check = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
+        self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
         self.train(module.training)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Pipeline(Split):
         for worker in ready.workers:
             for program in worker.programs.values():
                 check_frozen(program.compiled)
-        check = self._check if self.training else None
+        check = self._replicas if self.training else None
         check = check if check is not None and check.is_due() else None
         losses = self._run(ready, tensors, keeps=True, scale=scale_of(scaler, self.device), check=check)
         self._add_gradients(ready, check)
@@ -390,7 +390,7 @@ class Pipeline(Split):
                 raise
             raise found from error
         if check is not None:
-            check.settle()
+            check.settle_forward()
         return losses
 
     def _explained(self, error: RuntimeError, scheduled: Scheduled) -> Exception | None:

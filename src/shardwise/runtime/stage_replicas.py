@@ -43,6 +43,7 @@ class PipelineCheck:
         self, settings: Settings, plan: Plan, everyone: Communicator, ranks: Mapping[int, Communicator]
     ) -> None:
         self.stages = {number: StageCheck(own, number, settings.device) for number, own in ranks.items()}
+        self.passed = 0  # steps whose forward pass, and what it began with, was found equal in all stages
         self._whole = ReplicaCheck(settings.check_replicas, everyone, settings.device)
         # Of every shard of a parameter that several stages have: the ranks that hold it.
         self._shared = {name: tuple(zip(*places, strict=True)) for name, places in shared_places(plan).items()}
@@ -75,6 +76,11 @@ class PipelineCheck:
     def watch(self, number: int, spmd: Spmd, tensors: Sequence[Any]) -> None:
         """Compare the gradients that are added to the parameters of a stage."""
         self.stages[number].watch(spmd, tensors)
+
+    def settle_forward(self) -> None:
+        """The schedule has run. Raises as ``settle``."""
+        self.settle()
+        self.passed += 1
 
     def settle(self) -> None:
         """Raise ReplicaError on all ranks alike, where a stage has found a difference."""

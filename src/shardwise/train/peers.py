@@ -254,20 +254,25 @@ class Peers:
 
     def manifest(self, kept: Kept) -> Manifest:
         """That of a state, from a machine that has it; every rank calls this. Raises ShardwiseError for none."""
-        folder, own = self.memory / str(kept.number), None
-        first = min(kept.where)
-        with contextlib.suppress(OSError):
-            text = (folder / _TENSORS).read_text()
-            note = next(iter(folder.glob(f"*-{kept.slot}{_NOTE}")), None) or next(
-                iter(folder.glob(f"*-{kept.slot}{_COPY}{_NOTE}"))
-            )
-            own = text, note.read_text()
-        texts = [found for found in from_all(own) if found is not None]
+        texts = [found for found in from_all(self._texts(kept)) if found is not None]
         if not texts:
-            raise ShardwiseError(f"no machine says what {first} and the other files of step {kept.step} hold")
+            what = f"no machine says what {min(kept.where)} and the other files of step {kept.step} hold"
+            raise ShardwiseError(what)
         manifest, note = parse_manifest(texts[0][0]), json.loads(texts[0][1])
         values = {**manifest.values, **note["values"], "plain": note["plain"]}
         return replace(manifest, step=kept.step, values=values)
+
+    def _texts(self, kept: Kept) -> tuple[str, str] | None:
+        """The manifest of a state and a note of its step, where this machine has both. (A machine may keep no file, and
+        some files of the slot may be of another step.)"""
+        folder = self.memory / str(kept.number)
+        for end in (_NOTE, f"{_COPY}{_NOTE}"):
+            for path in folder.glob(f"*-{kept.slot}{end}"):
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    note = path.read_text()
+                    if json.loads(note)["step"] == kept.step:
+                        return (folder / _TENSORS).read_text(), note
+        return None
 
     def reader(self, kept: Kept, manifest: Manifest) -> PeerReader:
         return PeerReader(self, kept, manifest)

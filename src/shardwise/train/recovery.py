@@ -14,6 +14,7 @@ from shardwise.errors import PlanWarning
 from shardwise.runtime.generation import current
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.split import Split
+from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.trail import trail
 from shardwise.train.agreement import from_all, here
 from shardwise.train.checkpoints import (
@@ -232,7 +233,7 @@ class Recovery:
 
     def _see_checked(self) -> None:
         check = getattr(self.par, "_replicas", None)
-        if isinstance(check, ReplicaCheck) and check.passed > self._passed:
+        if isinstance(check, (ReplicaCheck, PipelineCheck)) and check.passed > self._passed:
             self._passed, self._checked = check.passed, self._step  # it saw the state before this step
 
     def _land(self) -> None:

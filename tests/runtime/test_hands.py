@@ -1,0 +1,78 @@
+"""What a rank that waits reads in the ranks' store, of a rank that may be calls ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.errors import CollectiveError, ShardwiseError
+from shardwise.runtime.hands import Hands
+
+
+class Late:
+    """A collective that others do not join while somebody waits ``times`` times."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def is_completed(self) -> bool:
+        return not self.times
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        if self.times:
+            self.times -= 1
+            if self.times:
+                raise RuntimeError("Operation timed out!")
+
+
+class Ranks:
+    """The hands of two ranks, which share a store."""
+
+    def __init__(self) -> None:
+        self.store, self.hands, self.rank = dist.HashStore(), (Hands(), Hands()), 0
+
+    def of(self, rank: int) -> Hands:
+        self.rank = rank
+        return self.hands[rank]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(dist, "get_rank", side_effect=lambda: made.rank),
+        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=made.store),
+    ):
+        yield made
+
+
+def test_who_leaves_a_later_call_is_known_when_the_others_come_to_it(ranks: Ranks) -> None:
+    for _ in range(2):
+        ranks.of(1).begin()
+    ranks.of(1).leave(ValueError("no such file"))
+    ranks.of(0).begin()
+    ranks.of(0).wait(Late(3))  # of the first call, which rank 1 has made; the hand was read meanwhile
+    ranks.of(0).begin()
+    with pytest.raises(CollectiveError, match="rank 1 has left this call: ValueError: no such file"):
+        ranks.of(0).wait(Late(3))
+    ranks.of(0).begin()
+    ranks.of(0).wait(Late(3))
+
+
+def test_who_asks_about_a_later_call_is_known_when_the_others_come_to_it(ranks: Ranks) -> None:
+    for _ in range(2):
+        ranks.of(1).begin()
+    ranks.of(1).ask("an evaluation")
+    ranks.of(0).begin()
+    ranks.of(0).wait(Late(3))
+    ranks.of(0).begin()
+    with pytest.raises(ShardwiseError, match="goes on as in its last call: an evaluation"):
+        ranks.of(0).wait(Late(3))
+    ranks.of(0).ask("an evaluation")
+    ranks.of(0).wait(Late(3))  # both ask, and wait for each other
