@@ -63,7 +63,6 @@ SearchName = PricedSearch | Literal["sharding_propagation"]
 SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
 
 
-@naming_mends
 def plan(
     module: torch.nn.Module,
     example_inputs: Any,
@@ -133,10 +132,11 @@ def plan(
     on every part of the devices. Without ``micro_batch`` a search by price chooses it; other modes take the largest
     under which the schedule is full.
 
-    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits (with the
-    three cheapest mends, where planning takes a few seconds), and for a loss that is no sum over micro-batches, where
-    there are several (``programs.time_axis``).
+    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits (with
+    three mends that do, the cheapest first, where planning takes a few seconds), and for a loss that is no sum over
+    micro-batches, where there are several (``programs.time_axis``).
     """
+    arguments = dict(locals())
     _check_words(mode, search, bucket_bytes, recompute, offload)
     if memory_bytes is not None and not memory_bytes > 0:
         raise ShardwiseError(
@@ -149,7 +149,7 @@ def plan(
     precision = (precision or Precision()).at_hand
     captures = Captures()
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision, captures)
-    with shown_once("planning"), working(), no_autocast():  # other ranks wait for rank 0
+    with naming_mends(plan, arguments), shown_once("planning"), working(), no_autocast():  # other ranks wait for rank 0
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from math import inf
 from typing import Any
 
@@ -136,3 +139,38 @@ def test_states_on_the_host_are_a_mend_where_there_is_a_host() -> None:
     ):
         question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load(name), {"optimizer": optimizer})
         assert offered == any("states on the host" in what for what, _ in options.mends(question))
+
+
+def test_a_refusal_survives_pickle_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "CHEAP_SECONDS", -1.0)
+    module, batch = asked(64)
+    with pytest.raises(sw.PlanError, match="no plan fits") as caught:
+        sw.plan(module, batch, sw.Cluster.load("h100-1x2"), memory_bytes=1000.0)
+    for again in (pickle.loads(pickle.dumps(caught.value)), copy.deepcopy(caught.value)):
+        assert type(again) is type(caught.value)
+        assert str(again) == str(caught.value)
+
+
+def test_what_a_plan_announces_points_at_the_call() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    cases: list[dict[str, Any]] = [{"optimizer": "adamw on host"}, {"offload": "all"}]
+    for settings in cases:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", sw.PlanWarning)
+            sw.plan(module, torch.ones(8, 64), sw.Cluster.load("local"), loss=lambda output: output.mean(), **settings)
+        assert "gains nothing" in str(caught[0].message)
+        assert {one.filename for one in caught} == {__file__}
+
+
+def test_mends_of_stages_are_ordered_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "CHEAP_SECONDS", inf)
+    monkeypatch.setattr(options, "MEND_SECONDS", inf)
+    module, batch = asked(64)
+    settings: dict[str, Any] = {"stages": 2, "global_batch": 64, "micro_batch": 16, "recompute": "none"}
+    free = sw.plan(module, batch, sw.Cluster.load("h100-1x2"), **settings)
+    assert free.pipeline is not None
+    most = max(own.peak_bytes for own in free.pipeline.stages)
+    said = refused(memory_bytes=0.45 * most, **settings)
+    lines = [line for line in said.splitlines() if line.startswith("  mend ")]
+    assert lines
+    assert all("step " in line and "peak " in line for line in lines), said

@@ -122,6 +122,18 @@ def test_what_is_far_too_large_comes_last() -> None:
         assert (fronts_of(8, Settings(memory_bytes=memory_bytes)).seconds(Setting(1, "", 32, 1)) < inf) is fits
 
 
+@pytest.mark.parametrize("how", [None, "none"])
+def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) -> None:
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(64, 64), torch.empty(32, 64)
+    graph = capture(model, (x,), loss=lambda output: output.square().mean()).graph
+    cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(dp=8)
+    rungs = ((how, "held"),)
+    fronts = Fronts(graph, lambda short, size: short, lambda part: (mesh,), cluster, Settings(), rungs=rungs)
+    assert not fronts.blocks
+    assert fronts.seconds(Setting(1, "", 32, 1)) < inf
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_cut_is_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)

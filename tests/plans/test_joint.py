@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import StageSeconds, simulate_pipeline
+from shardwise.graph.capture import capture
 from shardwise.plans import joint
 from shardwise.plans.joint import Floor, Joint, Setting
 from shardwise.plans.schedule import schedule_of
+from shardwise.rules.bands import Band
 from shardwise.runtime.torch_schedules import order_of
 
 BATCH = staged_batch(8)
@@ -115,6 +118,38 @@ def test_no_order_of_stages_is_below_the_bound(stages: int, passes: int) -> None
         shares = (work / work.sum() * stages / passes).tolist()  # of a micro-batch, one second a place on average
         parts = [StageSeconds(own / 3, own / 3, own / 3, 0.0, 0.0) for own in shares]
         assert simulate_pipeline(order, parts).seconds >= bound * (1 - 1e-12)
+
+
+class Windowed(nn.Module):
+    """Attention of a ring to the nearest tokens before each."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.project, self.length = nn.Linear(64, 64), length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(self.length)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < 64)
+        heads = self.project(x).unflatten(-1, (1, 64)).transpose(1, 2)
+        attend = sw.shard(F.scaled_dot_product_attention, "ring@cp")
+        return attend(heads, heads, heads, attn_mask=seen).square().mean()
+
+
+def test_the_bound_holds_where_a_ring_leaves_out_what_a_mask_hides() -> None:
+    with torch.device("meta"):
+        model, x = Windowed(1 << 16), torch.empty(1, 1 << 16, 64)
+    cluster = sw.Cluster.load("h100-1x8")
+    plan = sw.plan(model, (x,), cluster, mesh=sw.Mesh(cp=8), search="dynamic_programming", recompute="none")
+    assert "ring@cp" in [op.strategy for op in plan.operators]
+    floor = Floor.of(capture(model, (x,)).graph, 1.0, cluster)
+    assert 0 < floor.bound(Setting(1, "", 1, 1)) <= plan.prediction.planned_seconds
+
+
+def test_pairs_at_the_distances_of_a_band_are_counted() -> None:
+    for queries, keys, band in ((5, 5, Band(-2, 1)), (3, 7, Band(most=0)), (4, 6, Band()), (4, 4, Band(9, 12))):
+        pairs = [band.least <= k - q <= band.most for q in range(queries) for k in range(keys)]
+        assert band.share(queries, keys) == pytest.approx(sum(pairs) / len(pairs))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

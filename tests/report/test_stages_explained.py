@@ -60,6 +60,15 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
     assert parameter.alike == "blocks.1.weight"
 
 
+def test_what_a_stage_receives_is_explained_by_its_name(plan: sw.Plan) -> None:
+    for number, stage in enumerate(plan.stages[1:], 1):
+        (received,) = stage.receives
+        found = plan.explain(received.name)
+        assert isinstance(found, InStage)
+        assert (found.stage, found.explanation.kind) == (number, "received")
+        assert found.explanation.chosen.choice == received.layout
+
+
 def test_what_is_not_known_is_refused(plan: sw.Plan) -> None:
     with pytest.raises(sw.PlanError, match=r"no stage has 'blocks\.3\.wieght'(.|\n)*blocks\.3\.weight"):
         plan.explain("blocks.3.wieght")
@@ -81,8 +90,10 @@ def test_what_another_choice_would_do_is_said_of_its_stage(plan: sw.Plan) -> Non
         asked = plan.what_if(name, other.choice)
         assert asked.stage == number
         assert any(change.name == name and change.before == chosen.choice for change in asked.found.changed)
-        names = {entry.name for entry in (*plan.stages[number].operators, *plan.stages[number].parameters)}
-        assert {change.name for change in asked.found.changed if change.kind not in ("shared", "received")} <= names
+        stage = plan.stages[number]
+        names = {entry.name for entry in (*stage.operators, *stage.parameters)}
+        names |= {f"received {entry.name}" for entry in stage.receives}
+        assert {change.name for change in asked.found.changed if change.kind != "shared"} <= names
     with pytest.raises(sw.PlanError, match="is no alternative of"):
         plan.what_if("blocks.2/linear", "nothing@x")
     with pytest.raises(sw.PlanError, match="no stage has"):

@@ -194,7 +194,7 @@ class Fronts:
         names = graph.op_by_name.keys()
         segments = [replace(own, operators=own.operators & names) for own in self.segments]
         for how, gathered in self.rungs:
-            if how is not None and not has_blocks:
+            if how not in (None, "none") and not has_blocks:
                 continue
             levers = Levers.of(graph, segments, how, gathered)
             own = replace(planner, settings=replace(settings, levers=levers))

@@ -19,16 +19,17 @@ from typing import TypeVar
 import torch
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.flops import ATTENTION_BACKWARD, FLOPS, flops_of
+from shardwise.costs.flops import FLOPS, flops_of
 from shardwise.errors import PlanError, listed, problem
 from shardwise.graph.cut import free_values
-from shardwise.graph.ir import Graph, Op
+from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, operator_name
 from shardwise.graph.stages import marks_of
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.rules.bands import EVERYTHING, band_of
 from shardwise.search.levers import blocks_of
 from shardwise.search.micro_batch import Batches
 
@@ -164,14 +165,24 @@ class Floor:
 
 
 def _least_flops(op: Op, graph: Graph) -> float:
-    """The operations of a product and of its backward, at least."""
+    """The operations of a product and of its backward, at least: of attention those of the pairs that may be seen, as a
+    ring leaves out others, and no score twice."""
     operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
     own = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
-    flowing = sum(value.requires_grad for value in operands)
-    if "_attention" in operator_name(op.target):
-        seen = 0.5 if arguments(op).get("is_causal") else 1.0
-        return own * seen * (1 + (ATTENTION_BACKWARD if flowing else 0.0))
-    return own * (1.0 + min(flowing, 2))
+    flowing = [value.requires_grad for value in operands]
+    if "_attention" not in operator_name(op.target):
+        return own * (1.0 + min(sum(flowing), 2))
+    query, key, value = flowing[:3]
+    backward = (query + key + value + (query or key)) / 2  # products, of which forward has two
+    return own * _seen(op, graph) * (1.0 + backward)
+
+
+def _seen(op: Op, graph: Graph) -> float:
+    """The share of its scores that attention has to compute."""
+    named, (query, key) = arguments(op), (graph.by_name[name].shape for name in op.operands[:2])
+    mask = named.get("attn_mask")
+    band = band_of(mask.name, graph) if isinstance(mask, Ref) else EVERYTHING
+    return band.share(query[-2], key[-2]) * (0.5 if named.get("is_causal") else 1.0)
 
 
 def tries_of(graph: Graph) -> int:
@@ -265,7 +276,7 @@ def joint_search(
             failure = failure or error
             seen.append(replace(one, refused=str(error).partition("\n")[0]))
             continue
-        seconds, num_bytes = _figures(found)
+        seconds, num_bytes = figures(found)
         seen.append(replace(one, step_seconds=seconds, num_bytes=num_bytes))
         if best is None or seconds < best[0]:
             best = seconds, setting, found
@@ -311,7 +322,7 @@ class _Queue:
             heappush(self.heap, (seconds == inf, seconds, number, seconds))
 
 
-def _figures(plan: Plan) -> tuple[float, float]:
+def figures(plan: Plan) -> tuple[float, float]:
     """Seconds of a step, and the bytes of the device that holds most: at most those of all stages of its place."""
     if plan.pipeline is not None:
         held: Counter[tuple[int, ...]] = Counter()
@@ -322,4 +333,15 @@ def _figures(plan: Plan) -> tuple[float, float]:
     return plan.predicted.planned_seconds, plan.predicted.memory_bytes
 
 
-__all__ = ["TRIES", "Considered", "Floor", "Joint", "Setting", "check_joint", "joint_search", "settings_of", "tries_of"]
+__all__ = [
+    "TRIES",
+    "Considered",
+    "Floor",
+    "Joint",
+    "Setting",
+    "check_joint",
+    "figures",
+    "joint_search",
+    "settings_of",
+    "tries_of",
+]

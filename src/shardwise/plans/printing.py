@@ -171,13 +171,15 @@ def _states_on_host(plan: Plan) -> list[str]:
     does not say which parameters are trained, so that this is the most."""
     if not waits_on_host(plan.optimizer):
         return []
-    sizes = [
-        stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize
-        for stage in plan.stages
-        for entry in stage.parameters
-    ]
+    held: dict[tuple[int, ...], list[int]] = {}  # by a device of every place
+    for stage in plan.stages:
+        held.setdefault(stage.placement.ranks, []).extend(
+            stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize for entry in stage.parameters
+        )
+    sizes = [size for own in held.values() for size in own]
     waiting = [size for size in sizes if waits(size)]
-    total, cluster = states_of(plan.optimizer) * sum(waiting), _priced_cluster(plan)
+    most = max(sum(size for size in own if waits(size)) for own in held.values())
+    total, cluster = states_of(plan.optimizer) * most, _priced_cluster(plan)
     seconds = 0.0 if cluster is None else cluster.device.host_seconds(total)
     took = f", {format_seconds(seconds)} there and as long back" if seconds else ""
     name, _ = named(plan.optimizer)

@@ -21,6 +21,9 @@ class NothingFits(PlanError):
         super().__init__(problem(what, facts=facts, fix=fix))
         self.what, self.facts, self.fix = what, tuple(facts), fix
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what, self.facts, self.fix), self.__dict__
+
     def naming(self, mends: Sequence[str], why_none: str) -> NothingFits:
         """The same with what mends it, the best first; where nothing is known to, why."""
         if not mends:

@@ -31,7 +31,7 @@ SHOWN = 3  # changes of one plan that a table names
 
 
 class Change(NamedTuple):
-    """One choice that differs. ``kind``: "operator", "storage" or "shared"."""
+    """One choice that differs. ``kind``: "operator", "storage", "shared" or "received"."""
 
     kind: str
     name: str

@@ -13,11 +13,12 @@ from shardwise.search.variables import OperatorVariable, StorageVariable, Variab
 
 
 def find(cost: CostGraph, name: str) -> int:
-    """The variable of an operator, or of the storage of a parameter (by its name)."""
+    """The variable of an operator, of the storage of a parameter, or of what a stage receives (by its name)."""
     names = {(v.kind, shown(cost, v)): i for i, v in enumerate(cost.variables)}
-    for kind in ("operator", "storage", "shared", "received"):
-        if (kind, name) in names:
-            return names[kind, name]
+    plain = ((kind, name) for kind in ("operator", "storage", "shared", "received"))
+    for key in (*plain, ("received", f"received {name}")):
+        if key in names:
+            return names[key]
     for view in cost.folded:
         if view.op == name:
             home = cost.variables[view.home]

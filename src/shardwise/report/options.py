@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +23,7 @@ from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.precision import Precision
 from shardwise.layouts.mesh import Mesh
+from shardwise.plans.joint import figures
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.plans.refusal import NothingFits
@@ -36,7 +35,6 @@ _MOST_MESHES = 4
 # Of CPU time: what a refused plan may have taken for its mends to be planned as well, and what these may take.
 CHEAP_SECONDS, MEND_SECONDS = 2.0, 8.0
 
-P = ParamSpec("P")
 _alone: ContextVar[bool] = ContextVar("_alone", default=False)  # refusals come without mends
 
 
@@ -56,13 +54,17 @@ class Option:
 
     @property
     def step_seconds(self) -> float:
-        own = None if self.plan is None else self.plan.predicted
-        return 0.0 if own is None else own.planned_seconds
+        """0 where the plan was not priced."""
+        return self._figures[0]
 
     @property
     def peak_bytes(self) -> float:
-        own = None if self.plan is None else self.plan.predicted
-        return 0.0 if own is None else own.memory_bytes
+        return self._figures[1]
+
+    @property
+    def _figures(self) -> tuple[float, float]:
+        plan = self.plan
+        return (0.0, 0.0) if plan is None or (plan.predicted is None and plan.pipeline is None) else figures(plan)
 
     @property
     def price(self) -> float:
@@ -132,25 +134,22 @@ def without_mends() -> Iterator[None]:
         _alone.reset(token)
 
 
-def naming_mends(find: Callable[P, Plan]) -> Callable[P, Plan]:
-    """``sw.plan``, whose refusal of what does not fit names the three cheapest mends, each planned, where that takes
-    seconds; else why they were not."""
-    signature = inspect.signature(find)
-
-    @wraps(find)
-    def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
-        start = time.process_time()
-        try:
-            return find(*args, **kwargs)
-        except NothingFits as refusal:
-            if _alone.get():
-                raise
-            took, refused = time.process_time() - start, refusal
-        if took > CHEAP_SECONDS:
-            raise refused.naming([], f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them")
-        raise refused.naming(*_mends_of(find, dict(signature.bind(*args, **kwargs).arguments)))
-
-    return plan
+@contextmanager
+def naming_mends(find: Callable[..., Plan], given: dict[str, Any]) -> Iterator[None]:
+    """In here a refusal of what does not fit names mends, each planned, where that takes seconds; else why they were
+    not. ``find``: ``sw.plan``; ``given``: its arguments."""
+    start = time.process_time()
+    try:
+        yield
+        return
+    except NothingFits as refusal:
+        if _alone.get():
+            raise
+        took, refused = time.process_time() - start, refusal
+    if took > CHEAP_SECONDS:
+        why = f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them"
+        raise refused.naming([], why) from None
+    raise refused.naming(*_mends_of(find, given)) from None
 
 
 def _mends_of(find: Callable[..., Plan], given: dict[str, Any]) -> tuple[list[str], str]:
@@ -171,7 +170,7 @@ def _mends_of(find: Callable[..., Plan], given: dict[str, Any]) -> tuple[list[st
 
 
 def mended_line(option: Option) -> str:
-    """What to do, and what a step then takes (of stages, what they print says it)."""
+    """What to do, and what a step then takes, where plans are priced."""
     if not option.step_seconds:
         return option.what
     return f"{option.what}: step {format_seconds(option.step_seconds)}, peak {format_bytes(option.peak_bytes)}"

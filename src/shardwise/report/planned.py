@@ -181,7 +181,12 @@ class Staged(Plan):
         number, own = self._home(name)
         found = what_if(own.search, own.names[name], choice)
         names = {called: name for name, called in own.names.items()}
-        changed = tuple(change._replace(name=names.get(change.name, change.name)) for change in found.changed)
+
+        def in_stage(shown: str) -> str:
+            kind, space, called = shown.rpartition(" ")  # "shared add", "received add", or a name alone
+            return f"{kind}{space}{names.get(called, called)}"
+
+        changed = tuple(change._replace(name=in_stage(change.name)) for change in found.changed)
         return WhatIfInStage(number, replace(found, changed=changed))
 
     def _home(self, name: str) -> tuple[int, Searched]:

@@ -37,6 +37,12 @@ class Band:
         """Whether a distance of these may be seen."""
         return self.least <= most and least <= self.most
 
+    def share(self, queries: int, keys: int) -> float:
+        """Which part of all pairs of a query and a key lies at such distances."""
+        row = torch.arange(queries, dtype=torch.float64)
+        first, last = ((row + end).clamp(0, keys) for end in (self.least, self.most + 1))
+        return float((last - first).clamp(min=0).sum()) / (queries * keys)
+
 
 _MOST_OPERATORS = 200  # models make masks of some thirty
 EVERYTHING: Final = Band()

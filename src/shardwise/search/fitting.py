@@ -149,4 +149,5 @@ def _eased(rung: _Rung, segments: Sequence[Segment]) -> tuple[Planner, Ranked]:
 
 
 def _seconds(ranking: Ranked) -> float:
-    return ranking.prediction.step_seconds if ranking.best.step is None else ranking.best.step.seconds
+    """Of a pass, as prices are."""
+    return ranking.prediction.pass_seconds if ranking.best.step is None else ranking.best.step.seconds
