@@ -59,8 +59,8 @@ from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import PRICED_SEARCHES, best_completion, choice_of, cost_graph
-from shardwise.search.cost_graph import SharedVariable
 from shardwise.search.rules import rules_of
+from shardwise.search.variables import SharedVariable
 
 TIMEOUT = timedelta(minutes=5)
 LOSS_TOLERANCE = 1e-3  # of float32 losses after one step, whose order of summation differs

@@ -23,6 +23,7 @@ from shardwise.programs.vjp import Kinds
 from shardwise.runtime.compiled import compiled_program, priced
 
 UNMASKED = "without_mask"  # attention that is told to be causal, as transformers does where nothing is traced
+MASKED = "with_mask"  # attention that gets a mask as a tensor, as under the compiler when steps were measured
 
 
 def unmasked(
@@ -40,7 +41,8 @@ def build(row: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]] | None:
     """The model and a batch on meta tensors, in bfloat16; None for one that is not known. Under ``torch.compile``
     language models got their masks as tensors. Attention is without dropout, which plans write out."""
     transformers.AttentionInterface.register(UNMASKED, unmasked)
-    how = "sdpa" if row["mode"] == "compiled" and row["model"] != "vit" else UNMASKED
+    transformers.AttentionInterface.register(MASKED, masked)
+    how = MASKED if row["mode"] == "compiled" and row["model"] in ("llama", "gpt2") else UNMASKED
     sizes = {"num_hidden_layers": row["layers"], "hidden_size": row["hidden"], "num_attention_heads": row["heads"]}
     sizes |= {"intermediate_size": row["ffn"], "attn_implementation": how}
     with torch.device("meta"):
@@ -71,7 +73,18 @@ def build(row: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]] | None:
             images = torch.empty(row["batch"], 3, 224, 224, dtype=torch.bfloat16)
             return model, {"pixel_values": images, "labels": torch.empty(row["batch"], dtype=torch.int64)}
         ids = torch.empty(row["batch"], row["seq"], dtype=torch.int64)
-        return model, {"input_ids": ids, "labels": ids}
+        inputs = {"input_ids": ids, "labels": ids}
+        if how == MASKED:  # given from outside: a causal one that is computed would be recognised
+            inputs["attention_mask"] = torch.empty(row["batch"], 1, row["seq"], row["seq"], dtype=torch.bool)
+        return model, inputs
+
+
+def masked(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, scaling: float | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardwise.search.zero import Zero
     from shardwise.train.checkpoints import save_checkpoint
     from shardwise.train.data import DataLoader
+    from shardwise.train.peers import PeerCopy
     from shardwise.train.planning import planned
     from shardwise.train.pretrained import save_pretrained
     from shardwise.train.recovery import Recovery
@@ -97,6 +98,7 @@ _HOMES = {
     "shardwise.train.data": ("DataLoader",),
     "shardwise.train.planning": ("planned",),
     "shardwise.train.pretrained": ("save_pretrained",),
+    "shardwise.train.peers": ("PeerCopy",),
     "shardwise.train.recovery": ("Recovery",),
     "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
     "shardwise.train.retention": ("Keep",),
@@ -140,6 +142,7 @@ __all__ = [
     "NotationError",
     "OutOfDeviceMemoryError",
     "Parallel",
+    "PeerCopy",
     "Plan",
     "PlanError",
     "PlanWarning",

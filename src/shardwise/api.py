@@ -15,6 +15,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
+from shardwise.costs.optimizers import waits_on_host
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
@@ -28,6 +29,7 @@ from shardwise.graph.segments import Recompute, check_how
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Captures, Example, Trials, planned_graph
+from shardwise.plans.fronts import RUNGS, Fronts
 from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of, tries_of
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelines import pipeline_of
@@ -35,7 +37,6 @@ from shardwise.plans.pipelining import Requested
 from shardwise.plans.plan import Plan, PricingEntry
 from shardwise.plans.prices import prices_of
 from shardwise.plans.refusal import nothing_fits
-from shardwise.plans.shallow import Shallow
 from shardwise.plans.stages import step_graph
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.micro_batches import Passes
@@ -43,6 +44,7 @@ from shardwise.programs.vjp import Kinds
 from shardwise.progress import doing
 from shardwise.report.comparison import Compared, Comparison
 from shardwise.report.joined import Joined
+from shardwise.report.options import naming_mends, without_mends
 from shardwise.report.planned import Planned, Staged
 from shardwise.runtime.agree import shown_once, working
 from shardwise.runtime.torch_schedules import order_of
@@ -61,6 +63,7 @@ SearchName = PricedSearch | Literal["sharding_propagation"]
 SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
 
 
+@naming_mends
 def plan(
     module: torch.nn.Module,
     example_inputs: Any,
@@ -92,8 +95,10 @@ def plan(
     named ones beside positional ones.
     ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
     last inputs. ``optimizer``: the one whose states and temporaries are counted, and that ``sw.verify`` steps with;
-    ``"adamw fused"`` (or ``foreach``, ``single``) where it does not update as torch does by default. ``precision``: in
-    which dtypes ranks compute, store and reduce, where they are not the model's (``sw.Precision``). ``mode``:
+    ``"adamw fused"`` (or ``foreach``, ``single``) where it does not update as torch does by default; ``"... on host"``:
+    its states wait in the memory of the host from step to step, and come to the device in groups of parameters while it
+    updates. ``precision``: in which dtypes ranks compute, store and reduce, where they are not the model's
+    (``sw.Precision``). ``mode``:
     ``"auto"``, ``"semi_auto"``, ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"``
     decides (``search.auto``); by default ``"dynamic_programming"``, and where strategies are given
     ``"sharding_propagation"``, which completes them.
@@ -127,8 +132,9 @@ def plan(
     on every part of the devices. Without ``micro_batch`` a search by price chooses it; other modes take the largest
     under which the schedule is full.
 
-    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits, and for a
-    loss that is no sum over micro-batches, where there are several (``programs.time_axis``).
+    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits (with the
+    three cheapest mends, where planning takes a few seconds), and for a loss that is no sum over micro-batches, where
+    there are several (``programs.time_axis``).
     """
     _check_words(mode, search, bucket_bytes, recompute, offload)
     if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
@@ -146,6 +152,8 @@ def plan(
                 PlanWarning,
                 stacklevel=2,
             )
+        if waits_on_host(optimizer):
+            _announce_one_memory(cluster, stacklevel=3)
         doing("capturing the model")
         captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
@@ -188,13 +196,8 @@ def plan(
                 Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload),
                 stage,
             )
-            if wanted.levers.moves_to_host and not cluster.device.host_bandwidth:
-                warnings.warn(
-                    f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and "
-                    "gains nothing",
-                    PlanWarning,
-                    stacklevel=3,
-                )
+            if wanted.levers.moves_to_host:
+                _announce_one_memory(cluster, stacklevel=4)
             meshes = candidate_meshes(cluster, max_mesh_axes) if mesh is None else (mesh,)
 
             def plan_of(graph: Graph, passes: int) -> Plan:
@@ -255,14 +258,15 @@ def plan(
             def pass_of(short: Graph, size: int) -> Graph:
                 return short if size == step else Passes.over(module, short, size, call.graph).graphs[size]
 
-            shallow: list[Shallow] = []  # made where it is wanted
+            fronts: list[Fronts] = []  # made where they are wanted
 
             def seconds_of(own: Setting) -> float:
-                if not shallow:
+                if not fronts:
                     whole = step_graph(graph if samples == step else call.graph(step))
                     priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
-                    shallow.append(Shallow(whole, pass_of, meshes_of, cluster, priced))
-                return shallow[0].seconds(own)
+                    rungs = RUNGS if recompute == "auto" else ((recompute, gathered),)
+                    fronts.append(Fronts(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs))
+                return fronts[0].seconds(own)
 
             floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
             better = None if graph.loss is None else seconds_of
@@ -295,18 +299,19 @@ def compare(
     for search in searches:
         start = time.perf_counter()
         try:
-            found = plan(
-                module,
-                example_inputs,
-                cluster,
-                kwargs=kwargs,
-                loss=loss,
-                optimizer=optimizer,
-                precision=precision,
-                search=search,
-                mesh=mesh,
-                **settings,
-            )
+            with without_mends():
+                found = plan(
+                    module,
+                    example_inputs,
+                    cluster,
+                    kwargs=kwargs,
+                    loss=loss,
+                    optimizer=optimizer,
+                    precision=precision,
+                    search=search,
+                    mesh=mesh,
+                    **settings,
+                )
         except PlanError as error:
             rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
             continue
@@ -329,6 +334,16 @@ def step_memory(
     parameters may be meta tensors. Raises PlanError when the plan does not fit."""
     call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)
     return memory_of(program_of(plan, planned_graph(call, plan), training=module.training), prices_of(plan))
+
+
+def _announce_one_memory(cluster: Cluster, stacklevel: int) -> None:
+    if not cluster.device.host_bandwidth:
+        warnings.warn(
+            f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and gains "
+            "nothing",
+            PlanWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None, offload: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.api import step_memory
+from shardwise.report import options
 
 
 class Texts(nn.Module):
@@ -82,3 +86,53 @@ def test_other_errors_are_raised_as_by_plan() -> None:
     module, batch = asked()
     with pytest.raises(sw.ShardwiseError, match="unknown mode"):
         sw.fits(module, batch, "h100-1x2", mode="fast")
+
+
+def refused(**settings: Any) -> str:
+    module, batch = asked(64)
+    with pytest.raises(sw.PlanError, match="no plan fits") as caught:
+        sw.plan(module, batch, sw.Cluster.load("h100-1x2"), **settings)
+    return str(caught.value)
+
+
+def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "CHEAP_SECONDS", inf)
+    monkeypatch.setattr(options, "MEND_SECONDS", inf)
+    module, batch = asked(64)
+    plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
+    limit = step_memory(module, batch, plan).peak.num_bytes * 0.4
+    settings: dict[str, Any] = {"memory_bytes": limit, "recompute": "none"}
+    said = refused(**settings)
+    lines = [line for line in said.splitlines() if line.startswith("  mend ")]
+    assert 1 <= len(lines) <= 3
+    answer = sw.fits(module, batch, "h100-1x2", seconds=600, **settings)
+    known = {option.what: options.mended_line(option) for option in answer.options}
+    assert any(line.partition(": ")[2] in known.values() for line in lines)
+    assert all(float(line.partition(", peak ")[2].split()[0]) * 2**20 <= limit for line in lines)
+    assert "one of these" in said
+    none = refused(memory_bytes=1000.0)
+    assert "mends:  none of " in none
+    assert "fix:    use more devices" in none
+
+
+def test_where_planning_takes_long_the_refusal_says_who_plans_mends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "CHEAP_SECONDS", -1.0)
+    assert "s of CPU time: sw.fits plans them" in refused(memory_bytes=1000.0)
+
+
+def test_a_comparison_plans_no_mends() -> None:
+    module, batch = asked(64)
+    found = sw.compare(module, batch, sw.Cluster.load("h100-1x2"), searches=("dynamic_programming",), memory_bytes=1e3)
+    assert "mends:" not in str(found.rows[0].error)
+    assert "sw.fits plans such mends" in str(found.rows[0].error)
+
+
+def test_states_on_the_host_are_a_mend_where_there_is_a_host() -> None:
+    module, batch = asked()
+    for name, optimizer, offered in (
+        ("h100-1x2", "adamw", True),
+        ("h100-1x2", "sgd", False),
+        ("local", "adamw", False),
+    ):
+        question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load(name), {"optimizer": optimizer})
+        assert offered == any("states on the host" in what for what, _ in options.mends(question))

@@ -116,6 +116,8 @@ def test_links_are_those_that_nvidia_smi_shows(monkeypatch: pytest.MonkeyPatch) 
     machine(monkeypatch, [a100] * 4, full(4, "NV4"))  # a third of what a full board has
     (fewer,) = Cluster.local(4).levels
     assert fewer.bandwidth == pytest.approx(nvlink.bandwidth / 3)
+    assert nvlink.lines  # a full board was measured,
+    assert not fewer.lines  # this one was not
     crossed = [[" X " if a == b else "NV12" if (a + b) == 3 else "SYS" for b in range(4)] for a in range(4)]
     machine(monkeypatch, [a100] * 4, crossed)  # the pairs are no neighbours
     assert Cluster.local(4).levels == (pcie,)

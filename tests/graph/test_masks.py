@@ -15,6 +15,7 @@ from graph.against_eager import check_against_eager, operators, run_graph
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.bands import EVERYTHING, Band, band_of
 from shardwise.rules.tables import rule_of
 
 INF = float("inf")
@@ -63,7 +64,10 @@ def kind_of(op: Op, captured: Capture) -> str:
         name = names.pop()
         seen.add(name)
         names += captured.graph.producer[name].operands if name in captured.graph.producer else ()
-    return "made" if any(name.startswith("mask_") for name in seen) else "own"
+    counted = any(
+        op.target is torch.ops.aten.arange.start and seen.intersection(op.results) for op in captured.graph.ops
+    )
+    return "made" if counted or any(name.startswith("mask_") for name in seen) else "own"
 
 
 def packed(q: Tensor, k: Tensor, _: Tensor) -> Tensor:
@@ -248,10 +252,25 @@ def test_all_attention_of_a_model_shares_a_mask_that_is_made_anew():
     captured = check_against_eager(Layers(), *operands(8, 8), tolerance=1e-14)
     assert len({arguments(op)["attn_mask"] for op in attention_of(captured)}) == 1
     assert operators(captured).count("logical_and.default") == 1
-    assert sorted(name for name in captured.constants if name.startswith("mask_")) == ["mask_0_hi", "mask_0_lo"]
+    assert not [name for name in captured.constants if name.startswith("mask_")]  # positions are counted, not kept
     mask = arguments(attention_of(captured)[0])["attn_mask"]
     assert isinstance(mask, Ref)
     assert captured.graph.by_name[mask.name].shape == (8, 8)
+
+
+BANDS = {
+    "window": Band(-2, 0),
+    "window, both ways": Band(-1, 1),
+    "later": Band(0, 7),
+    "rows without keys": EVERYTHING,  # its bounds are constants, of which rules know nothing
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_a_mask_that_is_made_anew_says_at_which_distances_keys_are_seen(name: str):
+    captured = check_against_eager(Attend(MASKS[name][1]), *operands(8, 8), tolerance=1e-15)
+    (op,) = attention_of(captured)
+    assert band_of(op.operands[-1], captured.graph) == BANDS[name]
 
 
 def test_a_mask_of_the_longest_sequences_takes_no_memory():
@@ -271,4 +290,5 @@ def test_a_mask_of_the_longest_sequences_takes_no_memory():
 
     captured = capture(Long(), (torch.empty(2, 2, 131_072, 4, device="meta"),))
     assert [kind_of(op, captured) for op in attention_of(captured)] == ["causal", "made"]
-    assert max(len(data) for data in captured.constants.values()) == 131_072
+    assert all(len(data) <= 131_072 for data in captured.constants.values())
+    assert band_of(attention_of(captured)[1].operands[-1], captured.graph) == Band(-4095, 0)

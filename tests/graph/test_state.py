@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import warnings
+from collections import deque
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -14,6 +17,10 @@ from shardwise.errors import CaptureError, CaptureWarning
 from shardwise.graph.capture import capture
 
 TICKS = 0
+
+
+HERE, THREADS, ROUND, QUEUE = ContextVar("HERE", default=0), threading.local(), itertools.count(), deque([1.0])
+THREADS.count = 0
 
 
 class Stateful(nn.Module):
@@ -66,6 +73,25 @@ def counted_globally(self, x):
     global TICKS
     TICKS += 1
     return (x * TICKS).sum()
+
+
+def counted_in_a_context(self, x):
+    HERE.set(HERE.get() + 1)
+    return (x * HERE.get()).sum()
+
+
+def counted_in_a_thread(self, x):
+    THREADS.count += 1
+    return (x * THREADS.count).sum()
+
+
+def counted_by_an_iterator_of_the_file(self, x):
+    return (x * next(ROUND)).sum()
+
+
+def counted_in_a_queue_of_the_file(self, x):
+    QUEUE.append(QUEUE[-1] + 1)
+    return (x * QUEUE[-1]).sum()
 
 
 def carries_a_hidden_state(self, x):
@@ -170,6 +196,10 @@ REFUSED = {
     keeps_noise: "cache (None -> a tensor [4])",
     turns_itself_off: "training (True -> False)",
     returns_another_tree: "calls (0 -> 1)",
+    counted_in_a_context: "test_state.HERE",
+    counted_in_a_thread: "test_state.THREADS.count",
+    counted_by_an_iterator_of_the_file: "test_state.ROUND",
+    counted_in_a_queue_of_the_file: "test_state.QUEUE",
 }
 
 

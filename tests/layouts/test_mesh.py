@@ -25,3 +25,6 @@ def test_every_rank_has_coordinates_and_others_are_refused() -> None:
     assert mesh.group(("tp",), 7) == (4, 5, 6, 7)
     with pytest.raises(LayoutError, match="unknown mesh axis 'cp'"):
         mesh.group(("cp",), 0)
+    for axes in (("tp", "tp"), ("tp.0", "tp")):
+        with pytest.raises(LayoutError, match="an axis stands twice"):
+            mesh.group(axes, 0)

@@ -123,7 +123,7 @@ def random_batch(seed: int, size: int) -> tuple[Tensor, Tensor]:
 def random_parts(rng: random.Random) -> Any:
     """In the place of ``balanced_parts``: cuts in front of any operators, so that every stage reads parameters."""
 
-    def parts(graph: Graph, num_stages: int, *_: Any) -> list[list[str]]:
+    def parts(graph: Graph, num_stages: int, *_: Any) -> tuple[list[list[str]], bool]:
         free, parameters = free_values(graph), {s.value for s in graph.sources if s.kind == "parameter"}
         reads = [i for i, op in enumerate(graph.ops) if parameters.intersection(op.operands)]
         counted = [i for i in reads if not free.issuperset(graph.ops[i].results)]
@@ -133,7 +133,7 @@ def random_parts(rng: random.Random) -> Any:
         kept = sorted(rng.sample(counted, num_stages))
         cuts = [rng.randint(a + 1, b) for a, b in pairwise(kept)]
         bounds = [0, *cuts, len(graph.ops)]
-        return [[op.name for op in graph.ops[a:b]] for a, b in pairwise(bounds)]
+        return [[op.name for op in graph.ops[a:b]] for a, b in pairwise(bounds)], True
 
     return parts
 

@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.search.cost_graph import COMPONENTS, OperatorVariable
+from shardwise.search.cost_graph import COMPONENTS
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.elimination import Interner, Problem, TooWide
 from shardwise.search.k_best import k_best
+from shardwise.search.variables import OperatorVariable
 
 
 class Mlp(nn.Module):

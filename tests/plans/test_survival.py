@@ -110,3 +110,29 @@ def test_machines_and_ranks_that_do_not_exist_are_refused() -> None:
             survival(plan, size)
     with pytest.raises(PlanError, match="rank 7 is not one of the plan's 4"):
         plan.survives().loss_of([1, 7])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_with_peer_copies_any_one_machine_may_be_lost(size: int) -> None:
+    plan = plan_of(sw.Mesh(dp=4), zero=3)
+    plain, copied = plan.survives(size), plan.survives(size, peer_copies=True)
+    assert not any(loss.costs_nothing for loss in plain.losses)
+    assert all(loss.costs_nothing for loss in copied.losses)
+    assert (plain.tolerated, copied.tolerated) == (0, 1)
+    assert copied.made == plain.extra_copies
+    assert copied.extra_copies == ()
+    assert sum(sum(tensors.values()) for tensors in copied.held.values()) == sum(
+        sum(tensors.values()) for tensors in plain.held.values()
+    ), "the same bytes, held by more"
+    assert not copied.loss_of(range(4)).costs_nothing
+    assert f"copies are made for any one {'rank' if size == 1 else 'machine'}" in str(copied)
+
+
+def test_seconds_of_copies_are_bytes_by_the_link_between_machines() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cluster = sw.Cluster.load("h100-2x8").with_nodes(2, 2)
+        plan = sw.plan(make(), batch(0), cluster, mesh=sw.Mesh(dp=4), search="dynamic_programming", zero=3)
+    found = plan.survives(2)
+    assert found.send_rate == cluster.levels[-1].bandwidth / cluster.levels[-1].shared_by
+    assert ("sent in" in str(found)) == bool(found.extra_copies)

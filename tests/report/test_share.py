@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.costs.flops import FLOPS, flops_of
 from shardwise.graph.capture import capture
+from shardwise.graph.ir import Ref
 from shardwise.report.share import SplitShare, share_of_plan, share_table
 from shardwise.rules.attention import ATTENTION
 from shardwise.rules.convolution import CONVOLUTION
@@ -90,9 +91,10 @@ def test_flops_of_recurrent_layers_and_experts_are_those_of_their_products():
     shapes = tuple(graph.by_name[name].shape for name in op.operands)
     assert flops_of(op, shapes, ()) == 4 * 3 * 2 * (8 * 5 + 8 * 2)
     (target,) = EXPERTS
-    experts = replace(op, target=target)
-    assert flops_of(experts, ((6, 4), (3, 4, 7), (3,)), ()) == 2 * 6 * 4 * 7
-    assert flops_of(experts, ((6, 4), (1, 4, 7), (3,)), ()) == 2 * 2 * 4 * 7  # one of three experts
+    experts = replace(op, target=target, args=(*map(Ref, "xwe"), (3,), (0,), (3,)))
+    assert flops_of(experts, ((6, 4), (3, 4, 7), (6,)), ()) == 2 * 6 * 4 * 7
+    assert flops_of(experts, ((3, 4), (3, 4, 7), (6,)), ()) == 2 * 6 * 4 * 7  # two experts of each token
+    assert flops_of(experts, ((6, 4), (1, 4, 7), (6,)), ()) == 2 * 2 * 4 * 7  # one of three experts
 
 
 class Pair(nn.Module):

@@ -68,3 +68,24 @@ def test_what_is_not_known_is_refused(plan: sw.Plan) -> None:
     propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
     with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
         propagated.explain("blocks.3.weight")
+
+
+def test_what_another_choice_would_do_is_said_of_its_stage(plan: sw.Plan) -> None:
+    for number, name in ((1, "blocks.0/linear"), (2, "blocks.2/linear")):  # the second is planned as the first is
+        found = plan.explain(name)
+        chosen = next(own for own in found.explanation.alternatives if own.chosen)
+        other = next(own for own in found.explanation.alternatives if not own.chosen)
+        same = plan.what_if(name, chosen.choice)
+        assert same.stage == number
+        assert name not in {change.name for change in same.found.changed}, "it has this choice already"
+        asked = plan.what_if(name, other.choice)
+        assert asked.stage == number
+        assert any(change.name == name and change.before == chosen.choice for change in asked.found.changed)
+        names = {entry.name for entry in (*plan.stages[number].operators, *plan.stages[number].parameters)}
+        assert {change.name for change in asked.found.changed if change.kind != "shared"} <= names
+    with pytest.raises(sw.PlanError, match="is no alternative of"):
+        plan.what_if("blocks.2/linear", "nothing@x")
+    with pytest.raises(sw.PlanError, match="no stage has"):
+        plan.what_if("blocks.9/linear", "n@x")
+    with pytest.raises(sw.PlanError, match=r"none over all of them.*\n.*top ranks the plans of one search"):
+        plan.top()

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise import api
-from shardwise.errors import CollectiveError, LaunchError, ShardwiseError
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
 from shardwise.runtime.shards import shard
@@ -251,26 +252,40 @@ def test_after_a_call_that_failed_on_one_rank_no_other_call_is_taken_for_it(
         assert "Error" in after
 
 
-def a_new_call_on_one_rank(store: str) -> str:
-    with_timeout(4.0, store)
+def calls_of_one_rank_alone(case: str) -> str:
+    """What this rank says, where rank 2 does something else in the third call than the others."""
     _, net, plan = make(**DATA_PARALLEL)
     par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
     x, y = batch_of(8)
+    is_odd, cut = dist.get_rank() == 2, slice(0, 6)
+    par.eval()
     par.step(x, y)
-    cut = slice(0, 6) if dist.get_rank() == 2 else slice(0, 8)
-    message = said(lambda: par.step(x[cut], y[cut]), CollectiveError)
+    par.train()
+    par.step(x, y)  # both are known to all
+    if case == "mode" and is_odd:
+        par.eval()
+    x = x.to("meta") if case == "device" and is_odd else x
+    whole = case != "shape" or not is_odd
+    message = said(lambda: par.step(x, y) if whole else par.step(x[cut], y[cut]), Exception)
     time.sleep(3.0)  # the others are to find this rank alive
     return message
 
 
-def test_a_rank_with_a_new_shape_says_so_when_time_is_up(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    outcomes = run_ranks(a_new_call_on_one_rank, 4, str(tmp_path / "again"), time_limit_seconds=240)
-    assert (
-        "a call that this rank has not made before (args[0] f64[6, 6], args[1] i64[6], train(), step())" in outcomes[2]
-    )
-    for rank in (0, 1, 3):
-        assert "rank 2 waits in" in outcomes[rank]
-        assert "f64[6, 6]" in outcomes[rank]
+@pytest.mark.parametrize("case", ["shape", "mode", "device"])
+def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(
+    case: str, run_ranks: Callable[..., Any]
+) -> None:
+    outcomes = run_ranks(calls_of_one_rank_alone, 4, case, time_limit_seconds=240)
+    for rank, message in enumerate(outcomes):
+        assert "timed out" not in message
+        if case == "device":
+            assert "args[0] is on meta, without data" in message
+            assert rank == 2 or "rank 2 has left this call" in message
+        elif rank == 2:
+            assert "has left this call: ShardwiseError: ranks make different calls" in message
+        else:
+            assert "rank 2" in message
+            assert ("f64[6, 6]" if case == "shape" else "eval(), step()") in message
 
 
 def different_values() -> list[str]:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import LaunchError, PlanError, ShardwiseError
-from shardwise.runtime.alone import run_alone
+from shardwise.plans.schedule import SCHEDULES
+from shardwise.runtime.alone import StagesProfile, run_alone
 
 MODEL = """
 import torch
@@ -80,6 +81,47 @@ def test_a_rank_is_measured_alone(place: Path, name: str) -> None:
     assert f"rank {rank} of {plan.num_ranks} alone" in str(measured)
 
 
+STAGES = {
+    "1F1B": {"mesh": sw.Mesh(dp=2, tp=2), "stages": 2, "global_batch": 64, "micro_batch": 32},
+    "ZBVZeroBubble": {"mesh": sw.Mesh(dp=2), "stages": 4, "micro_batch": 8, "zero": 2, "mode": "data_parallel"},
+    "GPipe": {"mesh": sw.Mesh(dp=2), "stages": 2, "global_batch": 64, "micro_batch": 64},
+}
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+def test_the_stages_of_a_rank_are_measured_alone(place: Path, schedule: str) -> None:
+    module, inputs = built(place)
+    options = STAGES[schedule]
+    places = options["stages"] // SCHEDULES[schedule].stages_per_place
+    plan = sw.plan(module, inputs, places * options["mesh"].num_devices, schedule=schedule, **options)
+    for rank in (0, plan.num_ranks - 1):
+        measured = run_alone(module, inputs, plan, rank, steps=1)
+        assert isinstance(measured, StagesProfile)
+        assert not dist.is_initialized(), "nothing is left of it"
+        assert [i for i, stage in enumerate(plan.stages) if rank in stage.placement.ranks] == [*measured.stages]
+        for number, profile in measured.stages.items():
+            own, predicted = ({(e.part, e.name) for e in events} for events in profile.events)
+            assert predicted <= own, "all that is predicted is measured, and views besides"
+            names = {entry.name for entry in plan.stages[number].operators}
+            assert {name for part, name in predicted if part == "forward"} <= names
+            assert {"forward", "backward"} <= {part for part, _ in predicted}
+            assert not any(event.stream for events in profile.events for event in events), "messages are left out"
+            assert profile.step_seconds[0] > 0 < profile.step_seconds[1]
+        assert f"rank {rank} of {plan.num_ranks} alone" in str(measured)
+
+
+def test_a_stage_whose_parameters_are_frozen_runs_forward_alone(place: Path) -> None:
+    module, inputs = built(place)
+    for name in ("table", "up"):
+        sw.stage(module.get_submodule(name), 0).requires_grad_(False)
+    sw.stage(module.get_submodule("down"), 1)
+    plan = sw.plan(module, inputs, 2, mesh=sw.Mesh(dp=1), stages="marked", global_batch=64, micro_batch=32)
+    assert [entry.name for entry in plan.stages[0].parameters] == ["table.weight", "up.weight", "up.bias"]
+    measured = run_alone(module, inputs, plan, 0, steps=1)
+    assert isinstance(measured, StagesProfile)
+    assert {event.part for event in measured.stages[0].events[0]} == {"forward"}
+
+
 def test_the_command_measures_a_rank_of_a_plan_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, inputs = built(place)
     plan = sw.plan(module, inputs, 16384, mesh=sw.Mesh(dp=64, tp=8, more=32), strategies={"up": "m@dp n@tp"})
@@ -105,8 +147,8 @@ def test_what_can_not_run_alone_is_refused(place: Path, monkeypatch: pytest.Monk
     module, inputs = built(place)
     plan = sw.plan(module, inputs, 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
     staged = sw.plan(module, inputs, 2, mesh=sw.Mesh(dp=1), stages=2, global_batch=64, micro_batch=32)
-    with pytest.raises(PlanError, match="a rank of a plan of stages does not run alone"):
-        run_alone(module, inputs, staged, 0)
+    with pytest.raises(PlanError, match="the plan is for ranks 0 to 1, not 2"):
+        run_alone(module, inputs, staged, 2)
     with monkeypatch.context() as patched:
         patched.setattr(dist, "is_initialized", lambda: True)
         with pytest.raises(LaunchError, match="this process is a rank of a job"):

@@ -62,7 +62,7 @@ def all_but_one_step(lives_on: bool) -> Outcome:
         plan = sw.plan(model, x, sw.Cluster.local(4), mesh=sw.Mesh(dp=2, tp=2), strategies=strategies)
     par = sw.parallelize(model, plan)
     par.step(x)
-    loss = par(x)
+    loss = par.step(x) if lives_on else par(x)  # ranks agree on calls of another kind than the last
     if lives_on:
         dist.barrier()
         for group in dist.distributed_c10d._world.pg_map:

@@ -30,8 +30,24 @@ class RingAttention(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.queries, self.keys, self.values))
-        seen = sw.shard(F.scaled_dot_product_attention, "ring@cp")(q, k, v, is_causal=True, enable_gqa=True)
-        return ((self.out(seen.transpose(1, 2).flatten(2)) - x).square().mean(),)
+        return ((self.out(self.attended(q, k, v).transpose(1, 2).flatten(2)) - x).square().mean(),)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sw.shard(F.scaled_dot_product_attention, "ring@cp")(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class ZigzagAttention(RingAttention):
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sw.shard(F.scaled_dot_product_attention, "zigzag@cp")(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class WindowAttention(RingAttention):
+    """Within three positions, both ways: keys come from both neighbours."""
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        positions = torch.arange(q.shape[-2])
+        mask = (positions[:, None] - positions[None]).abs() < 3
+        return sw.shard(F.scaled_dot_product_attention, "ring@cp")(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
 class Experts(nn.Module):
@@ -82,6 +98,9 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, str], str, str
     "ring": (RingAttention, {"cp": 4}, {}, "", "halo_exchange"),
     "ring of two": (RingAttention, {"dp": 2, "cp": 2}, {}, "",
                     "halo_exchange"),
+    "zigzag": (ZigzagAttention, {"cp": 4}, {}, "", "halo_exchange"),
+    "zigzag of two": (ZigzagAttention, {"dp": 2, "cp": 2}, {}, "", "halo_exchange"),
+    "window": (WindowAttention, {"cp": 4}, {}, "", "halo_exchange"),
     "experts": (Experts, {"ep": 4}, {}, "", "all_reduce"),
     "experts and data": (Experts, {"dp": 2, "ep": 2}, {}, "", "all_reduce"),
     "dropout": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "same_as_one_device", "all_reduce"),
@@ -158,4 +177,4 @@ def test_the_plans_divide_what_they_are_for(name: str) -> None:
         assert all(plan.layouts[weight].dims[0][0].axes for weight in ("up", "down")), plan
     else:
         strategies = plan.strategies.values()
-        assert any(word in own for own in strategies for word in ("ring@cp", "n@tp")), plan
+        assert any(word in own for own in strategies for word in ("ring@cp", "zigzag@cp", "n@tp")), plan

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -74,8 +75,7 @@ def trained_from_parts() -> tuple[float, list[int], list[str], float]:
         return waited(rows)
 
     worst = 0.0
-    Rows.wait = wait  # type: ignore[method-assign]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.object(Rows, "wait", wait):
         warnings.simplefilter("ignore")
         for step, sizes in enumerate(STEPS):
             x, y = parts_of(sizes[-number:], step)
@@ -91,7 +91,6 @@ def trained_from_parts() -> tuple[float, list[int], list[str], float]:
                 own.train(), whole.train()
             for optimizer in optimizers:
                 optimizer.step()
-    Rows.wait = waited  # type: ignore[method-assign]
     for (name, a), (_, b) in zip(own.state_dict().items(), whole.state_dict().items(), strict=True):
         assert a.dtype.is_floating_point or torch.equal(a, b), name  # the seed, the batches counted
         worst = max(worst, float((a - b).abs().max()))

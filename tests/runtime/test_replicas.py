@@ -187,10 +187,10 @@ def train_with_and_without() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for every in (None, 1, 3):
         par = sw.parallelize(make_gpt(), plan, check_replicas=every)
-        counted = par._replicas._compare if par._replicas else None
+        counted = par._replicas.compare if par._replicas else None
         comparisons: list[str] = []
         if par._replicas is not None:
-            par._replicas._compare = lambda *args, c=counted, to=comparisons: (to.append(args[-1]), c(*args))
+            par._replicas.compare = lambda *args, c=counted, to=comparisons: (to.append(args[-1]), c(*args))
         optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
         losses, grads = [], []
         for step in range(4):

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,11 +70,20 @@ class Ranks:
         return torch.stack([row, *(torch.tensor(one, dtype=row.dtype) for one in others)])
 
 
+class Keyed(Trial):
+    """A trial that is remembered under a given key."""
+
+    def __init__(self, key: Mapping[str, str], *fields: Any) -> None:
+        super().__init__(*fields)
+        self.key = key
+
+    def _key(self) -> Mapping[str, str]:
+        return self.key
+
+
 def trial_of(folder: Path, ranks: Any, key: Mapping[str, str] | None = None) -> Trial:
     nothing: Any = None
-    trial = Trial(Trials("Net", TimesOnDisk(folder)), nothing, ranks, CPU)
-    trial._key = lambda: key or {"program": "a"}  # type: ignore[method-assign]
-    return trial
+    return Keyed(key or {"program": "a"}, Trials("Net", TimesOnDisk(folder)), nothing, ranks, CPU)
 
 
 def ran(trial: Trial, steps: int, *, backward: bool = True) -> list[bool]:
@@ -300,8 +310,7 @@ def steps_beside_eager(
         turns.append(turn.compiled)
         return turn
 
-    Trial.begin = noting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trial, "begin", noting):
         for number, batch in enumerate(batches):
             found = []
             for par, optimizer in zip(pair, optimizers, strict=True):
@@ -318,8 +327,6 @@ def steps_beside_eager(
                 between(par)
                 optimizer.step()
             worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(*found, strict=True)))
-    finally:
-        Trial.begin = begin  # type: ignore[method-assign]
     return turns, worst, pair[0]
 
 

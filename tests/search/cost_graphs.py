@@ -25,9 +25,10 @@ from shardwise.layouts.routes import Axes, Floats
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
 from shardwise.search.auto import Search, cost_graph
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, OperatorVariable, SharedVariable
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph
 from shardwise.search.elimination import Interner, Problem, Table
 from shardwise.search.rules import rules_of
+from shardwise.search.variables import OperatorVariable, SharedVariable
 
 
 def cost_of(graph: Graph, mesh: sw.Mesh, cluster: Cluster | None = None, fixed: Any = None) -> CostGraph:

@@ -54,7 +54,7 @@ def levers(graph: Graph, how: str) -> Levers:
 def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) -> None:
     settings = Settings(levers=levers(graph, how), bucket_bytes=0)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=4, tp=2),), settings)
-    searches, _ = planner._searches()
+    searches, _ = planner.searches()
     found = candidates(searches, "dynamic_programming", planner.limit)
     assert len(found) > 1
     num_folded = 0

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.rules.ring import ring_attention
+from shardwise.graph.capture import capture
+from shardwise.rules import attention, ring
+from shardwise.rules.bands import Band, band_of
+from shardwise.rules.ring import RING, zigzag
+from shardwise.rules.tables import rule_of
 
 
 class Attention(nn.Module):
@@ -111,11 +117,188 @@ def test_other_numbers_of_keys_than_of_queries_have_no_ring() -> None:
 def test_the_lowering_is_attention_however_many_blocks(run: int) -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 2, 8, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    ring = ring_attention(q, k, v, is_causal=True, runs=(2, 2, run, 4))
+    ring = RING(q, k, v, is_causal=True, runs=(2, 2, run, 4))
     whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(ring, whole)
     seed = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
     for one, other in zip(
         torch.autograd.grad(ring, (q, k, v), seed), torch.autograd.grad(whole, (q, k, v), seed), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+class Positions(nn.Module):
+    """Attention of which the mask says ``seen(query - key)``, by a strategy; ``padded``: and lengths of the samples."""
+
+    def __init__(self, length: int, strategy: str, seen: Callable[[Tensor], Tensor], *, padded: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(3, 2, 2, length, 4, generator=generator))
+        self.attend: Any = sw.shard(F.scaled_dot_product_attention, strategy)
+        self.seen, self.padded = seen, padded
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        q, k, v = (self.weight * x).unbind(0)
+        positions = torch.arange(q.shape[-2])
+        mask = self.seen(positions[:, None] - positions[None])
+        if self.padded:
+            mask = mask & (positions < lengths[:, None, None, None])
+        return self.attend(q, k, v, attn_mask=mask).square().mean()
+
+
+def causal(distance: Tensor) -> Tensor:
+    return distance >= 0
+
+
+def window(number: int) -> Callable[[Tensor], Tensor]:
+    return lambda distance: (distance >= 0) & (distance < number)
+
+
+def around(number: int) -> Callable[[Tensor], Tensor]:
+    return lambda distance: distance.abs() < number
+
+
+# Mask -> the blocks of keys that each of 2 and of 4 devices is handed, of 16 positions.
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], dict[int, int]]] = {
+    "full": (lambda distance: distance > -100, {2: 1, 4: 3}),
+    "causal": (causal, {2: 1, 4: 3}),
+    "a window of 1": (window(1), {2: 0, 4: 0}),
+    "a window of 2": (window(2), {4: 1}),
+    "a window of 5": (window(5), {4: 1}),
+    "a window of 6": (window(6), {2: 1, 4: 2}),
+    "a window of 10": (window(10), {4: 3}),
+    "around 2": (around(2), {2: 1, 4: 2}),
+    "around 6": (around(6), {2: 1, 4: 3}),
+    "behind": (lambda distance: distance <= 0, {4: 3}),
+    "far before": (lambda distance: distance >= 9, {4: 2}),
+}
+LENGTHS = torch.tensor([11, 16])
+
+
+def planned(model: nn.Module, length: int, devices: int) -> tuple[sw.Plan, tuple[Tensor, Tensor]]:
+    given = torch.randn(length, 1, generator=torch.Generator().manual_seed(4)), LENGTHS
+    return sw.plan(model, given, devices, mesh=sw.Mesh(cp=devices), search="sharding_propagation"), given
+
+
+def messages(plan: sw.Plan) -> int:
+    return len([c for c in plan.collectives() if c.kind == "halo_exchange"])
+
+
+def flops(attend: Callable[..., Tensor], *tensors: Tensor | None, **settings: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        attend(*tensors, **settings)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(("name", "devices"), [(name, devices) for name in MASKS for devices in MASKS[name][1]])
+def test_blocks_that_a_mask_proves_empty_are_neither_sent_nor_computed(name: str, devices: int) -> None:
+    seen, handed = MASKS[name]
+    model = Positions(16, "ring@cp", seen)
+    plan, given = planned(model, 16, devices)
+    assert sw.verify(model, given, plan).ok
+    assert messages(plan) == 2 * handed[devices]  # of keys and of values
+    graph = capture(model, given).graph
+    (op,) = (op for op in graph.ops if "scaled_dot_product" in op.name)
+    rule = dict(rule_of(op, graph).variants)["ring"]
+    heads = torch.empty(2, 2, 16, 4, device="meta")
+    is_causal, mask = name == "causal", torch.empty(16, 16, dtype=torch.bool, device="meta")
+    found = flops(
+        rule.lowering, heads, heads, heads, None if is_causal else mask, 0.0, is_causal, runs=(2, 2, 16 // devices, 4)
+    )
+    whole = flops(RING, heads, heads, heads)
+    assert found * devices == whole * (1 + handed[devices])
+
+
+@pytest.mark.parametrize("name", ["causal", "a window of 6"])
+def test_padding_beside_a_mask_that_is_known_is_right(name: str) -> None:
+    seen, handed = MASKS[name]
+    model = Positions(16, "ring@cp", seen, padded=True)
+    plan, given = planned(model, 16, 4)
+    assert sw.verify(model, given, plan).ok
+    assert messages(plan) == 2 * handed[4]  # what is known holds beside the padding
+
+
+def test_a_window_and_padding_together_have_the_band_of_the_window() -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            rows = torch.arange(2, 18).unsqueeze(1)
+            return F.scaled_dot_product_attention(x, x, x, (torch.arange(16) < rows) & mask)
+
+    graph = capture(Both(), (torch.randn(2, 16, 4), torch.ones(2, 16, 16, dtype=torch.bool))).graph
+    assert band_of(graph.ops[-1].operands[-1], graph) == Band(-15, 1)
+
+
+def test_a_block_that_is_dropped_and_not_empty_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "band_of", lambda mask, graph: Band(-1, 0))
+    model = Positions(16, "ring@cp", window(6))
+    plan, given = planned(model, 16, 4)
+    assert messages(plan) == 2
+    assert not sw.verify(model, given, plan).ok
+
+
+def test_blocks_from_a_wrong_place_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    shifted = ring._shifted
+    monkeypatch.setattr(ring, "_shifted", lambda x, number: shifted(x, number + 1))
+    model = Positions(20, "ring@cp", causal)  # a length of its own: lowerings are remembered
+    plan, given = planned(model, 20, 4)
+    assert not sw.verify(model, given, plan).ok
+
+
+def test_chunks_in_a_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = ring._chunks
+    monkeypatch.setattr(ring, "_chunks", lambda x, order, chunk: moved(x, sorted(order), chunk))
+    model = Positions(28, "zigzag@cp", causal)
+    plan, given = planned(model, 28, 2)
+    assert not sw.verify(model, given, plan).ok
+
+
+@pytest.mark.parametrize(("length", "devices"), [(24, 2), (24, 3), (16, 4), (12, 4)])
+def test_causal_work_in_zigzag_equals_one_device(length: int, devices: int) -> None:
+    model = Positions(length, "zigzag@cp", causal)
+    plan, given = planned(model, length, devices)
+    assert plan.strategies["/scaled_dot_product_attention"] == "zigzag@cp"
+    assert sw.verify(model, given, plan).ok
+    moved = 4 if length % (2 * devices) == 0 else 0  # there and back: queries, keys, values and result
+    assert messages(plan) == 2 * (devices - 1) + moved
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_devices_of_a_zigzag_compute_what_is_seen(devices: int) -> None:
+    heads = torch.empty(2, 2, 32, 4, device="meta")
+    runs = (2, 2, 32 // devices, 4)
+    own, whole = (flops(f, heads, heads, heads, None, 0.0, True, runs=runs) for f in (zigzag, RING))
+    assert own * 4 * devices == whole * (2 * devices + 1)  # pairs of chunks, of 4 in a pair of blocks
+
+
+def test_long_causal_work_in_zigzag_is_priced_below_a_ring() -> None:
+    prices = {}
+    for strategy in ("ring@cp", "zigzag@cp"):
+        with torch.device("meta"):
+            model, x = Positions(4096, strategy, causal), torch.empty(4096, 1)
+        plan = sw.plan(model, (x, LENGTHS), 4, mesh=sw.Mesh(cp=4), search="dynamic_programming")
+        prices[strategy] = plan.prediction.step_seconds
+    assert prices["zigzag@cp"] < 0.75 * prices["ring@cp"]
+
+
+def test_only_causal_attention_has_a_zigzag() -> None:
+    model = Positions(16, "zigzag@cp", MASKS["full"][0])
+    with pytest.raises(sw.LayoutError, match="no factor 'zigzag'"):
+        planned(model, 16, 2)
+
+
+@pytest.mark.parametrize("run", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_zigzag_is_attention_however_many_chunks(run: int, groups: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (
+        torch.randn(2, heads, 12, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, groups, groups)
+    )
+    own = zigzag(q, k, v, is_causal=True, enable_gqa=True, runs=(2, 4, run, 4))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(own, whole)
+    seed = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
+    for one, other in zip(
+        torch.autograd.grad(own, (q, k, v), seed), torch.autograd.grad(whole, (q, k, v), seed), strict=True
     ):
         torch.testing.assert_close(one, other)

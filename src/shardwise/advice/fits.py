@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.advice.options import NUM_SHOWN, Option, Question, changes, mends, tried
+from shardwise.api import plan as find_plan
 from shardwise.api import step_memory
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import flops_of
@@ -20,6 +20,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.trees import flatten
 from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.report.options import NUM_SHOWN, Option, Question, changes, mends, tried
 
 SECONDS = 30.0
 
@@ -151,16 +152,16 @@ def fits(
     ``settings``: those of ``sw.plan`` (``global_batch``, ``precision``, ``optimizer``, ...). If it fits, the changes
     that save most device time per sample: another batch, computing in bfloat16, other recomputation, more devices,
     other meshes. If not, what makes it fit, the fewest device-seconds per sample first: the batch in passes, bfloat16,
-    more devices, a smaller batch. Each is planned in full; those that ``seconds`` leave no time for are named.
-    ``price_per_hour``: of a device, for the price of 1e9 tokens. Raises as ``sw.plan`` does, but for a plan that does
-    not fit.
+    the optimizer's states on the host, more devices, a smaller batch. Each is planned in full; those that ``seconds``
+    leave no time for are named. ``price_per_hour``: of a device, for the price of 1e9 tokens. Raises as ``sw.plan``
+    does, but for a plan that does not fit.
     """
     local = isinstance(cluster, int)  # devices that nobody described have the memory it takes
     if isinstance(cluster, (str, int)):
         cluster = Cluster.load(cluster) if isinstance(cluster, str) else Cluster.local(cluster)
     if local:
         settings = {"memory_bytes": inf, **settings}
-    question = Question.of(module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
+    question = Question.of(find_plan, module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
     asked = question.planned("")
     if asked.plan is not None and asked.plan.predicted is None:
         raise ShardwiseError(

@@ -30,7 +30,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--micro-batch", type=int, metavar="N", help="samples of a pass (chosen)")
     add("--precision", metavar="DTYPES", help="such as compute=bf16,parameter=f32,reduce=f32 (the model's own)")
     add("--memory", metavar="BYTES", help='for tensors of a device, such as "60 GiB" (all but its reserve)')
-    add("--optimizer", default="adamw", help="whose states are counted (adamw)")
+    add("--optimizer", default="adamw", help="whose states are counted (adamw); 'adamw on host': they wait there")
     add(
         "--strategy", action="append", metavar="NAME=TEXT", help="of a part of the model: 'blocks.*.up=n@tp'; repeat it"
     )

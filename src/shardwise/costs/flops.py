@@ -111,8 +111,8 @@ def _recurrent(op: AnyCall, operands: Shapes, results: Shapes) -> int:
 
 def _grouped_mm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every row meets the matrix of one expert; experts have equally many rows, for want of better."""
-    (rows, _), (experts, size, columns), (all_experts,) = operands
-    return 2 * rows * size * columns * experts // all_experts
+    (experts, size, columns), (rows,) = operands[1:]
+    return 2 * rows * size * columns * experts // prod(op.args[3])
 
 
 FLOPS: dict[torch._ops.OpOverload, Flops] = {

@@ -184,7 +184,9 @@ def _levels(name: str, device: Device, size: int, ways: list[list[str]] | None) 
     if island == size and width >= _NVLINKS[name] and is_switched:
         return [like], f"NVLink (NV{width}), as in {name}"
     each = like.bandwidth / _NVLINKS[name] if is_switched else _BRIDGED
-    bridge = replace(like, name="bridge", size=island, bandwidth=width * each, in_switch=0.0, group_bandwidths=())
+    bridge = replace(
+        like, name="bridge", size=island, bandwidth=width * each, in_switch=0.0, group_bandwidths=(), lines=()
+    )
     if island == size:
         return [bridge], f"NVLink (NV{width}), {format_quantity(width * each, 'B/s')} of it assumed to be reached"
     outer = _through_host(size // island, device)

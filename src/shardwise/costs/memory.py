@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shardwise.costs.ledger import Category, Ledger, Peak, Storage, Tensor
 from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
-from shardwise.costs.optimizers import states_of, temporary_bytes
+from shardwise.costs.optimizers import states_of, temporary_bytes, waits_on_host
 from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
 from shardwise.programs.constants import with_constants_apart
@@ -21,15 +21,16 @@ from shardwise.programs.once import Repeated, repeated
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
+from shardwise.programs.state_groups import state_groups, waits
 from shardwise.programs.vjp import Kinds
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
-    backward at the end of forward; ``host_bytes``: of that, what waits in the memory of the host, not in the
-    device's; ``over``: the most at every operator in turn, where that was asked for; ``held``: (phase, operator) -> the
-    most while it runs."""
+    backward at the end of forward; ``host_bytes``: what waits in the memory of the host, not in the device's, of that
+    and of the optimizer's states; ``over``: the most at every operator in turn, where that was asked for; ``held``:
+    (phase, operator) -> the most while it runs."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
@@ -138,14 +139,16 @@ class _Walk:
 
     def _persistent(self) -> None:
         """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
-        states = states_of(self.prices.optimizer)
+        states, on_host = states_of(self.prices.optimizer), waits_on_host(self.prices.optimizer)
         for source in self.graph.sources:
             form = self.program.forms[source.value]
             is_parameter = source.kind == "parameter"
             storage = self.ledger.hold(self.ledger.new(form.num_bytes, "parameters" if is_parameter else "inputs"))
             self.tensors[source.value] = Tensor(form, storage)
             if is_parameter and source.value in self.graph.updated:
-                self.ledger.hold(self.ledger.new(states * form.num_bytes, "optimizer states"))
+                away = on_host and waits(form.num_bytes) and self.prices.device.host_bandwidth > 0
+                self.host_bytes += states * form.num_bytes * away
+                self.ledger.hold(self.ledger.new(states * form.num_bytes * (not away), "optimizer states"))
                 if self.prices.passes > 1:  # what earlier passes added up; their sum is what is updated with
                     gradient = self.program.gradients.get(source.value)
                     kept = form if gradient is None else self.program.forms[gradient]
@@ -259,5 +262,13 @@ class _Walk:
         updated = [name for name in self.parameters if name in self.graph.updated]
         if updated:
             self.ledger.op = self.parameters[max(updated, key=lambda name: stored[name])].names[0]
-        sizes, foreach = [stored[name] for name in updated], self.prices.device.foreach
-        self.ledger.note(temporary_bytes(self.prices.optimizer, sizes, foreach=foreach))
+        optimizer, foreach = self.prices.optimizer, self.prices.device.foreach
+        if not waits_on_host(optimizer):
+            self.ledger.note(temporary_bytes(optimizer, [stored[name] for name in updated], foreach=foreach))
+            return
+        groups = [[stored[name] for name in group] for group in state_groups([(n, stored[n]) for n in updated])]
+        here = [states_of(optimizer) * sum(filter(waits, group)) for group in groups]  # states that came, two groups
+        for group, own, coming in zip(groups, here, [*here[1:], 0], strict=True):
+            states = self.ledger.hold(self.ledger.new(own + coming, "optimizer states"))
+            self.ledger.note(temporary_bytes(optimizer, group, foreach=foreach))
+            self.ledger.drop(states)

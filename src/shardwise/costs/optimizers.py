@@ -4,6 +4,9 @@
 that a temporary is as large as all of them: the default on GPUs. *single* goes from parameter to parameter, the default
 on CPUs; Python's loop keeps the last one's temporaries until those of the next replace them. *fused* is one kernel and
 has none. Clipping by ``clip_grad_norm_`` scales gradients in place, and holds a number per parameter in any of them.
+
+An optimizer is described by its name, its way to update where that is not torch's default, and ``on host`` where its
+states wait in the memory of the host from step to step: ``"adamw"``, ``"adamw fused"``, ``"adamw fused on host"``.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from itertools import pairwise
 from shardwise.errors import ShardwiseError, problem
 
 VARIANTS = ("foreach", "single", "fused")
+ON_HOST = " on host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,26 @@ HELD: Mapping[str, Held] = {
 }
 
 
+def waits_on_host(optimizer: str) -> bool:
+    """Whether the states are on the host from step to step."""
+    return optimizer.endswith(ON_HOST)
+
+
 def named(optimizer: str) -> tuple[str, str]:
-    """The name and the variant of ``"adamw"`` or ``"adamw fused"``; an empty variant is torch's default on the device.
-    Raises ShardwiseError."""
-    name, _, variant = optimizer.partition(" ")
+    """The name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
+    torch's default on the device. Raises ShardwiseError."""
+    name, _, variant = optimizer.removesuffix(ON_HOST).partition(" ")
     if name not in HELD:
         what = f"the memory of optimizer {optimizer!r} is not known"
         raise ShardwiseError(problem(what, fix=f"one of {', '.join(HELD)}"))
     if (variant and variant not in VARIANTS) or optimizer.endswith(" "):
         what = f"{variant!r} of optimizer {optimizer!r} is no way to update"
-        raise ShardwiseError(problem(what, fix=f"one of {', '.join(VARIANTS)}, as in '{name} fused', or only the name"))
+        fix = (
+            f"one of {', '.join(VARIANTS)}, as in '{name} fused', or only the name; then ' on host', where states wait"
+        )
+        raise ShardwiseError(problem(what, fix=fix))
+    if waits_on_host(optimizer) and not HELD[name].states:
+        raise ShardwiseError(problem(f"{name} has no states to keep on the host", fix=f"optimizer={name!r}"))
     return name, variant
 
 

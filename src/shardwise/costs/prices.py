@@ -18,8 +18,9 @@ from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.compute import Shape, backward_seconds, forward_seconds
 from shardwise.costs.kernels import Work, kernel_seconds
-from shardwise.costs.optimizers import named, states_of, update_of
+from shardwise.costs.optimizers import named, states_of, update_of, waits_on_host
 from shardwise.graph.ir import Graph, Op, Value
+from shardwise.programs.state_groups import waits
 
 # Of the operands and of the results of a call on one device.
 LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
@@ -29,8 +30,8 @@ LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
 class Prices:
     """Seconds and bytes on the devices of ``links``, of one pass: forward and backward of one batch. ``passes``: how
     many of them, with their gradients added up, there are to a step of the optimizer. ``bucket_bytes``: of a full
-    message in which parameters travel together (0: each travels by itself). ``optimizer``: a name of
-    ``costs.optimizers``, with or without a way to update. Raises ShardwiseError for another."""
+    message in which parameters travel together (0: each travels by itself). ``optimizer``: as ``costs.optimizers``
+    describes one. Raises ShardwiseError for another."""
 
     links: Links
     optimizer: str = "adamw"
@@ -56,7 +57,13 @@ class Prices:
         """Bytes per element of a parameter that a device keeps from step to step: itself, and its gradient and states
         if the optimizer updates it."""
         own = value.kept_dtype.itemsize
-        return own * (2 + states_of(self.optimizer)) if updated else own
+        return own * (2 + self.states_on_device) if updated else own
+
+    @property
+    def states_on_device(self) -> int:
+        """Of the optimizer's states, those that a device holds from step to step."""
+        on_host = waits_on_host(self.optimizer) and self.device.host_bandwidth
+        return 0 if on_host else states_of(self.optimizer)
 
     # -- seconds -------------------------------------------------------------------------------------------------------
 
@@ -93,12 +100,23 @@ class Prices:
         return backward_seconds(self.device, op, operands, results, shapes)
 
     def update(self, value: Value, numel: float) -> float:
-        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter. What it takes
-        to start kernels counts where each parameter has its own."""
+        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter, and has their
+        states from the host where they wait there."""
+        return self.update_kernels(value, numel) + self.states_moved(numel * value.kept_dtype.itemsize)
+
+    def update_kernels(self, value: Value, numel: float) -> float:
+        """Of that, the update alone. What it takes to start kernels counts where each parameter has its own."""
         own, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
         work = Work("update", num_bytes=size * own.passes, scalars=numel * own.scalars)
         seconds = self.kernel(work) + (own.kernels - 1) * self.device.kernel_latency
         return (seconds + own.made * self.device.fresh_seconds(size)) / self.passes
+
+    def states_moved(self, num_bytes: float) -> float:
+        """A pass's share of the seconds in which the states of a parameter of ``num_bytes`` come to the device, while
+        those of others leave it; 0 where they are there."""
+        if not waits_on_host(self.optimizer) or not waits(int(num_bytes)):
+            return 0.0
+        return self.device.host_seconds(states_of(self.optimizer) * num_bytes) / self.passes
 
     def casts(self, value: Value, numel: float, updated: bool) -> float:
         """A pass's seconds of the casts of ``numel`` elements of what a device stores: read in one dtype and written in

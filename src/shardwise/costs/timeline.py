@@ -8,13 +8,14 @@ a stream each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
 from shardwise.costs.kernels import Called, Priced, Work, work_of
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import busiest_program, memory_of_program, passes_of
+from shardwise.costs.optimizers import states_of, waits_on_host
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.layouts.conversions import Collective
@@ -24,6 +25,7 @@ from shardwise.programs.once import Repeated
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
+from shardwise.programs.state_groups import state_groups, waits
 from shardwise.programs.steps import Step
 from shardwise.programs.vjp import Kinds
 
@@ -167,10 +169,34 @@ class Timeline:
         self.halves()
 
     def _update(self) -> None:
-        for name in self.parameters:
-            if name in self.spmd.graph.updated:
-                numel = self.spmd.layouts[name].max_local_numel
-                self._work(name, self.prices.update(self.spmd.graph.by_name[name], numel))
+        """The optimizer; where its states wait on the host, group by group (``programs.state_groups``)."""
+        graph, layouts = self.spmd.graph, self.spmd.layouts
+        updated = [name for name in self.parameters if name in graph.updated]
+        sizes = {name: self.program.forms[name].num_bytes for name in updated}
+        on_host = waits_on_host(self.prices.optimizer)
+        groups = state_groups([*sizes.items()]) if on_host else [updated]
+        came, left = [self._states("device", groups[0], sizes)] if groups else [], [self.now]
+        for number, group in enumerate(groups):
+            self.now = max(self.now, came[number], left[-1])  # room for the states of two groups
+            if number + 1 < len(groups):
+                came.append(self._states("device", groups[number + 1], sizes))
+            for name in group:
+                self._work(name, self.prices.update_kernels(graph.by_name[name], layouts[name].max_local_numel))
+            left.append(self._states("host", group, sizes))
+        self.now = max(self.now, left[-1])
+
+    def _states(self, to: str, group: Sequence[str], sizes: Mapping[str, int]) -> float:
+        """When the states of a group that wait on the host are there, or back."""
+        seconds = sum(self.prices.states_moved(sizes[name]) for name in group)
+        moved = states_of(self.prices.optimizer) * sum(sizes[name] for name in group if waits(sizes[name]))
+        return self._copied(f"states of {group[0]} to the {to}", to, seconds, moved) if seconds else self.now
+
+    def _copied(self, name: str, to: str, seconds: float, num_bytes: int) -> float:
+        """When a copy that could start now has landed."""
+        landed = max(self.now, self.copied.get(to, 0.0)) + seconds
+        self.copied[to] = landed
+        self.events.append(Event(name, self.part, (f"copies to the {to}",), landed - seconds, seconds, num_bytes))
+        return landed
 
     def _walk(self, instructions: tuple[Instruction, ...]) -> None:
         for instruction in instructions:
@@ -185,12 +211,9 @@ class Timeline:
             elif isinstance(instruction, Arrive):
                 self.now = max(self.now, self.arrivals.pop(instruction.flight))
             elif isinstance(instruction, Copy):
-                seconds = self.prices.device.host_seconds(instruction.form.num_bytes)
-                landed = max(self.now, self.copied.get(instruction.to, 0.0)) + seconds
-                self.copied[instruction.to] = self.copied[instruction.result] = landed
-                stream, size = (f"copies to the {instruction.to}",), instruction.form.num_bytes
-                name = f"{instruction.value} to the {instruction.to}"
-                self.events.append(Event(name, self.part, stream, landed - seconds, seconds, size))
+                size, name = instruction.form.num_bytes, f"{instruction.value} to the {instruction.to}"
+                seconds = self.prices.device.host_seconds(size)
+                self.copied[instruction.result] = self._copied(name, instruction.to, seconds, size)
             elif isinstance(instruction, Land):
                 self.now = max(self.now, self.copied.pop(instruction.copy))
 

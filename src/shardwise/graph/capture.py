@@ -5,6 +5,7 @@
     simplify        no-op casts, copies and views dropped                                 simplify.py
     fold_masks      attention that knows its mask, repeated heads grouped                 masks.py
     normalize       forms whose factors can all be split                                  normalize.py
+    unsort          rows that are sorted by expert, computed where they were              unsort.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
 
 The module is neither changed nor copied: a module of 405B parameters on meta is captured without memory.
@@ -41,6 +42,9 @@ from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.precision import MODELS_OWN, Precision, check_real, with_reductions
+from shardwise.graph.quiet import quiet
+from shardwise.graph.reachable import emptied, reached
+from shardwise.graph.reads import reject_reads
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats
 from shardwise.graph.schema import arguments, is_random, operator_name
@@ -51,11 +55,11 @@ from shardwise.graph.tracing import (
     Call,
     Traced,
     line_of_change,
-    quiet,
     trace,
     trace_pair,
 )
 from shardwise.graph.trees import check_leaves, flatten_with_path, leaf_name, unflatten
+from shardwise.graph.unsort import unsort
 from shardwise.graph.verify import verify_graph
 
 _PREFIX = "module"  # where TracedCall keeps the module
@@ -128,11 +132,14 @@ def capture(
     )
     examples = tuple(one.example for one in given)
 
+    code = reached(module, loss)
+
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         arguments = iter(tensors)
         filled = [next(arguments) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         all_args, all_kwargs = unflatten(filled, in_spec)
-        output = call_module(copy, all_args, all_kwargs, loss)
+        with emptied(code.caches):
+            output = call_module(copy, all_args, all_kwargs, loss)
         return output, find_loss(output, required=loss is not None)
 
     annotated = {
@@ -140,10 +147,10 @@ def capture(
     }
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
-    traced = trace(module, examples, call, regions, precision)
+    traced = trace(module, examples, call, regions, precision, code=code)
     with no_autocast(), quiet():
-        if traced.outcome.changed:
-            _check_state(module, given, call, traced.outcome.changed, precision)
+        if traced.outcome.changed or traced.reads:
+            _check_state(module, given, call, traced, precision)
         try:
             found = _to_graph(traced, module, given, precision)
         except NotRepeated:
@@ -242,7 +249,7 @@ def _to_graph(
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph, folded = fold_masks(graph, constants)
     constants |= folded
-    graph = normalize(graph)
+    graph = unsort(normalize(graph))
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
@@ -343,10 +350,16 @@ def _functionalized(
 
 
 def _check_state(
-    module: nn.Module, given: tuple[Given, ...], call: Call, changed: tuple[str, ...], precision: Precision
+    module: nn.Module,
+    given: tuple[Given, ...],
+    call: Call,
+    traced: Traced,
+    precision: Precision,
 ) -> None:
-    """Raises CaptureError if the Python state that a call changes makes the next call compute something else, and warns
-    of state that goes on changing: what is captured is the first call."""
+    """Raises CaptureError if the Python state that a call changes, or what it reads, makes the next call compute
+    something else, and warns of state that goes on changing, and of what was read: what is captured is the first
+    call."""
+    changed = traced.outcome.changed
     examples = tuple(one.example for one in given)
     program, calls = trace_pair(module, examples, call, precision)
     functionalizer, nodes, constants, _ = _functionalized(program, module, given, precision)
@@ -361,6 +374,7 @@ def _check_state(
             )
         )
     what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"
+    reject_reads(traced.reads, what)
     if what:
         raise CaptureError(
             problem(

@@ -26,6 +26,7 @@ from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.bodies import Bodies, Inlining, is_assertion, marks_of, storage_of
 from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
+from shardwise.graph.handed_on import Calls
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
@@ -37,29 +38,38 @@ aten = torch.ops.aten
 
 # Operators whose second argument is the size of the result; it may hold -1.
 _SIZES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+# Views that add dims of size 1.
+_WITH_DIMS = (aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default)
 
 
 @dataclass(eq=False)
 class Tensor:
     """A tensor of the program: its current value, and where its memory comes from.
 
-    A root owns its memory and counts the writes to it. A view knows the tensor it views (the first argument of
-    ``view``) and which result it is (``index``); when the root was written since, it is computed again. ``grad``: it
-    was made with gradients enabled.
+    A root owns its memory and counts the writes to it. A view knows the tensor it views (the ``operand`` of ``view``)
+    and which result it is (``index``); when the root was written since, it is computed again. ``grad``: it was made
+    with gradients enabled; ``is_placed``: its fake tensor says where it lies in the memory of the tensor it views.
     """
 
     ref: Ref
     storage: int
     base: Tensor | None = None
     view: Op | None = None
+    operand: Ref | None = None
     index: int = 0
     version: int = 0
     grad: bool = True
     source: Source | None = None
+    is_placed: bool = True
 
     @property
     def root(self) -> Tensor:
         return self if self.base is None else self.base.root
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether fake tensors say where it lies in the memory of its root."""
+        return self.is_placed and (self.base is None or self.base.is_in_place)
 
 
 class Functionalizer:
@@ -84,6 +94,7 @@ class Functionalizer:
         self._detached: dict[str, Ref] = {}
         self._casting = Casting(emitter, autocast)
         self._bodies = Bodies(repeats or Repeats(), prefix)
+        self._handed_on = Calls()
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats
 
@@ -112,7 +123,8 @@ class Functionalizer:
             return f"#{root.storage}", None
         val = node.meta["val"]
         where = tuple(val.shape), tuple(val.stride()), int(val.storage_offset())
-        return root.source.value, where if root.source.value in self._contiguous else None
+        is_known = root.source.value in self._contiguous and self._tensor(node).is_in_place
+        return root.source.value, where if is_known else None
 
     def mutations(self) -> dict[str, str]:
         """Buffer value -> the value that was written to it last, without gradient."""
@@ -210,22 +222,31 @@ class Functionalizer:
 
     def _read_call(self, node: Node, op: Op) -> Any:
         val = node.meta["val"]
+        handed_on = self._handed_on.of(node)
+        single = returns_one_tensor(op.target)
+        if single and handed_on and handed_on[0].is_whole:
+            op = replace(op, target=aten.alias.default, args=(self.ref_of(handed_on[0].operand),), kwargs=())
         op = self._cast(_explicit(op, val))
         refs = self._apply(op)
         self._casting.check(refs, val, op)
         viewed = self._known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
-            storage = self._storage(fake)
-            if (
+            storage, base, is_placed = self._storage(fake), None, True
+            if index in handed_on:
+                base, is_placed = self._tensor(handed_on[index].operand), handed_on[index].is_whole
+            elif (
                 isinstance(viewed, Tensor)
                 and viewed.storage == storage
                 and op.target is not aten.lift_fresh_copy.default
             ):
-                results.append(Tensor(ref, storage, viewed, op, index, viewed.root.version, self._grad))
-            else:
+                base = viewed
+            if base is None:
                 results.append(Tensor(ref, storage))
-        return results[0] if returns_one_tensor(op.target) else tuple(results)
+            else:
+                seen = base, op, self.read(base), index, base.root.version, self._grad
+                results.append(Tensor(ref, storage, *seen, is_placed=is_placed))
+        return results[0] if single else tuple(results)
 
     def _batch_norm(self, node: Node, op: Op) -> Tensor:
         """Training-mode batch norm, with its updates of the running statistics as writes."""
@@ -253,7 +274,7 @@ class Functionalizer:
         """The current value, computed again if the memory was written since."""
         if tensor.base is not None and tensor.version != tensor.root.version:
             before, self._grad = self._grad, tensor.grad
-            tensor.ref = self._apply(_on_base(tensor.view, self.read(tensor.base)))[tensor.index]
+            tensor.ref = self._apply(_on_base(tensor, self.read(tensor.base)))[tensor.index]
             self._grad = before
             tensor.version = tensor.root.version
         return tensor.ref
@@ -333,7 +354,7 @@ class Functionalizer:
             if tensor.view.target is aten.detach.default and self.emitter.value(base).requires_grad:
                 what = "a value that carries a gradient is changed through .detach()"
                 raise _write_error(what, self.emitter.origin, "make a new tensor")
-            through = write_through(_on_base(tensor.view, base), tensor.index, base, new, self.emitter)
+            through = write_through(_on_base(tensor, base), tensor.index, base, new, self.emitter)
             if through is None:
                 raise _write_error(
                     f"a write through {operator_name(tensor.view.target)} can not be expressed without mutation",
@@ -413,9 +434,10 @@ def _updates_statistics(args: dict[str, Any]) -> bool:
     return bool(args["use_input_stats"]) and args["running_mean"] is not None
 
 
-def _on_base(view: Op | None, base: Ref) -> Op:
-    assert view is not None
-    return replace(view, args=(base, *view.args[1:]))
+def _on_base(tensor: Tensor, base: Ref) -> Op:
+    """What a tensor is of the present value of the tensor that it views."""
+    assert tensor.view is not None
+    return _map_op(tensor.view, lambda name: base if Ref(name) == tensor.operand else Ref(name))
 
 
 def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
@@ -427,6 +449,8 @@ def _explicit(op: Op, val: Any) -> Op:
     """Sizes of -1 replaced by what they are, and every cast by ``to.dtype``: a device is no longer known."""
     if operator_name(op.target) in ("to", "_to_copy"):
         return replace(op, target=aten.to.dtype, args=(op.args[0], val.dtype), kwargs=())
+    if op.target in _WITH_DIMS:
+        return replace(op, target=aten.reshape.default, args=(op.args[0], tuple(val.shape)))
     if op.target in _SIZES:
         return replace(op, args=(op.args[0], tuple(val.shape), *op.args[2:]))
     if op.target is aten.unflatten.int:

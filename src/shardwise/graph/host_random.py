@@ -11,16 +11,14 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from shardwise.errors import CaptureError, problem
-from shardwise.graph.watching import watching
+from shardwise.graph.watching import Watching, watching
 
 State = tuple[Any, bytes]
-Watching = Callable[[], AbstractContextManager[None]]
 
 
 def host_random_state() -> State:

@@ -86,8 +86,13 @@ class _Rewriting:
         parts = []
         for bound, data, compare in (("hi", seen.hi, aten.lt.Tensor), ("lo", seen.lo, aten.ge.Tensor)):
             if not torch.equal(data, getattr(seen.every(), bound)):
-                limit = emitter.emit(aten.unsqueeze.default, self._constant(bound, data, emitter), 1)
-                parts.append(emitter.emit(compare, keys, limit))
+                first = _first_of_band(data, seen.num_keys)
+                rows = (
+                    self._constant(bound, data, emitter)
+                    if first is None
+                    else emitter.emit(aten.arange.start, first, first + len(data))
+                )
+                parts.append(emitter.emit(compare, keys, emitter.emit(aten.unsqueeze.default, rows, 1)))
         mask: Ref = parts[0] if len(parts) == 1 else emitter.emit(aten.logical_and.default, *parts)
         self.made.append((seen, mask))
         return mask
@@ -98,6 +103,13 @@ class _Rewriting:
             name += "_"
         self.constants[name] = data
         return emitter.add_source(Source(name, "constant", (name,)), Value(name, tuple(data.shape), data.dtype))
+
+
+def _first_of_band(bounds: Tensor, num_keys: int) -> int | None:
+    """``first``, where the bound of query q is ``first + q``, or the end of the keys at which that is cut off."""
+    rows = torch.arange(len(bounds))
+    firsts = (int(bounds[0]), int(bounds[-1]) - len(bounds) + 1)
+    return next((x for x in firsts if torch.equal((rows + x).clamp(0, num_keys), bounds)), None)
 
 
 def seen_by(mask: Abstract, dtype: torch.dtype, num_queries: int, num_keys: int) -> Intervals | None:

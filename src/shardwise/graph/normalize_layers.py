@@ -163,8 +163,9 @@ def _grouped_mm(op: Op, emitter: Emitter) -> Results:
     if tuple(map(len, shapes)) != (2, 3):
         return None
     (rows, _), (experts, _, _) = shapes
-    parts = ((rows,), (0,), (rows,), (experts,), (0,), (experts,))
-    return (emitter.emit(GROUPED_MM, x, weight, rest[0], *parts),)
+    counting = emitter.emit(aten.arange.default, rows, dtype=emitter.value(rest[0]).dtype)
+    experts_of_rows = emitter.emit(aten.searchsorted.Tensor, rest[0], counting, right=True)
+    return (emitter.emit(GROUPED_MM, x, weight, experts_of_rows, (experts,), (0,), (experts,)),)
 
 
 def foreign_normalizations() -> dict[OpOverload, Rewrite]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.graph.grouped import grouped_mm
+from shardwise.graph.grouped import experts_of, grouped_mm
 
 _SCHEMA = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 
@@ -122,8 +122,8 @@ def _grouped_mm(
     if (input.dim(), mat2.dim()) != (2, 3) or offs is None or bias is not None or out_dtype is not None:
         other: Tensor = torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
         return other
-    rows, experts = input.shape[0], mat2.shape[0]
-    product: Tensor = grouped_mm(input, mat2, offs, [rows], [0], [rows], [experts], [0], [experts])
+    experts = mat2.shape[0]
+    product: Tensor = grouped_mm(input, mat2, experts_of(offs, input.shape[0]), [experts], [0], [experts])
     return product
 
 

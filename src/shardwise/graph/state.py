@@ -15,9 +15,11 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -186,9 +188,15 @@ class Reader:
             self.seen.add(id(module))
             for name, value in vars(module).items():
                 place = f"{kind.__module__}.{name}"
-                if isinstance(value, (bool, int, float)):
+                if isinstance(value, (bool, int, float, threading.local)) or type(value).__module__ == "itertools":
                     self.read(place, value)
-                elif isinstance(value, (list, dict, set)) and not name.startswith("__") and len(value) <= _MOST_ITEMS:
+                elif isinstance(value, ContextVar):
+                    self.read(place, value.get(None))
+                elif (
+                    isinstance(value, (list, dict, set, deque))
+                    and not name.startswith("__")
+                    and len(value) <= _MOST_ITEMS
+                ):
                     items = value.items() if isinstance(value, dict) else value
                     self.leaf(place, tuple(map(_item_key, items)), f"{len(value)} items", tuple(items))
 

@@ -11,13 +11,11 @@ and the region of an annotation (``regions``). Both travel as custom metadata of
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -39,17 +37,19 @@ from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
 from shardwise.graph.precision import MODELS_OWN, Precision
+from shardwise.graph.quiet import quiet
+from shardwise.graph.reachable import Reached
+from shardwise.graph.reads import Read, reads_of
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats, repeated_calls
 from shardwise.graph.segments import segments_opened
 from shardwise.graph.stand_ins import STAND_INS, cumulative_averages
 from shardwise.graph.state import BETWEEN_CALLS, snapshot
 from shardwise.graph.trees import constant_key, flatten_output
-from shardwise.graph.watching import watching
+from shardwise.graph.watching import Watching, watching
 
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
-_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Traced:
     """An exported call: the program, what it returned, and the annotated regions in order of their numbers.
 
     ``transformed``: the first line of the model under a transform of torch.func, or ""; ``repeats``: the layers that
-    were traced once for several.
+    were traced once for several; ``reads``: what the model reads from outside.
     """
 
     program: ExportedProgram
@@ -98,6 +98,7 @@ class Traced:
     regions: tuple[Region, ...]
     transformed: str
     repeats: Repeats
+    reads: tuple[Read, ...] = ()
 
 
 # (the module's copy, the tensor leaves of the call) -> (output, loss)
@@ -284,19 +285,24 @@ def trace(
     precision: Precision = MODELS_OWN,
     *,
     repeats: bool = True,
+    code: Reached | None = None,
 ) -> Traced:
     """Exports ``call(copy of module, examples)``, which returns (output, loss). ``annotated``: module path -> region;
-    ``precision``: that of the copy's parameters; ``repeats``: equal layers are traced once.
+    ``precision``: that of the copy's parameters; ``repeats``: equal layers are traced once; ``code``: what may run.
 
     Raises CaptureError with the user's line for whatever export rejects, and for random numbers drawn outside torch.
     """
     before = host_random_state()
     export = partial(_export, module, examples, call, annotated, precision)
+
+    def again(watching: Watching) -> Traced:
+        return _export(module, examples, _inside(watching, call), annotated, precision)
+
     try:
         traced = (_with_repeats(export) if repeats else None) or export()
-        reject_host_random(
-            before, lambda watching: _export(module, examples, _inside(watching, call), annotated, precision)
-        )
+        reject_host_random(before, again)
+        if code is not None:
+            traced = replace(traced, reads=reads_of(code, again))
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
@@ -402,24 +408,6 @@ def _export_as(
                 what = f"{TRANSFORMS} in forward can not be captured"
                 raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Export logs what it then raises, and warns about what we handle: only the error reaches the user."""
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    disabled = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
-            warnings.filterwarnings("ignore", message=r".*(attribute|assigned) .*export.*")
-            warnings.filterwarnings("error", message=r".*Disabling autocast.*")  # CUDA's, where there is no CUDA
-            yield
-    finally:
-        for logger, was in zip(loggers, disabled, strict=True):
-            logger.disabled = was
 
 
 _DATA_DEPENDENT = {

@@ -42,6 +42,10 @@ def _same(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitte
     return new
 
 
+def _same_unless_complex(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
+    return None if emitter.value(base).dtype.is_complex else new
+
+
 def _reshaped(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     return _emit(emitter, aten.reshape.default, new, emitter.value(base).shape)
 
@@ -113,7 +117,11 @@ INVERSES: dict[OpOverload, Inverse] = {
     aten.to.device: _same,
     aten.to.other: _same,
     aten.type_as.default: _same,
-    aten.dropout.default: _same,
+    aten.positive.default: _same,
+    aten.real.default: _same_unless_complex,
+    aten.conj.default: _same_unless_complex,
+    aten.resolve_conj.default: _same_unless_complex,
+    aten.resolve_neg.default: _same_unless_complex,
     aten.view.default: _reshaped,
     aten.reshape.default: _reshaped,
     aten._unsafe_view.default: _reshaped,

@@ -6,7 +6,7 @@ import gc
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwise.graph.origins import NOT_USER_CODE
 
+Watching = Callable[[], AbstractContextManager[None]]  # what a model runs in, to be watched
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # lies inside it
 _NOT_THE_MODEL = (*NOT_USER_CODE, str(Path(np.__file__).parent))

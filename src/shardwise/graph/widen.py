@@ -7,7 +7,7 @@ that runs eagerly, and gives it the hashed dropout masks of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -53,12 +53,54 @@ def widen(graph: Graph) -> Graph:
 _ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
 
 
+class Dtypes:
+    """In which dtypes tensors are that a verification holds in float64, by their memory. ``of_others``: of tensors that
+    are not ``known``; None where a model has several."""
+
+    def __init__(self, known: Iterable[tuple[torch.Tensor, torch.dtype]] = ()) -> None:
+        self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
+        self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
+        self._copies: list[torch.Tensor] = []  # held: no other comes to lie there
+
+    def after_cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+        """The result of a widened call: a copy where a cast makes one, and the widened one does not."""
+        wanted = self._cast_to(func, args, kwargs)
+        before = None if wanted is None else self._dtype(args[0])
+        if wanted is None or before in (None, wanted) or _memory(result) != _memory(args[0]):
+            return result
+        copied = result.clone()
+        self._of[_memory(copied)] = wanted
+        self._copies.append(copied)
+        return copied
+
+    def _dtype(self, tensor: torch.Tensor) -> torch.dtype | None:
+        return self._of.get(_memory(tensor), self.of_others) if tensor.is_floating_point() else tensor.dtype
+
+    def _cast_to(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+        """The floating-point type that a call casts to, None where it is no cast of such a tensor."""
+        if func in CASTS and args[0].is_floating_point():
+            return CASTS[func]
+        if func not in _CASTS_TO or not args[0].is_floating_point():
+            return None
+        named = [*args[1:], *kwargs.values()]
+        likes = (self._dtype(one) for one in named if isinstance(one, torch.Tensor))
+        wanted = next((one for one in named if isinstance(one, torch.dtype)), next(likes, None))
+        # Asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
+        return self.of_others if wanted == torch.float64 else wanted
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 @contextmanager
-def reference_mode(seed: int, passes: Sequence[int] = (), *, widens: bool = True) -> Iterator[None]:
+def reference_mode(
+    seed: int, passes: Sequence[int] = (), *, widens: bool = True, dtypes: Dtypes | None = None
+) -> Iterator[None]:
     """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
     its own. ``passes``: the samples of micro-batches, where batch norm in training takes its statistics of each, one
-    after another."""
-    with functions_opened(), Reference(seed, tuple(passes), widens):
+    after another. ``dtypes``: those that tensors had before they were widened."""
+    with functions_opened(), Reference(seed, tuple(passes), widens, dtypes):
         yield
 
 
@@ -100,9 +142,9 @@ class Reference(TorchFunctionMode):
     """Rewrites torch calls: types to float64, unless they are wanted as they are, and dropout and random numbers to the
     hashed ones, numbered in the order of execution."""
 
-    def __init__(self, seed: int, passes: tuple[int, ...], widens: bool) -> None:
+    def __init__(self, seed: int, passes: tuple[int, ...], widens: bool, dtypes: Dtypes | None = None) -> None:
         super().__init__()
-        self.passes, self.widens = passes, widens
+        self.passes, self.widens, self.dtypes = passes, widens, dtypes or Dtypes()
         self.seed = torch.tensor(seed, dtype=torch.int64)
         self.calls = 0
 
@@ -111,7 +153,9 @@ class Reference(TorchFunctionMode):
         replacement = REPLACED.get(func)
         if replacement is not None:
             return replacement(self, *args, **kwargs)
-        return widened_call(func, args, kwargs) if self.widens else func(*args, **kwargs)
+        if not self.widens:
+            return func(*args, **kwargs)
+        return self.dtypes.after_cast(func, args, kwargs, widened_call(func, args, kwargs))
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """``x`` under the mask of the next dropout."""
@@ -341,7 +385,13 @@ def _grouped_mm(
     return torch.cat([*blocks, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
 
 
-CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.double: torch.float64,
+}
+_CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
 
 
 def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

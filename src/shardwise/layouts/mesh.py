@@ -143,6 +143,8 @@ class Mesh:
         LayoutError for a rank or an axis that the mesh does not have."""
         base = self.coordinates(rank)
         axes = tuple(part for axis in axes for part in self.expand(axis))
+        if len(set(axes)) < len(axes):
+            raise LayoutError(f"an axis stands twice in ({', '.join(axes)}): ranks differ along it once")
         ranks: list[int] = []
         for index in range(self.size_of(axes)):
             coordinates = dict(base)

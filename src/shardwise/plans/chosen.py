@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwise.costs.memory import memory_of
 from shardwise.costs.routing import Router
-from shardwise.errors import PlanError, problem
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.pipelining import Pipelining
-from shardwise.plans.quantities import format_bytes
 from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.spmd import Choice, Spmd
 from shardwise.programs.vjp import Kinds
@@ -24,8 +21,6 @@ from shardwise.search.fitting import plan_within
 from shardwise.search.kept import keep
 from shardwise.search.levers import Levers, blocks_of
 from shardwise.search.planner import Planner, built
-
-TRIES = 3  # to fit the values of all micro-batches in flight
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,28 +128,16 @@ def _choose(how: Pipelining, part: Graph, in_flight: int, limit: float, kinds: K
         factored, choice = decide(part, annotations, mesh, how.mode)
         choice = keep(choice, layouts, part, factored, mesh)
         return Chosen(factored, *built(part, factored.rules, choice, mesh, settings, kinds), levers)
-    allowed = limit
-    for _ in range(TRIES):
-        planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=allowed))
-        planner = replace(planner, kinds=kinds)
-        planned = plan_within(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
-        if planned.ranking.excess:
-            raise nothing_fits(planned.ranking)
-        memory = memory_of(planned.spmd, planner.prices(planned.spmd.mesh), kinds=kinds)
-        others = (in_flight - 1) * memory.kept_bytes
-        if memory.peak.num_bytes + others <= limit:
-            called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
-            searched = Searched(planned.search, {name: name for name in called})
-            return Chosen(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
-        allowed = max(limit - others, 1.0)
-    raise PlanError(
-        problem(
-            f"a stage of {len(part.ops)} operators keeps {format_bytes(memory.kept_bytes)} of {in_flight} "
-            f"micro-batches at once, and has {format_bytes(limit)}",
-            op=part.ops[0].name,
-            fix="choose a smaller micro_batch, more stages, or 1F1B, which keeps fewer micro-batches than GPipe",
-        )
+    planner = Planner.of(
+        part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit, in_flight=in_flight)
     )
+    planner = replace(planner, kinds=kinds)
+    planned = plan_within(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
+    if planned.ranking.excess:
+        raise nothing_fits(planned.ranking)
+    called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
+    searched = Searched(planned.search, {name: name for name in called})
+    return Chosen(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
 
 
 __all__ = ["Chooser", "Chosen", "Searched"]

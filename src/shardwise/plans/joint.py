@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, operator_name
 from shardwise.graph.stages import marks_of
+from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
@@ -32,7 +34,8 @@ from shardwise.search.micro_batch import Batches
 
 TRIES = 24  # settings that are planned at most
 OPERATORS = 12_000  # of large models fewer, so that these are all their operators; two at least
-REFINED = 16  # pairs of a number of places and a micro-batch that are estimated by a search
+REFINED = 32  # pairs of a number of places and a micro-batch that are estimated by searches
+REACHED = 1.5  # times the seconds of all products at the peak: about what a step takes without bubbles
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")  # where the user names none
 _Found = TypeVar("_Found", bound=Plan)
 
@@ -61,7 +64,8 @@ class Setting:
 class Considered:
     """A setting and what became of it. ``bound``: no plan of it has a shorter step; ``step_seconds``, ``num_bytes``: of
     its plan, and of the device that holds most; ``refused``: why there is none; ``pruned``: its bound is above a step
-    that was found before, of so many seconds. What has nothing of these was left out for want of time."""
+    that was found before, of so many seconds. What has nothing of these was left out for want of time. ``estimate``:
+    about how long its step is (0: not estimated; infinite: nothing seems to fit)."""
 
     setting: Setting
     bound: float
@@ -69,6 +73,7 @@ class Considered:
     num_bytes: float = 0.0
     refused: str = ""
     pruned: float = 0.0
+    estimate: float = 0.0
 
     def __str__(self) -> str:
         if self.step_seconds:
@@ -76,8 +81,14 @@ class Considered:
         elif self.pruned:
             what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
         else:
-            what = self.refused or f"left out: no step below {format_seconds(self.bound)}"
+            what = self.refused or f"left out: {self._about}no step below {format_seconds(self.bound)}"
         return f"{self.setting}: {what}"
+
+    @property
+    def _about(self) -> str:
+        if not self.estimate:
+            return ""
+        return "nothing seems to fit, " if self.estimate == inf else f"about {format_seconds(self.estimate)}, "
 
 
 @dataclass(frozen=True)
@@ -123,10 +134,10 @@ class Floor:
     def of(graph: Graph, share: float, cluster: Cluster) -> Floor:
         """``share``: how many times the samples of the graph are in a step."""
         device = cluster.device
-        peak = max(device.flops.values()) * cluster.num_devices
-        flops = sum(_least_flops(op, graph) for op in graph.ops) * share
+        products = [(op, format_dtype(graph.by_name[op.operands[0]].dtype)) for op in graph.ops if op.target in FLOPS]
+        seconds = sum(_least_flops(op, graph) / device.peak_flops(dtype) for op, dtype in products)
         held = sum(graph.by_name[s.value].num_bytes for s in graph.sources if s.kind == "parameter")
-        return Floor(flops / peak, 3 * len(graph.ops), float(held))
+        return Floor(seconds * share / cluster.num_devices, 3 * len(graph.ops), float(held))
 
     def bound(self, setting: Setting) -> float:
         """No step of a setting is shorter. Where a place has one stage, each waits for those before it to do their
@@ -139,20 +150,21 @@ class Floor:
         return self.seconds * setting.stages / setting.passes / (1 - steady**setting.stages)
 
     def estimate(self, setting: Setting, cluster: Cluster) -> float:
-        """About how long a step takes: products, gradients that are reduced once, kernels to start, and bubbles."""
+        """About how long a step takes: products, gradients that are reduced once, kernels to start, and bubbles. Where
+        more devices share a sample than are on the innermost level, their messages take the longer."""
         places = setting.places
         per_place = setting.stages // places
         level = cluster.levels[-1]
         bandwidth = level.link_bandwidth(level.size) / level.shared_by if cluster.num_devices > 1 else inf
         reduced = 2 * self.parameter_bytes / setting.stages / bandwidth
         started = setting.passes * self.kernels / places * cluster.device.kernel_latency
-        return max(2 * self.seconds, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
+        sharing = cluster.num_devices / places / setting.micro_batch / cluster.levels[0].size
+        products = REACHED * self.seconds * max(1.0, sharing)
+        return max(products, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
 
 
 def _least_flops(op: Op, graph: Graph) -> float:
-    """The operations of an operator and of its backward, at least."""
-    if op.target not in FLOPS:
-        return 0.0
+    """The operations of a product and of its backward, at least."""
     operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
     own = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
     flowing = sum(value.requires_grad for value in operands)
@@ -231,20 +243,22 @@ def joint_search(
 ) -> tuple[_Found, Joint]:
     """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: raises PlanError where a
     setting has none; ``tries``: how many are planned at most; ``seconds_of``: a better estimate of a step, that takes
-    longer (``plans.shallow``). Raises PlanError where no setting has one."""
+    longer (``plans.fronts``): a setting is planned when its is the least of all. Raises PlanError where no setting has
+    one."""
     best: tuple[float, Setting, _Found] | None = None
     failure: PlanError | None = None
     seen: list[Considered] = []
-    planned = 0
-    for setting in _in_order(settings, floor, cluster, seconds_of if len(settings) > tries else None):
-        one = Considered(setting, floor.bound(setting))
+    queue = _Queue(settings, floor, cluster, seconds_of if len(settings) > tries else None)
+    while queue.heap:
+        setting, estimate = queue.pop(refines=best is None or tries > 0)
+        one = Considered(setting, floor.bound(setting), estimate=estimate)
         if best is not None and one.bound >= best[0]:
             seen.append(replace(one, pruned=best[0]))
             continue
-        if planned >= tries and best is not None:
+        if tries <= 0 and best is not None:
             seen.append(one)
             continue
-        planned += 1
+        tries -= 1
         try:
             found = plan_of(setting)
         except PlanError as error:
@@ -262,21 +276,39 @@ def joint_search(
     return best[2], Joint(tuple(seen), best[1])
 
 
-def _in_order(
-    settings: Sequence[Setting], floor: Floor, cluster: Cluster, seconds_of: Callable[[Setting], float] | None
-) -> list[Setting]:
-    """The settings, those of the shortest estimated step first: by a rough estimate, the first of these by a better one
-    where there is one."""
-    ordered = sorted(settings, key=lambda own: (floor.estimate(own, cluster), own.stages, own.passes))
-    if seconds_of is None:
-        return ordered
-    sizes = list(dict.fromkeys((own.places, own.micro_batch) for own in ordered))[:REFINED]
-    refined = [own for own in ordered if (own.places, own.micro_batch) in sizes]
-    others = [own for own in ordered if (own.places, own.micro_batch) not in sizes]
-    seconds = {own: seconds_of(own) for own in refined}
-    refined.sort(key=seconds.__getitem__)
-    hopeless = [own for own in refined if seconds[own] == inf]
-    return refined[: len(refined) - len(hopeless)] + others + hopeless
+class _Queue:
+    """Settings, those of the shortest estimated step first. The estimate of each is rough until its turn comes; then it
+    is estimated by searches, where there is ``seconds_of`` and not too many were, and waits for its turn again.
+    ``heap``: of (whether it comes last, seconds, its number, the estimate by searches or None)."""
+
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        floor: Floor,
+        cluster: Cluster,
+        seconds_of: Callable[[Setting], float] | None,
+    ) -> None:
+        self.settings = sorted(settings, key=lambda own: (own.stages, own.passes))
+        self.seconds_of = seconds_of
+        self.sizes: set[tuple[int, int]] = set()
+        rough = [floor.estimate(own, cluster) for own in self.settings]
+        self.heap = [(False, seconds, number, -1.0) for number, seconds in enumerate(rough)]
+        heapify(self.heap)
+
+    def pop(self, *, refines: bool) -> tuple[Setting, float]:
+        """The next one and its estimate by searches (0: it has none)."""
+        while True:
+            is_last, rough, number, estimate = heappop(self.heap)
+            setting = self.settings[number]
+            if is_last or estimate >= 0 or self.seconds_of is None or not refines:
+                return setting, max(estimate, 0.0)
+            size = setting.places, setting.micro_batch
+            if len(self.sizes | {size}) > REFINED:
+                heappush(self.heap, (True, rough, number, -1.0))
+                continue
+            self.sizes.add(size)
+            seconds = self.seconds_of(setting)
+            heappush(self.heap, (seconds == inf, seconds, number, seconds))
 
 
 def _figures(plan: Plan) -> tuple[float, float]:

@@ -37,6 +37,8 @@ from shardwise.layouts.transfer import on_mesh
 from shardwise.plans.chosen import Chooser, Chosen, Searched
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
+from shardwise.plans.fronts import Fronts
+from shardwise.plans.joint import Setting
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
 from shardwise.plans.plan import Plan
@@ -211,8 +213,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     if how.marks is not None:
         parts = marked_parts(graph, dict(how.marks), how.num_stages)
     else:
-        per_place = how.schedule.stages_per_place
-        parts = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
+        parts = _balanced(how, graph, prices, flying)
     cut = cut_for_stages(graph, parts, passes.prelude)
     check_last(cut, graph)
     _check_parameters(cut)
@@ -241,6 +242,19 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     pricing = PricingEntry(format_cluster(how.cluster), "", "", "", ()) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
     return Found(plan, tuple(one.searched for one in chosen))
+
+
+def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
+    """The operators of every stage: cut at any operator, where memory costs no time; else, and where levers may be
+    chosen, between blocks, by what the fronts of these say of time under the memory of each stage."""
+    per_place = how.schedule.stages_per_place
+    parts, fits = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
+    if fits or not how.fits_itself:
+        return parts
+    settings = replace(how.settings, zero=None)
+    fronts = Fronts(graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments)
+    setting = Setting(how.num_stages, how.schedule.name, 0, how.settings.passes)
+    return fronts.parts(setting) or parts
 
 
 def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:

@@ -233,7 +233,8 @@ class Plan:
             return PlanError(
                 problem(
                     "a plan of stages has a search for every stage, none over all of them and none in its file",
-                    fix="sw.plan(..., stages=...).explain(name) explains an operator in its stage",
+                    fix="sw.plan(..., stages=...) has explain(name) and what_if(name, choice) for an operator in its "
+                    "stage; top ranks the plans of one search, so plan without stages for it",
                 )
             )
         why = "it was not chosen by price" if self.predicted is None else "a plan file has no search in it"
@@ -248,10 +249,11 @@ class Plan:
         """What another plan does differently."""
         return difference(self, other)
 
-    def survives(self, ranks_per_machine: int = 1) -> Survival:
+    def survives(self, ranks_per_machine: int = 1, *, peer_copies: bool = False) -> Survival:
         """Which losses of ranks cost nothing, because others hold the same, which cost how much, and what the cheapest
-        extra copies would be; printable. ``ranks_per_machine``: ranks that are lost together."""
-        return survival(self, ranks_per_machine)
+        extra copies would be; printable. ``ranks_per_machine``: ranks that are lost together; ``peer_copies``: those
+        copies are made (``sw.Recovery(peer_copy=...)``), so that training goes on from the newest of them."""
+        return survival(self, ranks_per_machine, peer_copies=peer_copies)
 
     def __str__(self) -> str:
         return format_plan(self)

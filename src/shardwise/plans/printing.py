@@ -20,14 +20,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster_file import parse as parse_cluster
+from shardwise.costs.optimizers import named, states_of, waits_on_host
 from shardwise.errors import PlanError, ShardwiseError, listed, problem
-from shardwise.layouts.text import DTYPE_NAMES
+from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
 from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_interval
 from shardwise.plans.quantities import format_seconds as format_seconds
+from shardwise.programs.state_groups import waits
 from shardwise.texts import shown
 
 if TYPE_CHECKING:
@@ -162,7 +164,28 @@ def _not_kept(plan: Plan) -> list[str]:
         lines.append(f"  once a step: casts and gathers of {many}, and the reductions of their gradients")
     if waiting := sum(entry.offloaded for entry in plan.operators):
         lines.append(f"  on the host until backward: results of {waiting:,} of {len(plan.operators):,} operators")
-    return lines
+    return lines + _states_on_host(plan)
+
+
+def _states_on_host(plan: Plan) -> list[str]:
+    """What of the optimizer's states waits on the host from step to step, and what it takes to have it back. A plan
+    does not say which parameters are trained, so that this is the most."""
+    if not waits_on_host(plan.optimizer):
+        return []
+    sizes = [
+        stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize
+        for stage in plan.stages
+        for entry in stage.parameters
+    ]
+    waiting = [size for size in sizes if waits(size)]
+    total, cluster = states_of(plan.optimizer) * sum(waiting), _priced_cluster(plan)
+    seconds = 0.0 if cluster is None else cluster.device.host_seconds(total)
+    took = f", {format_seconds(seconds)} there and as long back" if seconds else ""
+    name, _ = named(plan.optimizer)
+    return [
+        f"  on the host from step to step: states of {name} for {len(waiting):,} of {len(sizes):,} parameters, up to "
+        f"{format_bytes(total)} a device{took}"
+    ]
 
 
 def _stage(stage: Stage) -> list[str]:

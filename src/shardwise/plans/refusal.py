@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
@@ -12,24 +14,39 @@ from shardwise.search.ranking import Ranked
 NUM_LARGEST = 5
 
 
-def nothing_fits(least: Ranked) -> PlanError:
+class NothingFits(PlanError):
+    """No plan fits. ``what``, ``facts``, ``fix``: of the message."""
+
+    def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str) -> None:
+        super().__init__(problem(what, facts=facts, fix=fix))
+        self.what, self.facts, self.fix = what, tuple(facts), fix
+
+    def naming(self, mends: Sequence[str], why_none: str) -> NothingFits:
+        """The same with what mends it, the best first; where nothing is known to, why."""
+        if not mends:
+            return NothingFits(self.what, [*self.facts, ("mends", why_none)], self.fix)
+        facts = [*self.facts, *((f"mend {number}", mend) for number, mend in enumerate(mends, 1))]
+        return NothingFits(self.what, facts, "one of these; sw.fits takes more time and tries other changes")
+
+
+def nothing_fits(least: Ranked) -> NothingFits:
     """The refusal, where ``least`` needs the least memory of all plans looked at: a real plan's peak, and so an
     estimate from above of the least that any needs."""
     cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak
-    total = peak.num_bytes
-    added = " + ".join(f"{name} {size:,}" for name, size in peak.parts.items() if size)
-    return PlanError(
-        problem(
-            f"no plan fits: the least memory that was found is {format_bytes(total)} a device, "
-            f"{format_bytes(int(least.limit))} are allowed{_reserved(cost, least.limit)}",
-            facts=[
-                ("needed", f"{added} = {total:,} bytes, at the peak of the plan that needs least, {peak.where}"),
-                ("largest", _largest(cost, assignment)),
-                ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
-            ],
-            fix="use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer "
-            'states, or recompute="auto" (the default); sw.fits plans such mends and names the three cheapest',
-        )
+    total = int(least.best.num_bytes)
+    parts = {**peak.parts, "kept of other micro-batches in flight": least.best.others}
+    added = " + ".join(f"{name} {size:,}" for name, size in parts.items() if size)
+    return NothingFits(
+        f"no plan fits: the least memory that was found is {format_bytes(total)} a device, "
+        f"{format_bytes(int(least.limit))} are allowed{_reserved(cost, least.limit)}",
+        [
+            ("needed", f"{added} = {total:,} bytes, at the peak of the plan that needs least, {peak.where}"),
+            ("largest", _largest(cost, assignment)),
+            ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
+        ],
+        "use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer states or with "
+        'its states on the host ("adamw on host"), or recompute="auto" (the default); sw.fits plans such mends and '
+        "names the three cheapest",
     )
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardwise.costs.cluster_file import parse as parse_cluster
 from shardwise.costs.optimizers import states_of
-from shardwise.errors import PlanError, listed, problem
+from shardwise.errors import PlanError, ShardwiseError, listed, problem
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_dtype
-from shardwise.plans.quantities import format_bytes
+from shardwise.plans.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
@@ -54,11 +55,14 @@ class ExtraCopy:
 @dataclass(frozen=True)
 class Survival:
     """``held``: per set of ranks, the bytes that these and no others hold of every tensor; ``machines``: the ranks that
-    are lost together."""
+    are lost together; ``made``: copies that are made for that; ``send_rate``: B/s from a machine to the next (0: the
+    plan was not priced)."""
 
     held: Mapping[Ranks, Mapping[str, int]]
     machines: tuple[tuple[int, ...], ...]
     optimizer: str
+    made: tuple[ExtraCopy, ...] = ()
+    send_rate: float = 0.0
 
     def loss_of(self, ranks: Iterable[int]) -> Loss:
         """What is lost with some ranks. Raises PlanError for ranks that the plan does not have."""
@@ -103,6 +107,16 @@ class Survival:
             found.append(ExtraCopy(tuple(sorted(holders)), keeper, num_bytes))
         return tuple(found)
 
+    def with_copies(self) -> Survival:
+        """As it is with these copies made (``sw.Recovery(peer_copy=...)``)."""
+        held = {where: dict(tensors) for where, tensors in self.held.items()}
+        for copy in self.extra_copies:
+            where = frozenset(copy.holders)
+            both, tensors = where | {copy.keeper}, held.pop(where)
+            known = held.setdefault(both, {})
+            known.update({name: known.get(name, 0) + size for name, size in tensors.items()})
+        return replace(self, held=held, made=self.extra_copies)
+
     def _machines_of(self, holders: Ranks) -> set[int]:
         return {at for at, machine in enumerate(self.machines) if not holders.isdisjoint(machine)}
 
@@ -118,23 +132,25 @@ class Survival:
         if self.tolerated > 0:
             several = f"any {self.tolerated} {unit}s" if self.tolerated > 1 else f"any one {unit}"
             lines.append(f"nothing is lost with {several}; with {self.tolerated + 1} something may be")
-        if self.extra_copies:
+        if copies := self.made or self.extra_copies:
             most: dict[int, int] = defaultdict(int)
-            for copy in self.extra_copies:
+            for copy in copies:
                 most[copy.keeper] += copy.num_bytes
-            total = format_bytes(sum(most.values()))
-            shown = "; ".join(f"rank {c.keeper} of {_spans([c.holders])}" for c in self.extra_copies[:4])
-            more = f"; and {len(self.extra_copies) - 4} more" if len(self.extra_copies) > 4 else ""
-            largest = format_bytes(max(most.values()))
-            lines.append(f"cheapest extra copies for any one {unit}: {total} in all, {largest} on a rank")
+            total, largest = format_bytes(sum(most.values())), format_bytes(max(most.values()))
+            shown = "; ".join(f"rank {c.keeper} of {_spans([c.holders])}" for c in copies[:4])
+            more = f"; and {len(copies) - 4} more" if len(copies) > 4 else ""
+            took = f", sent in {format_seconds(max(most.values()) / self.send_rate)}" if self.send_rate else ""
+            what = "copies are made" if self.made else "cheapest extra copies"
+            lines.append(f"{what} for any one {unit}: {total} in all, {largest} on a rank{took}")
             lines.append(f"  kept by {shown}{more}")
         elif self.tolerated == 0:
             lines.append("there is no other machine to keep a copy")
         return "\n".join(lines)
 
 
-def survival(plan: Plan, ranks_per_machine: int = 1) -> Survival:
-    """What the copies that a plan makes survive. Raises PlanError for machines that do not divide the ranks."""
+def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = False) -> Survival:
+    """What the copies that a plan makes survive, with those besides that ``peer_copies`` asks for. Raises PlanError for
+    machines that do not divide the ranks."""
     ranks = sorted({rank for stage in plan.stages for rank in stage.placement.ranks})
     if not 1 <= ranks_per_machine <= len(ranks) or len(ranks) % ranks_per_machine:
         what = f"{len(ranks)} ranks are not machines of {ranks_per_machine}"
@@ -154,7 +170,19 @@ def survival(plan: Plan, ranks_per_machine: int = 1) -> Survival:
             held[frozenset(where)][name] += num_bytes
     cuts = range(0, len(ranks) + 1, ranks_per_machine)
     machines = tuple(tuple(ranks[start:stop]) for start, stop in pairwise(cuts))
-    return Survival({where: dict(found) for where, found in held.items()}, machines, plan.optimizer)
+    found = Survival(
+        {where: dict(own) for where, own in held.items()}, machines, plan.optimizer, send_rate=_send_rate(plan)
+    )
+    return found.with_copies() if peer_copies else found
+
+
+def _send_rate(plan: Plan) -> float:
+    """B/s at which a device sends to another machine while all do; 0 without a cluster that can be read."""
+    try:
+        levels = () if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster").levels
+    except ShardwiseError:
+        return 0.0
+    return levels[-1].bandwidth / levels[-1].shared_by if levels else 0.0
 
 
 def _holders(layout: Layout, place: Placement) -> dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]]:

@@ -25,7 +25,6 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
 from shardwise.graph.operators import STREAMS
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import Place, Places, Split
-from shardwise.programs.dispatch import LOCAL
 from shardwise.programs.time_axis import MEND, TimeSplit, buffer_names, split_in_time
 from shardwise.rules.calls import replaced
 from shardwise.rules.rule import Call, LocalContext, Piece, base_name
@@ -379,8 +378,6 @@ class _Writer:
             value = self.graph.by_name[source]
             where = where_of_result or self.split.where[source]
             shape = self._shape(value.shape, where)
-            if where == LOCAL and self.alone is not None:
-                shape = self.alone.by_name[source].shape
             self.values[name] = replace(value, name=name, shape=shape)
 
     def _emit(self, op: Op | None, word: str, target: Any, args: tuple[Arg, ...], key: tuple[Any, Any]) -> str:

@@ -13,8 +13,7 @@ No communication is possible along this axis but what time itself gives:
 Any other conversion along the axis would need a value of all passes while one of them runs: the loss is then no sum
 over micro-batches, and the model is refused with the operator's name. There is one exception. Running statistics (batch
 norm) are, in practice, those of every micro-batch: the operators that make them out of sums over samples see a pass as
-if it were the batch. And rows that are sorted by expert and put back (``programs.dispatch``) are sorted among those of
-a pass.
+if it were the batch.
 
 The axis needs no size: whatever its length, operators do the same along it.
 """
@@ -33,7 +32,6 @@ from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import Place, Places, Split, Where
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.dispatch import LOCAL, Dispatch
 from shardwise.programs.lower import PlacedOp, lower
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule
@@ -146,7 +144,6 @@ class _Axis:
     def __post_init__(self) -> None:
         self.places = {op.name: Places.of(self.factored.rules[op.name]) for op in self.graph.ops}
         self.of_inputs = _of_inputs(self.graph)
-        self.dispatch = Dispatch(self.graph, self.factored, self.where)
         for source in self.graph.sources:
             shape = self.graph.by_name[source.value].shape
             is_split = source.kind == "input" and bool(shape) and shape[0] == self.batch
@@ -164,10 +161,6 @@ class _Axis:
 
     def _follow(self, op: Op) -> None:
         """Who reads samples splits them; who reads none does the same in every pass."""
-        if self.dispatch.begins(op) or self.dispatch.follows(op):
-            return
-        if self.dispatch.reads(op):
-            raise _refusal(op, "mixes rows that were sorted by expert in a way that is not known")
         places = self.places[op.name]
         wanted: dict[Split | None, str] = {}
         for position, name in enumerate(op.operands):
@@ -193,14 +186,11 @@ class _Axis:
         loss = self.graph.loss
         assert loss is not None, "it was asked for"
         local, statistics = self._running_statistics(loss)
-        local |= self.dispatch.operators
         self.of_inputs = _of_inputs(self.graph, without=local)
         for op in self.graph.ops:
             self._sum(op, local, statistics)
         if isinstance(self.where[loss], Place) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
             raise _refusal(self.graph.producer[loss], "makes a loss that is no sum over samples")
-        if self.where[loss] == LOCAL:
-            raise _refusal(self.graph.producer[loss], "makes the loss of rows that were sorted by expert")
         for buffer, value in self.graph.mutations:
             if self.where[value] != "I" and value not in statistics:
                 name = self.graph.source_of[buffer].names[0]
@@ -241,8 +231,6 @@ class _Axis:
             return computed and not isinstance(self.where[name], Place)
 
         for op in self.graph.ops:
-            if op.name in self.dispatch.operators:
-                continue
             names = op.results if op.name in self.splits else (*op.results, *op.operands)
             inside = list(filter(is_inside, names))
             for name in inside:

@@ -18,7 +18,7 @@ from shardwise.graph.ir import Ref, Source
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.precision import Precision
 from shardwise.graph.trees import flatten, flatten_output
-from shardwise.graph.widen import reference_mode
+from shardwise.graph.widen import Dtypes, reference_mode
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
@@ -97,7 +97,8 @@ class OneDevice:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         around = nullcontext() if self.precision is None else self.precision.around_call()
-        with reference_mode(step, self.passes_of_statistics, widens=self.precision is None), around:
+        widens = self.precision is None
+        with reference_mode(step, self.passes_of_statistics, widens=widens, dtypes=self._dtypes()), around:
             output = self._output()
         leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
@@ -122,6 +123,14 @@ class OneDevice:
         for name, parameter in self.module.named_parameters():
             values["parameter", name] = parameter.detach().clone()
         return values
+
+    def _dtypes(self) -> Dtypes:
+        """Those of parameters, buffers and inputs, as captured."""
+        graph, tensors = self.captured.graph, self.tensors
+        inputs = (leaf for leaf in flatten((self.args, self.kwargs))[0] if isinstance(leaf, torch.Tensor))
+        held = (next(inputs) if one.kind == "input" else tensors.get(one.names[0]) for one in graph.sources)
+        pairs = zip(held, graph.sources, strict=True)
+        return Dtypes((tensor, graph.by_name[one.value].dtype) for tensor, one in pairs if tensor is not None)
 
     def _output(self) -> Any:
         """What the call returns: with parameters and inputs of the module as they are computed with."""
@@ -286,7 +295,7 @@ def _ones(program: Program, values: VirtualValues) -> VirtualValues:
 def optimizer_of(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
     if not parameters:
         return None
-    name, _, _ = name.partition(" ")  # how it updates changes nothing (``costs.optimizers``)
+    name, _, _ = name.partition(" ")  # how it updates, and where its states are, changes nothing (costs.optimizers)
     if name not in OPTIMIZERS:
         raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](parameters)

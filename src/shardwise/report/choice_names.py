@@ -7,13 +7,14 @@ from difflib import get_close_matches
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout
-from shardwise.search.cost_graph import CostGraph, OperatorVariable, StorageVariable, Variable
+from shardwise.search.cost_graph import CostGraph
+from shardwise.search.variables import OperatorVariable, StorageVariable, Variable
 
 
 def find(cost: CostGraph, name: str) -> int:
     """The variable of an operator, or of the storage of a parameter (by its name)."""
     names = {(v.kind, shown(cost, v)): i for i, v in enumerate(cost.variables)}
-    for kind in ("operator", "storage", "shared"):
+    for kind in ("operator", "storage", "shared", "received"):
         if (kind, name) in names:
             return names[kind, name]
     for view in cost.folded:
@@ -41,7 +42,7 @@ def shown(cost: CostGraph, variable: Variable) -> str:
         return variable.name
     source = graph.source_of.get(variable.name)
     if source is not None:
-        return source.names[0] if isinstance(variable, StorageVariable) else f"shared {source.names[0]}"
+        return source.names[0] if isinstance(variable, StorageVariable) else f"{variable.kind} {source.names[0]}"
     return f"shared {graph.producer[variable.name].name}"
 
 

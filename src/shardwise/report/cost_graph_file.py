@@ -72,7 +72,7 @@ def _at(search: Search, scope: tuple[int, ...], kind: int) -> dict[str, float]:
 def _dot(search: Search) -> str:
     """Chosen strategies as nodes, chosen conversions as edges (bold where they take time)."""
     cost, assignment = search.cost, search.outcome.assignment
-    shapes = {"operator": "box", "storage": "cylinder", "shared": "ellipse"}
+    shapes = {"operator": "box", "storage": "cylinder", "shared": "ellipse", "received": "cylinder"}
     lines = ["digraph cost {", "  node [fontname=monospace];"]
     own: dict[int, float] = {}
     for scope, kind in cost.factors:

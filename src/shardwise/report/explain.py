@@ -15,7 +15,8 @@ from shardwise.plans.bounds import bounds
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.report.choice_names import find, named, text_of
 from shardwise.search.auto import Search
-from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph, OperatorVariable, SharedVariable
+from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph
+from shardwise.search.variables import OperatorVariable, SharedVariable
 
 
 @dataclass(frozen=True, slots=True)

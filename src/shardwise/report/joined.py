@@ -8,8 +8,9 @@ from typing import Any
 
 from shardwise.plans.joint import Joint
 from shardwise.plans.plan import Plan
+from shardwise.report.alternatives import Ranking, WhatIf
 from shardwise.report.explain import Explanation
-from shardwise.report.planned import InStage, MicroBatches, Planned, Staged, entries
+from shardwise.report.planned import InStage, MicroBatches, Planned, Staged, WhatIfInStage, entries
 from shardwise.runtime.step_profile import StepProfile
 
 
@@ -35,6 +36,17 @@ class Joined(Plan):
             return self.joint
         assert isinstance(self.found, (Planned, Staged)), "it was chosen by price"
         return self.found.explain(name)
+
+    def what_if(self, name: str, choice: str) -> WhatIf | WhatIfInStage:
+        """As the plan of the setting that was taken says it."""
+        found: WhatIf | WhatIfInStage = self.found.what_if(name, choice)
+        return found
+
+    def top(self, k: int = 5) -> Ranking:
+        """The best ``k`` plans of the setting that was taken. Raises PlanError under stages, which have a search
+        each."""
+        found: Ranking = self.found.top(k)
+        return found
 
     def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
         """Write the plan as a page that one looks at, as a plan of that setting does."""

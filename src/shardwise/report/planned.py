@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,14 @@ class InStage:
         return f"in stage {self.stage}{alike}\n{self.explanation}"
 
 
+@dataclass(frozen=True, slots=True)
+class WhatIfInStage:
+    """The best plan of a ``stage`` in which one of its choices is another; predicted is a pass of that stage."""
+
+    stage: int
+    found: WhatIf
+
+
 @dataclass(frozen=True, eq=False)
 class Staged(Plan):
     """The plan of a pipeline. ``searched``: the search for each stage, which is no part of the plan."""
@@ -158,10 +166,25 @@ class Staged(Plan):
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
         crosses between stages, and parameters that several have, were brought together afterwards. Raises PlanError for
         an unknown name, and where no stage was chosen by price."""
+        number, own = self._home(name)
+        called = own.names[name]
+        return InStage(number, "" if called == name else called, explain(own.search, called))
+
+    def what_if(self, name: str, choice: str) -> WhatIfInStage:
+        """What the best plan of its stage would be if an operator had the strategy (or a parameter the layout)
+        ``choice``: as ``Planned.what_if``, of a pass of that stage. The other stages, and what crosses between them,
+        stay as they are. Raises as ``explain`` does, and for a choice that there is not."""
+        number, own = self._home(name)
+        found = what_if(own.search, own.names[name], choice)
+        names = {called: name for name, called in own.names.items()}
+        changed = tuple(change._replace(name=names.get(change.name, change.name)) for change in found.changed)
+        return WhatIfInStage(number, replace(found, changed=changed))
+
+    def _home(self, name: str) -> tuple[int, Searched]:
+        """The stage that has an operator or a parameter, and its search."""
         for number, own in enumerate(self.searched):
             if own is not None and name in own.names:
-                called = own.names[name]
-                return InStage(number, "" if called == name else called, explain(own.search, called))
+                return number, own
         known = [name for own in self.searched if own is not None for name in own.names]
         if not known:
             raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))

@@ -10,31 +10,33 @@ import torch
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules.attention_kernels import ATTENTION_ROWS
+from shardwise.rules.bands import EVERYTHING, Band, band_of
 from shardwise.rules.binding import RuleTable, build, leading_names
 from shardwise.rules.calls import flat_pieces, operand_positions, unchanged
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import attention as lowerings
-from shardwise.rules.ring import ring_attention
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+from shardwise.rules.ring import Ring, zigzag
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Lowering, OpRule
 
 aten = torch.ops.aten
 
 
 def attention_rule(op: Op, graph: Graph) -> OpRule | None:
-    """The rule, and its variant for rings."""
+    """The rule, and its variants for rings."""
     rule = _BY_PARTS(op, graph)
     query, key = (graph.by_name[name].shape for name in op.operands[:2])
     if rule is None or query[-2] != key[-2]:
         return rule
-    variant = _BY_RINGS(op, graph)
-    return rule if variant is None else replace(rule, variants=(("ring", variant),))
+    found = ((name, variant(op, graph)) for name, variant in _BY_RINGS.items())
+    return replace(rule, variants=tuple((name, variant) for name, variant in found if variant is not None))
 
 
-def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
+def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     """``b h t d, b h s d, b h s e -> b h t e``; grouped: the query heads are ``(g r)``, the key heads ``g``.
 
     Where queries and keys are equally many, there is the variant ``ring``: both are split alike, and the keys and
-    values are passed around (``rules/ring.py``).
+    values are passed around (``rules/ring.py``); and, of causal attention, the variant ``zigzag``, which does so with
+    equal work for all.
 
     Batch, heads, value width and queries are parallel: a part of the queries of causal attention knows where it starts
     (``shardwise::attention_rows``). Keys and the width that is contracted are lowered. With dropout there is no rule:
@@ -67,13 +69,17 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
 
     if grouped and value[-3] != key[-3]:
         return None
-    t, s = ("ring", "ring") if ring else ("t", "s")
+    if ring == "zigzag" and (not args["is_causal"] or "attn_mask" in positions):
+        return None
+    t, s = (ring, ring) if ring else ("t", "s")
+    band = EVERYTHING
     operands = [
         tensor(query, (t,), ("d",)),
         tensor(key, (s,), ("d",), shared=True),
         tensor(value, (s,), ("e",), shared=True),
     ]
     if "attn_mask" in positions:
+        band = band_of(op.operands[positions["attn_mask"][0]], graph)
         mask = graph.by_name[op.operands[positions["attn_mask"][0]]].shape
         if len(mask) < 2:
             return None
@@ -82,7 +88,7 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
         operands.append(tensor(mask, rows, columns))
     result: Dims = (*batch, (t,), ("e",))
     kinds: dict[str, FactorKind] = (
-        {"ring": "lowered", "s": "whole", "d": "whole"} if ring else {"s": "lowered", "d": "lowered"}
+        {ring: "lowered", "s": "whole", "d": "whole"} if ring else {"s": "lowered", "d": "lowered"}
     )
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
     rule = build(
@@ -94,9 +100,15 @@ def _attention(op: Op, graph: Graph, *, ring: bool) -> OpRule | None:
         sizes=sizes,
         linear=((2,),),
         localize=_localize,
-        lowering=ring_attention if ring else lowerings.scaled_dot_product_attention,
+        lowering=_lowering(ring, band),
     )
     return replace(rule, kernel=_kernel)
+
+
+def _lowering(ring: str, band: Band) -> Lowering:
+    if not ring:
+        return lowerings.scaled_dot_product_attention
+    return zigzag if ring == "zigzag" else Ring(band)
 
 
 def _localize(op: Op, context: LocalContext) -> Call:
@@ -119,5 +131,6 @@ def _rows(call: Call, *rows: tuple[int, ...]) -> Call:
     return Call(ATTENTION_ROWS, (*(args[name] for name in names), *rows))
 
 
-_BY_PARTS, _BY_RINGS = (zeros_if_empty(partial(_attention, ring=ring)) for ring in (False, True))
+_BY_PARTS = zeros_if_empty(_attention)
+_BY_RINGS = {name: zeros_if_empty(partial(_attention, ring=name)) for name in ("ring", "zigzag")}
 ATTENTION: RuleTable = {aten.scaled_dot_product_attention.default: attention_rule}

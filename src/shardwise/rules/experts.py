@@ -1,4 +1,4 @@
-"""Mixtures of experts: rows and columns are parallel; experts and the contraction are sums."""
+"""Mixtures of experts: tokens, the rows of a token and columns are parallel; experts and the contraction are sums."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph, Op
 from shardwise.rules.binding import RuleTable, build, single
 from shardwise.rules.calls import flat_pieces
-from shardwise.rules.rule import Call, FactorKind, LocalContext, OpRule
+from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
 
 
 def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
-    """``s k, e k n, ends -> s n``: a part of the experts computes their rows and gives 0 for the others."""
+    """``s k, e k n, (s r) -> (s r) n``: a part of the experts computes their rows and gives 0 for the others."""
 
     def localize(op: Op, context: LocalContext) -> Call:
-        rows, experts = flat_pieces(context.pieces["s"]), flat_pieces(context.pieces["e"])
-        return Call(op.target, (*op.args[:3], *rows, *experts))
+        return Call(op.target, (*op.args[:3], *flat_pieces(context.pieces["e"])))
 
-    operands = [single(["s", "k"]), single(["e", "k", "n"]), single(["ends"])]
-    kinds: dict[str, FactorKind] = {"k": "sum", "e": "sum", "ends": "whole"}
-    return build(op, graph, operands, [single(["s", "n"])], kinds=kinds, linear=((0,), (1,)), localize=localize)
+    (tokens, _), (rows,) = (graph.by_name[op.operands[i]].shape for i in (0, 2))
+    of_rows = ("s", "r") if rows != tokens else ("s",)
+    operands: list[Dims] = [single(["s", "k"]), single(["e", "k", "n"]), (of_rows,)]
+    kinds: dict[str, FactorKind] = {"k": "sum", "e": "sum"}
+    return build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=localize)
 
 
 EXPERTS: RuleTable = {grouped_mm._opoverload: grouped_mm_rule}

@@ -1,85 +1,235 @@
 """Ring attention: queries, keys and values are split alike along the sequence, and keys and values are passed around.
 
-With N devices the sequence is N blocks. In step i the queries of block j meet the keys of block j - i; then every
-device hands its keys and values to the next. Softmax is computed *online*: a running maximum, sum and result per row
-are scaled as larger scores come (Milakov and Gimelshein 2018; Liu, Zaharia and Abbeel, Ring attention, 2023). No device
+With N devices the sequence is N blocks. In step i the queries of block j meet the keys of block j - i; between steps
+every device hands its keys and values on. Softmax is computed *online*: a running maximum, sum and result per row are
+scaled as larger scores come (Milakov and Gimelshein 2018; Liu, Zaharia and Abbeel, Ring attention, 2023). No device
 ever has all keys at a time in forward; autograd keeps those of every step for backward, which passes the gradients
 around in the other direction.
 
-In the language of rules a ring is nothing special: the blocks are a dim of N, and handing on is ``roll`` by one along
-it, which exchanges windows of one block (``rules/windows.py``).
+In the language of rules a ring is nothing special: the blocks are a dim of N, and handing on is ``roll`` along it,
+which exchanges windows of one block (``rules/windows.py``).
+
+Of a mask it may be known that queries see keys at some distances alone (``rules/bands.py``). Steps in which no block
+sees anything are left out, with their messages; where only the blocks behind see those before them, nothing is handed
+from the last block to the first.
+
+Under a causal mask the device of the last block has all the work. ``ZIGZAG`` balances it (Zhu, zigzag ring attention,
+2024): the sequence is 2N chunks, and device i works on chunks i and 2N - 1 - i. Every pair of devices then has two
+pairs of chunks in which something is seen, and both are seen in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import inf, sqrt
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from shardwise.rules.bands import CAUSAL, EVERYTHING, Band
 from shardwise.rules.lowerings.attention import by_group, scaled_dot_product_attention
 from shardwise.rules.lowerings.precision import cast, wide
 
 
-def ring_attention(
+@dataclass(frozen=True)
+class Ring:
+    """The lowering of attention over equally many queries and keys. ``band``: the distances at which the mask may show
+    a key."""
+
+    band: Band = EVERYTHING
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        runs: Sequence[int] = (),
+    ) -> Tensor:
+        """Scaled dot-product attention. ``runs``: how many queries and keys a device holds; all, where they do not
+        divide, and there is no ring then."""
+        length = query.shape[-2]
+        run = runs[query.dim() - 2] if runs else length
+        if not 0 < run < length:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        number = length // run
+        q, k, v, mask, grouped = _operands(query, key, value, attn_mask, scale, enable_gqa)
+        q, k, v = (x.unflatten(-2, (number, run)) for x in (q, k, v))
+        blocks = torch.arange(number, device=query.device)
+        within = torch.arange(run, device=query.device)
+        if mask is not None:
+            mask = _in_blocks(mask, number, run, length)
+        seen = _nothing(q)
+        band = self.band.within(CAUSAL) if is_causal else self.band
+        for step, k_now, v_now in _handed_on(k, v, number, run, band):
+            origin = torch.remainder(blocks - step, number)  # of the keys that a block of queries meets now
+            hidden = None
+            if is_causal:
+                rows = (blocks.unsqueeze(-1) * run + within).unsqueeze(-1)
+                columns = (origin.unsqueeze(-1) * run + within).unsqueeze(-2)
+                hidden = columns > rows
+            seen = _met(seen, q, k_now, v_now, hidden, None if mask is None else _columns_of(mask, origin, number))
+        result = _attended(seen).flatten(-3, -2)
+        return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+
+
+def zigzag(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,
+    is_causal: bool = True,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
     runs: Sequence[int] = (),
 ) -> Tensor:
-    """Scaled dot-product attention over equally many queries and keys. ``runs``: how many of them a device holds; all,
-    where they do not divide, and there is no ring then."""
+    """Causal attention over equally many queries and keys, balanced. A ring where a device's queries are an odd
+    number."""
+    assert is_causal, "the rule offers it for causal attention alone"
+    assert attn_mask is None, "causal attention has no other mask"
     length = query.shape[-2]
     run = runs[query.dim() - 2] if runs else length
-    if not 0 < run < length:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    if not 0 < run < length or run % 2:
+        return Ring()(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, runs=runs)
+    number, chunk = length // run, run // 2
+    q, k, v, _, grouped = _operands(query, key, value, None, scale, enable_gqa)
+    order = [chunk for i in range(number) for chunk in (i, 2 * number - 1 - i)]  # of the chunks, device by device
+    q, k, v = (_chunks(x, order, chunk).unflatten(-2, (number, 2, chunk)) for x in (q, k, v))
+    first_q, last_q = q.unbind(-3)
+    blocks = torch.arange(number, device=query.device).unsqueeze(-1).unsqueeze(-1)
+    within = torch.arange(chunk, device=query.device)
+    later = within > within.unsqueeze(-1)
+    first, last = _nothing(q), _nothing(q)
+    for step in range(number):
+        if step:
+            k, v = torch.roll(k, 1, -4), torch.roll(v, 1, -4)
+        (first_k, last_k), (first_v, last_v) = k.unbind(-3), v.unbind(-3)
+        if not step:
+            first = _met(first, first_q, first_k, first_v, later)
+            last = _met(_met(last, last_q, first_k, first_v), last_q, last_k, last_v, later)
+            continue
+        # The last chunk sees the first one of all others. Of a device before this one the first chunk sees the first
+        # one, too; of a device behind it the last chunk sees the last one.
+        last = _met(last, last_q, first_k, first_v)
+        is_before = blocks >= step
+
+        def chosen(one: Tensor, other: Tensor, before: Tensor = is_before) -> Tensor:
+            return torch.where(before, one, other)
+
+        met = _met(
+            _Seen(*map(chosen, first, last)), chosen(first_q, last_q), chosen(first_k, last_k), chosen(first_v, last_v)
         )
-    number = length // run
-    q, k, v, mask = wide(query), wide(key), wide(value), attn_mask
+        first, last = _Seen(*map(chosen, met, first)), _Seen(*map(chosen, last, met))
+    result = torch.stack((_attended(first), _attended(last)), -3).flatten(-4, -2)
+    result = _chunks(result, sorted(range(2 * number), key=order.__getitem__), chunk)
+    return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ online softmax
+
+
+class _Seen(NamedTuple):
+    """Of the keys that rows have met: the largest score, the sum of the weights and of the weighted values."""
+
+    top: Tensor
+    total: Tensor
+    result: Tensor
+
+
+def _nothing(q: Tensor) -> _Seen:
+    zero = torch.zeros((), dtype=q.dtype, device=q.device)
+    return _Seen(torch.full((), -inf, dtype=q.dtype, device=q.device), zero, zero)
+
+
+def _met(
+    seen: _Seen, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, mask: Tensor | None = None
+) -> _Seen:
+    """What rows have seen after they met other keys, but for those that are ``hidden`` or that the mask hides."""
+    scores = torch.matmul(q, k.transpose(-2, -1))
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -inf)
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
+    higher = torch.maximum(seen.top, scores.detach().amax(-1, keepdim=True))
+    settled = torch.where(higher == -inf, 0, higher)  # nothing seen yet: any number will do
+    weights, kept = torch.exp(scores - settled), torch.exp(seen.top - settled)
+    total = seen.total * kept + weights.sum(-1, keepdim=True)
+    return _Seen(higher, total, seen.result * kept + torch.matmul(weights, v))
+
+
+def _attended(seen: _Seen) -> Tensor:
+    return seen.result / torch.where(seen.total == 0, 1, seen.total)  # a row that sees nothing is 0, as in PyTorch
+
+
+def _operands(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """Scaled queries, keys, values and mask in the precision of scores, and whether heads are grouped in them."""
+    q, k, v = wide(query), wide(key), wide(value)
     grouped = enable_gqa and query.shape[-3] != key.shape[-3]
     if grouped:
         q, k, v, mask = by_group(q, k, v, mask)
-    q, k, v = (x.unflatten(-2, (number, run)) for x in (q, k, v))
-    q = q * (1 / sqrt(query.shape[-1]) if scale is None else scale)
-    blocks = torch.arange(number, device=query.device)
-    within = torch.arange(run, device=query.device)
-    if mask is not None:
-        mask = _in_blocks(mask, number, run, length)
-    top = torch.full((), -inf, dtype=q.dtype, device=query.device)
-    total = result = torch.zeros((), dtype=q.dtype, device=query.device)
-    for step in range(number):
-        if step:
-            k, v = torch.roll(k, 1, -3), torch.roll(v, 1, -3)
-        scores = torch.matmul(q, k.transpose(-2, -1))
-        origin = torch.remainder(blocks - step, number)  # of the keys that a block of queries meets now
-        if is_causal:
-            rows = (blocks.unsqueeze(-1) * run + within).unsqueeze(-1)
-            columns = (origin.unsqueeze(-1) * run + within).unsqueeze(-2)
-            scores = scores.masked_fill(columns > rows, -inf)
-        if mask is not None:
-            mask_columns = _columns_of(mask, origin, number)
-            scores = (
-                scores.masked_fill(mask_columns.logical_not(), -inf)
-                if mask_columns.dtype == torch.bool
-                else scores + mask_columns
-            )
-        higher = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
-        settled = torch.where(higher == -inf, 0, higher)  # nothing seen yet: any number will do
-        weights, kept = torch.exp(scores - settled), torch.exp(top - settled)
-        total = total * kept + weights.sum(-1, keepdim=True)
-        result = result * kept + torch.matmul(weights, v)
-        top = higher
-    result = result / torch.where(total == 0, 1, total)  # a row that sees nothing is 0, as in PyTorch
-    result = result.flatten(-3, -2)
-    return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+    return q * (1 / sqrt(query.shape[-1]) if scale is None else scale), k, v, mask, grouped
+
+
+# -------------------------------------------------------------------------------------------------------- handing on
+
+
+def _handed_on(k: Tensor, v: Tensor, number: int, run: int, band: Band) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Step by step the keys and values that a block meets, of those that come ``step`` blocks before it. Blocks that
+    come before it by turning round are handed on in the steps in which one of them is seen."""
+
+    def is_seen(offset: int) -> bool:
+        """Whether a block may see one that lies so many blocks behind it (negative: before it)."""
+        return band.meets(offset * run - run + 1, offset * run + run - 1)
+
+    before = [step for step in range(1, number) if is_seen(-step)]
+    behind = [step for step in range(1, number) if is_seen(number - step)]
+    yield 0, k, v
+    held_k, held_v, last = k, v, 0
+    for step in (step for step in before if step in behind):
+        held_k, held_v = (torch.roll(x, step - last, -3) for x in (held_k, held_v))
+        yield step, held_k, held_v
+        last = step
+    held_k, held_v, last = k, v, 0
+    for step in (step for step in before if step not in behind):
+        held_k, held_v = (_shifted(x, step - last) for x in (held_k, held_v))
+        yield step, held_k, held_v
+        last = step
+    held_k, held_v, last = k, v, number
+    for step in (step for step in reversed(behind) if step not in before):
+        held_k, held_v = (_shifted(x, step - last) for x in (held_k, held_v))
+        yield step, held_k, held_v
+        last = step
+
+
+def _shifted(x: Tensor, number: int) -> Tensor:
+    """Every block is the one ``number`` blocks before it; zeros where there is none."""
+    return F.pad(x, (0, 0, 0, 0, number, -number))
+
+
+def _chunks(x: Tensor, order: Sequence[int], chunk: int) -> Tensor:
+    """The chunks of rows in another order."""
+    count = len(order)
+    moved: Tensor = torch.ops.shardwise.copied_runs(
+        x, [x.dim() - 2], [count], [chunk] * count, [i * chunk for i in order], [1] * count
+    )
+    return moved
+
+
+# -------------------------------------------------------------------------------------------------------------- masks
 
 
 def _in_blocks(mask: Tensor, number: int, run: int, length: int) -> Tensor:
@@ -99,3 +249,7 @@ def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
         allowed: Tensor = (mask & chosen).any(-2)
         return allowed
     return torch.where(chosen, mask, 0).sum(-2)
+
+
+RING: Final = Ring()
+__all__ = ["RING", "Ring", "zigzag"]

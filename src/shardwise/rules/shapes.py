@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 from math import gcd, prod
 
 import torch
@@ -311,6 +311,13 @@ def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[Run]], plain: 
     )
 
 
+def _copied_runs(op: Op, graph: Graph) -> OpRule:
+    args = arguments(op)
+    runs = iter([Run(*run) for run in zip(args["lengths"], args["firsts"], args["steps"], strict=True)])
+    counts = dict(zip(args["dims"], args["counts"], strict=True))
+    return copied_rule(op, graph, {dim: tuple(islice(runs, number)) for dim, number in counts.items()})
+
+
 def moved_rule(
     op: Op,
     graph: Graph,
@@ -465,6 +472,7 @@ SHAPES: RuleTable = {
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.meshgrid.default: _meshgrid,
     aten.meshgrid.indexing: _meshgrid,
+    COPIED_RUNS: _copied_runs,
     aten.roll.default: _roll,
     aten.flip.default: _flip,
     aten.fliplr.default: _flip,

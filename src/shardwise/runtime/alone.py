@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.plan import Plan
+from shardwise.plans.stages import bound, step_graph
 from shardwise.programs.spmd import Spmd
 from shardwise.runtime.calls import Calls, Settings
 from shardwise.runtime.communicator import Communicator
@@ -43,20 +45,18 @@ def run_alone(
     device: torch.device | str | None = None,
     compile: bool = False,
     steps: int = 3,
-) -> StepProfile:
+) -> StepProfile | StagesProfile:
     """A training step of one rank of ``plan``, measured ``steps`` times without the other ranks, beside the prediction:
-    operators and memory; of messages nothing is said. Of several passes all are run.
+    operators and memory; of messages nothing is said. Of several passes all are run. Of a plan of stages every stage of
+    the rank is measured by itself.
 
     ``module`` and ``example_inputs`` may be meta tensors; values are made up on ``device`` (by default the current GPU,
-    where there is one). Raises PlanError for a rank that the plan has not, and for a plan of stages; LaunchError where
-    this process is one of several ranks; OutOfDeviceMemoryError for a GPU without room for the rank's program.
+    where there is one). Raises PlanError for a rank that the plan has not; LaunchError where this process is one of
+    several ranks; OutOfDeviceMemoryError for a GPU without room for the rank's program.
     """
     if dist.is_initialized():
         fix = "run it in a process by itself, started without shardwise run -n or torchrun"
         raise LaunchError(problem("this process is a rank of a job, and a rank alone has no others", fix=fix))
-    if plan.is_pipeline:
-        fix = "give a plan without stages: sw.plan without stages= makes one"
-        raise PlanError(problem("a rank of a plan of stages does not run alone", fix=fix))
     if not 0 <= rank < plan.num_ranks:
         raise PlanError(
             problem(f"the plan is for ranks 0 to {plan.num_ranks - 1}, not {rank}", fix="name one of these")
@@ -76,15 +76,53 @@ def run_alone(
     if graph.loss is None:
         fix = "return the loss first, or give a loss beside the inputs"
         raise ShardwiseError(problem("the module returns no loss to differentiate", fix=fix))
-    spmd = program_of(plan, graph, training=module.training)
+    settings = Settings(loss, "global", device, compile)
     with _without_others(rank, plan.num_ranks):
-        ranks = _Alone(Placement.whole(plan.mesh))
-        calls = Calls(module, plan, Settings(loss, "global", device, compile), ranks, ranks)
-        calls.create_groups(spmd)
-        own = calls.step_of(spmd, loss_only=True, repeats=plan.micro_batches > 1)
-        tensors = _made_up(spmd, ranks, device)
-        run = _steps(own, tensors, plan.micro_batches)
-        return profile_step(run, lambda: own, plan, list(tensors), device, steps, alone=rank)
+        if not plan.is_pipeline:
+            spmd = program_of(plan, graph, training=module.training)
+            calls = _calls(module, plan, settings, Placement.whole(plan.mesh))
+            return _measured(calls, spmd, rank, steps, repeats=plan.micro_batches > 1)
+        spmds = bound(plan, step_graph(graph), training=module.training).spmds
+        found = {
+            number: _measured(
+                _calls(module, plan.alone(number), settings, stage.placement), spmd, rank, steps, repeats=True
+            )
+            for number, (stage, spmd) in enumerate(zip(plan.stages, spmds, strict=True))
+            if rank in stage.placement.ranks
+        }
+        return StagesProfile(rank, plan.num_ranks, found)
+
+
+@dataclass(frozen=True, slots=True)
+class StagesProfile:
+    """The stages of a rank, by number, each measured by itself: seconds and operators of one micro-batch, forward and
+    backward together, and the memory of one; what a schedule keeps of several is not in it."""
+
+    rank: int
+    num_ranks: int
+    stages: Mapping[int, StepProfile]
+
+    def __str__(self) -> str:
+        said = [f"rank {self.rank} of {self.num_ranks} alone: without messages, a micro-batch of each of its stages"]
+        for number, profile in self.stages.items():
+            _, *lines = str(profile).splitlines()  # the first says that it is alone
+            said += [f"stage {number}", *(f"  {line}" for line in lines)]
+        return "\n".join(said)
+
+
+def _calls(module: torch.nn.Module, plan: Plan, settings: Settings, place: Placement) -> Calls:
+    ranks = _Alone(place)
+    return Calls(module, plan, settings, ranks, ranks)
+
+
+def _measured(calls: Calls, spmd: Spmd, rank: int, steps: int, *, repeats: bool) -> StepProfile:
+    """A stage of the rank, or all there is. ``repeats``: its micro-batches add up."""
+    plan, device = calls.plan, calls.settings.device
+    calls.create_groups(spmd)
+    own = calls.step_of(spmd, loss_only=True, repeats=repeats)
+    tensors = _made_up(spmd, calls.ranks, device)
+    run = _steps(own, tensors, plan.micro_batches)
+    return profile_step(run, lambda: own, plan, list(tensors), device, steps, alone=rank)
 
 
 @contextmanager
@@ -133,8 +171,13 @@ def _steps(own: Step | RepeatedStep, tensors: list[Tensor], passes: int) -> Call
             delivered[0].backward()  # the loss is delivered first
             return
         running = own.begin(tensors)
+        is_differentiated = any(running.each.program.cotangents)
         for _ in range(passes):
-            running.run(tensors)
+            if is_differentiated:
+                running.run(tensors)
+            else:  # a stage whose parameters are all frozen
+                with torch.no_grad():
+                    running.forward(tensors)
         running.end()
 
     return run

@@ -36,13 +36,14 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import compiled_program, with_every_cotangent
 from shardwise.runtime.constants import Constants
 from shardwise.runtime.emit import Emitted, emit
+from shardwise.runtime.hands import hands
 from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.remembered import TimesOnDisk
 from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.step import Step
 from shardwise.runtime.trials import Compiling, Trial, Trials
-from shardwise.runtime.when_read import LEAST_BYTES, read_all, with_outputs_split
+from shardwise.runtime.when_read import LEAST_BYTES, WhenRead, plain, with_outputs_split
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
@@ -60,12 +61,14 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
-        check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
+        hands.begin()
         try:
+            check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
             with no_autocast():
                 return method(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             module._failed = True
+            hands.leave(error)
             raise
 
     return called
@@ -74,7 +77,8 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
     """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
     plain tensors or constants, and for tensors without data."""
-    flat, spec = flatten(read_all((args, kwargs)))
+    flat, spec = flatten((args, kwargs))
+    flat = [plain(x) if isinstance(x, WhenRead) else x for x in flat]
     if all(is_constant(x) or (is_plain_tensor(x) and (not x.is_meta or device.type == "meta")) for x in flat):
         return flat, spec
     named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]

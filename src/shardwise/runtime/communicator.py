@@ -30,6 +30,7 @@ from shardwise.runtime.faults import (
     conversion_failed,
     exchange_failed,
 )
+from shardwise.runtime.hands import hands
 from shardwise.runtime.trail import trail
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
@@ -46,13 +47,25 @@ class InFlight:
 
     work: Any
     sent: torch.Tensor
+    is_gloos: bool
+
+    def wait(self) -> None:
+        """Until it is done; with gloo, or until it is known that it never will be."""
+        if self.is_gloos:
+            hands.wait(self.work)
+        else:
+            self.work.wait()
+
+
+def is_gloos(group: Any) -> bool:
+    return bool(dist.get_backend(group) == "gloo")
 
 
 def adds_rows(group: Any) -> bool:
     """Whether a reduce-scatter of the group is an exchange of parts whose rows every member adds up. gloo's own reduces
     everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an exchange 13 and 27 (torch 2.13, a
     2-core AMD EPYC under load)."""
-    return bool(dist.get_backend(group) == "gloo")
+    return is_gloos(group)
 
 
 def add_rows(rows: torch.Tensor, op: Any) -> torch.Tensor:
@@ -91,7 +104,7 @@ class Rows:
     def wait(self) -> torch.Tensor:
         """The rows, when they are here. Raises CollectiveError."""
         with explaining(self.what, self.failed):
-            self.flight.work.wait()
+            self.flight.wait()
         return self.rows
 
 
@@ -197,7 +210,7 @@ class Communicator:
         rows, sent = tensor.new_empty(self.mesh.num_devices, tensor.numel()), tensor.reshape(-1)
         with explaining(what, failed):
             work = gather_tensor(rows.view(-1), sent, group=group, async_op=True)
-        return Rows(rows, InFlight(work, sent), what, failed)
+        return Rows(rows, InFlight(work, sent, is_gloos(group)), what, failed)
 
     def _failed(self, what: str) -> Failed:
         """What an error of the network means for an exchange of all ranks that is under way. ``what`` it is for."""
@@ -237,6 +250,7 @@ class Message:
         self.largest = max(self.totals)
         self.even = all(total == self.largest for total in self.totals)
         self.single, self.with_own = len(moves) == 1, first.with_own
+        self.is_gloos = is_gloos(self.group)
         self.adds_rows = self.kind == "reduce_scatter" and adds_rows(self.group)
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[torch.Tensor, InFlight | None]:
@@ -248,9 +262,12 @@ class Message:
         self.ranks.launched = self.number = self.ranks.launched + 1
         try:
             if not wait:
-                return self._launch(tensors, wait)
+                return self._launch(tensors, wait=False)
             with trail.waiting(self.label):
-                return self._launch(tensors, wait)
+                buffer, flight = self._launch(tensors, wait=not self.is_gloos)
+                if flight is not None:
+                    flight.wait()
+                return buffer, None
         except (RuntimeError, MemoryError) as error:
             self._explain(error)
             raise
@@ -259,7 +276,7 @@ class Message:
         """Wait for a collective. Raises as ``launch`` does."""
         try:
             with trail.waiting(self.label):
-                flight.work.wait()
+                flight.wait()
         except (RuntimeError, MemoryError) as error:
             self._explain(error)
             raise
@@ -321,14 +338,14 @@ class Message:
             tensor = buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.ranks.note(self.kind, self.axes, buffer.numel() * buffer.element_size())
         work = dist.all_reduce(buffer, op=self.op, group=self.group, async_op=not wait)
-        return buffer.view(tensor.dtype), InFlight(work, buffer)
+        return buffer.view(tensor.dtype), InFlight(work, buffer, self.is_gloos)
 
     def _all_gather(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight]:
         sent = _row([_wire(tensor) for tensor in tensors], self.largest)
         self.ranks.note(self.kind, self.axes, sum(self.totals) * sent.element_size())
         received = sent.new_empty(self.size * self.largest)
         work = gather_tensor(received, sent, group=self.group, async_op=not wait)
-        return received.view(tensors[0].dtype), InFlight(work, sent)
+        return received.view(tensors[0].dtype), InFlight(work, sent, self.is_gloos)
 
     def _reduce_scatter(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight]:
         if self.single and self.moves[0].sends_memory:
@@ -344,10 +361,10 @@ class Message:
         if self.adds_rows:
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=not wait)
-            return received, InFlight(work, sent)
+            return received, InFlight(work, sent, self.is_gloos)
         received = sent.new_empty(sent.numel() // self.size)
         work = scatter_tensor(received, sent, op=self.op, group=self.group, async_op=not wait)
-        return received, InFlight(work, sent)
+        return received, InFlight(work, sent, self.is_gloos)
 
     def _all_to_all(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight]:
         packed = [move.pack(tensor) for move, tensor in zip(self.moves, tensors, strict=True)]
@@ -357,7 +374,7 @@ class Message:
         self.ranks.note(self.kind, self.axes, sent.numel() * sent.element_size())
         received = sent.new_empty(sum(self.totals))
         work = dist.all_to_all_single(received, sent, self.totals, given, group=self.group, async_op=not wait)
-        return received.view(tensors[0].dtype), InFlight(work, sent)
+        return received.view(tensors[0].dtype), InFlight(work, sent, self.is_gloos)
 
 
 def group_timeout() -> timedelta | None:

@@ -6,6 +6,7 @@ copy is made on the spot: the same program, without the gain.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -26,15 +27,8 @@ class Copying(torch.nn.Module):
         self.landed: torch.cuda.Event | None = None
 
     def forward(self, tensor: Tensor) -> Tensor:
-        device = tensor.device if self.to_host else self.device or HOST
-        if device.type != "cuda":
-            return tensor.clone()
-        target = _pinned(tensor) if self.to_host else torch.empty_like(tensor, device=device)
-        stream = _stream(device, self.to_host)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            target.copy_(tensor, non_blocking=True)
-            self.landed = stream.record_event()
+        target = host_memory(tensor) if self.to_host else torch.empty_like(tensor, device=self.device or HOST)
+        self.landed = start_copy(tensor, target).landed
         return target
 
 
@@ -57,8 +51,42 @@ def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    """Pinned memory for a tensor. Raises ShardwiseError where the host gives none."""
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A copy under way. ``source`` stays until it has landed; ``landed``: None where it was made on the spot."""
+
+    source: Tensor
+    landed: torch.cuda.Event | None = None
+    device: torch.device = HOST
+
+    def wait(self) -> None:
+        """The kernels that follow wait for it."""
+        if self.landed is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.landed)
+
+    def finish(self) -> None:
+        """Wait for it here."""
+        if self.landed is not None:
+            self.landed.synchronize()
+
+
+def start_copy(source: Tensor, target: Tensor) -> Started:
+    """Copy to the host or from there, beside the kernels, on the stream for this direction."""
+    device = target.device if source.device == HOST else source.device
+    if device.type != "cuda":
+        target.copy_(source)
+        return Started(source)
+    stream = _stream(device, target.device == HOST)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        return Started(source, stream.record_event(), device)
+
+
+def host_memory(tensor: Tensor) -> Tensor:
+    """Memory of the host for a tensor, pinned beside a GPU. Raises ShardwiseError where there is none to pin."""
+    if tensor.device.type != "cuda":
+        return torch.empty_like(tensor, device=HOST)
     try:
         return torch.empty_like(tensor, device=HOST, pin_memory=True)
     except RuntimeError as error:

@@ -40,6 +40,8 @@ def taken_apart(outputs: Sequence[Any], memories: Sequence[Memory | None], sourc
 def written_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Give buffers their new values, in place. A value that is a buffer (two are exchanged) is read before it is
     written over."""
+    if not buffers:
+        return
     memories = {_storage(buffer) for buffer in buffers}
     with torch.no_grad():
         kept = [value.clone() if _storage(value) in memories else value for value in values]

@@ -25,6 +25,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
+from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
@@ -74,6 +75,7 @@ class Parallel(Split):
         self._has_said_whole = self._has_said_gathered = False
         self._signatures: dict[Any, Signature] = {}
         self._latest: Compiled | None = None
+        self._last_mode: tuple[bool, bool, bool] | None = None
         self._start_from(seed, self.device)
         hosts = (settings.host, self._host_ranks)
         hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights)
@@ -96,6 +98,7 @@ class Parallel(Split):
 
     def _protect(self) -> None:
         protect(self, placed(self, self.plan.layouts, self._ranks))
+        place_states(self, self.plan.optimizer, self._settings.host)
 
     @as_planned
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,8 +274,9 @@ class Parallel(Split):
         if batch is not None:
             key = _key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
-        if batch is None and (step is None or self._failed):
+        if batch is None and (step is None or self._failed or mode != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+        self._last_mode = mode
         self._compared()
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
@@ -355,8 +359,10 @@ class Parallel(Split):
             shapes = tuple(batch.shapes.values())
             key = _key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
-        if batch is None and (compiled is None or self._failed):
+        # Ranks may be known to make this kind of call, and one of them not to make it now.
+        if batch is None and (compiled is None or self._failed or mode != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+        self._last_mode = mode
         self._compared()
         if compiled is None:
             self._ranks.make_sure()

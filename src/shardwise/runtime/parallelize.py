@@ -99,7 +99,7 @@ def parallelize(
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
-        _check_pipeline(agreed, size, inputs, check_replicas, host, compile)
+        _check_pipeline(agreed, size, inputs, host, compile)
         if schedule_of(agreed.schedule, agreed.order).splits_backward:
             compile = False
     else:
@@ -141,9 +141,7 @@ def _check_ranks(plan: Plan, size: int) -> None:
         )
 
 
-def _check_pipeline(
-    plan: Plan, size: int, inputs: Inputs, check_replicas: int | None, host: Sequence[str], compile: Compile | None
-) -> None:
+def _check_pipeline(plan: Plan, size: int, inputs: Inputs, host: Sequence[str], compile: Compile | None) -> None:
     """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
@@ -157,7 +155,6 @@ def _check_pipeline(
         what
         for what, is_asked in (
             ('inputs="local"', inputs == "local"),
-            ("check_replicas", check_replicas),
             ("host", host),
         )
         if is_asked
@@ -165,7 +162,8 @@ def _check_pipeline(
     if asked:
         raise PlanError(
             problem(
-                f"under a plan of stages there is no {listed(asked)}",
+                f"under a plan of stages there is no {listed(asked)}: an input is read by the ranks of some stages "
+                "alone, and ranks of the others have no part of it; tables on the host have not been tried",
                 fix="pass the whole batch on every rank and leave these out, or plan without stages",
             )
         )

@@ -41,13 +41,16 @@ from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
 from shardwise.runtime.hooks import gathered
+from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.repeated import scale_of
+from shardwise.runtime.shared_parameters import shared_groups
 from shardwise.runtime.signatures import Signature, check_equal
 from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
+from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state import State
 from shardwise.runtime.torch_schedules import Scheduled, position_groups
 from shardwise.runtime.trail import trail
@@ -103,7 +106,7 @@ class Pipeline(Split):
         self._stages = [number for number, stage in enumerate(plan.stages) if stage.placement.ranks == own_place]
         self._group = position_groups(self._places)[self._position]
         self._ranks = [Communicator(stage.placement, name) for stage in plan.stages]
-        self._shared = self._shared_parameters()
+        self._shared = shared_groups(plan, own_place, self._position)
         calls = Calls(module, plan, settings, self._everyone, self._everyone)
         self._calls = calls
         self._calls_of = [calls.of_stage(plan.alone(i), ranks) for i, ranks in enumerate(self._ranks)]
@@ -117,6 +120,8 @@ class Pipeline(Split):
         hold(self, module, plan, own, self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
+        own_ranks = {number: self._ranks[number] for number in self._stages}
+        self._check = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
         self.train(module.training)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
@@ -140,25 +145,6 @@ class Pipeline(Split):
         stages = [self.plan.stages[number] for number in self._stages]
         return frozenset(entry.name for stage in stages for entry in (*stage.parameters, *stage.buffers))
 
-    def _shared_parameters(self) -> dict[str, Any]:
-        """Parameter that stages of several places have, this one among them -> the process group of the ranks with its
-        shard. All ranks make all groups."""
-        places: dict[str, dict[tuple[int, ...], None]] = {}
-        for stage in self.plan.stages:
-            for entry in stage.parameters:
-                places.setdefault(entry.name, {})[stage.placement.ranks] = None
-        groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-        found: dict[str, Any] = {}
-        own = self.plan.stages[self._stages[0]].placement.ranks
-        for name, ranks in places.items():
-            key = tuple(ranks)
-            if len(key) > 1:
-                if key not in groups:
-                    groups[key] = position_groups(key)[self._position]
-                if own in key:
-                    found[name] = groups[key]
-        return found
-
     def _holders(self, name: str) -> list[int]:
         """The other ranks that have this rank's shard of a parameter of several stages."""
         have = [stage.placement.ranks for stage in self.plan.stages if name in stage.layouts]
@@ -171,6 +157,7 @@ class Pipeline(Split):
         own = self.plan.stages[self._stages[0]].placement.ranks
         elsewhere = frozenset(name for name in self._shared if first[name] != own)
         protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
+        place_states(self, self.plan.optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}, "_signatures": {}}  # a copy makes its own programs
@@ -205,8 +192,10 @@ class Pipeline(Split):
         for worker in ready.workers:
             for program in worker.programs.values():
                 check_frozen(program.compiled)
-        losses = self._run(ready, tensors, keeps=True, scale=scale_of(scaler, self.device))
-        self._add_gradients(ready)
+        check = self._check if self.training else None
+        check = check if check is not None and check.is_due() else None
+        losses = self._run(ready, tensors, keeps=True, scale=scale_of(scaler, self.device), check=check)
+        self._add_gradients(ready, check)
         last = self.plan.stages[-1].placement.ranks
         total = sum(losses[1:], losses[0]).detach() if losses else None
         if loss == "last":
@@ -239,9 +228,12 @@ class Pipeline(Split):
         return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
 
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> NoReturn:
-        """Raises PlanError: stages are not profiled yet."""
+        """Raises PlanError: a rank's stages are measured by themselves, without the others."""
         raise PlanError(
-            problem("a plan of stages is not profiled", fix="profile a plan without stages= of a part of the model")
+            problem(
+                "a plan of stages is not profiled: its stages wait for each other, which belongs to no operator",
+                fix="shardwise run --alone RANK PLAN MODEL measures the stages of a rank",
+            )
         )
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -374,21 +366,32 @@ class Pipeline(Split):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _run(
-        self, ready: _Ready, tensors: Mapping[str, Tensor], *, keeps: bool, scale: Tensor | None = None
+        self,
+        ready: _Ready,
+        tensors: Mapping[str, Tensor],
+        *,
+        keeps: bool,
+        scale: Tensor | None = None,
+        check: PipelineCheck | None = None,
     ) -> list[Tensor]:
         """Run the schedule: the losses of micro-batches, where the last stage is."""
+        if check is not None:
+            check.begin(tensors, self._state.tensors)
         seed = self._seed_of_call(draws=ready.draws)
         whole = self._whole(ready, tensors)
         step = Step(tensors, with_samples_in(self.plan), whole, seed, self.device, scale)
         for worker in ready.workers:
-            worker.begin(step, keeps=keeps)
+            worker.begin(step, keeps=keeps, check=None if check is None else check.stages[worker.number])
         try:
-            return ready.scheduled.step() if keeps else ready.scheduled.forward()
+            losses = ready.scheduled.step() if keeps else ready.scheduled.forward()
         except RuntimeError as error:
             found = self._explained(error, ready.scheduled)
             if found is None:
                 raise
             raise found from error
+        if check is not None:
+            check.settle()
+        return losses
 
     def _explained(self, error: RuntimeError, scheduled: Scheduled) -> Exception | None:
         """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another. None:
@@ -455,7 +458,7 @@ class Pipeline(Split):
             found = interpret(prelude, given)
         return {name: found[name] for name in ready.passes.whole}
 
-    def _add_gradients(self, ready: _Ready) -> None:
+    def _add_gradients(self, ready: _Ready, check: PipelineCheck | None) -> None:
         """Add what the step has found to ``.grad``, of parameters of several stages the sum over them."""
         state = self._state.tensors
         totals: dict[str, Tensor] = {}
@@ -479,7 +482,13 @@ class Pipeline(Split):
                     dist.all_reduce(total, group=group)
                 totals[name] = total
         reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]
+        if check is not None:
+            for worker in ready.workers:
+                compiled = worker.programs[max(worker.sizes)].compiled
+                check.watch(worker.number, compiled.spmd, compiled.tensors)
         torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])
+        if check is not None:
+            check.settle()
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:

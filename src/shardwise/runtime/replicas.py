@@ -132,7 +132,10 @@ class Instrumented:
 
 
 class ReplicaCheck:
-    """The check of one module, in every ``every``-th of its training calls, the first included."""
+    """The check of one module, in every ``every``-th of its training calls, the first included. ``part``: which part of
+    the module it is, for messages."""
+
+    part = ""
 
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
         self.every, self.ranks = every, ranks
@@ -177,7 +180,7 @@ class ReplicaCheck:
         def forward(*tensors: Tensor) -> Any:
             prints = [self.fingerprint(tensor) for tensor in batch]
             *results, computed = own.program(*tensors)
-            self._compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
+            self.compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
             self.passed += 1
             return results
 
@@ -231,7 +234,7 @@ class ReplicaCheck:
             grads = [parameter.grad for parameter in watched]
             zero = torch.zeros((), dtype=torch.int64, device=self.fingerprint.factors.device)
             prints = [zero if grad is None else self.fingerprint(grad) for grad in grads]
-            self._compare(subjects, prints, leaders, "backward")
+            self.compare(subjects, prints, leaders, "backward")
 
         def reached(_: Tensor) -> None:
             if self._hooks:
@@ -247,8 +250,9 @@ class ReplicaCheck:
 
     # ------------------------------------------------------------------------------------------------------- comparison
 
-    def _compare(self, subjects: Sequence[Subject], prints: Sequence[Tensor], leaders: Tensor, direction: str) -> None:
-        """Exchange fingerprints, and raise ReplicaError for the first subject whose copies differ."""
+    def compare(self, subjects: Sequence[Subject], prints: Sequence[Tensor], leaders: Tensor, direction: str) -> None:
+        """Exchange fingerprints, and raise ReplicaError for the first subject whose copies differ. ``leaders``: per
+        rank and subject the first rank that must have the same."""
         if not subjects:
             return
         everywhere = self.ranks.gather_from_all(torch.stack(list(prints)), "the comparison of replicas").cpu()
@@ -260,9 +264,13 @@ class ReplicaCheck:
             subjects[first],
             everywhere[:, first].tolist(),
             leaders[:, first].tolist(),
-            f"{direction}, call {self.ranks.calls} of {self.ranks.name}; "
+            f"{direction}{self.part}, call {self.ranks.calls} of {self.ranks.name}; "
             f"{int(differ.sum())} of {len(subjects)} values that have copies differ",
+            self.ranks.place.ranks,
         )
+        self._differs(message, differing)
+
+    def _differs(self, message: str, differing: list[int]) -> None:
         raise ReplicaError(message, differing)
 
 
@@ -312,10 +320,13 @@ def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
     return torch.tensor(columns, dtype=torch.int64).view(len(columns), mesh.num_devices).t()
 
 
-def _report(subject: Subject, prints: list[int], leaders: list[int], where: str) -> tuple[str, list[int]]:
-    """(the message about one subject: who differs from whom, in the first group of copies that are not equal; who)."""
+def _report(
+    subject: Subject, prints: list[int], leaders: list[int], where: str, ranks: Sequence[int]
+) -> tuple[str, list[int]]:
+    """(the message about one subject: who differs from whom, in the first group of copies that are not equal; who).
+    ``ranks``: those that compared."""
     groups: dict[int, dict[int, list[int]]] = {}  # leader -> fingerprint -> ranks
-    for rank, (found, leader) in enumerate(zip(prints, leaders, strict=True)):
+    for rank, found, leader in zip(ranks, prints, leaders, strict=True):
         groups.setdefault(leader, {}).setdefault(found, []).append(rank)
     split = [group for group in groups.values() if len(group) > 1]
     most, *others = sorted(split[0].values(), key=lambda ranks: (-len(ranks), ranks))

@@ -29,6 +29,7 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import gather_objects, wire
 from shardwise.runtime.communicator import Communicator, Rows
+from shardwise.runtime.hands import hands
 from shardwise.runtime.replicas import Fingerprint
 from shardwise.runtime.shards import shard
 
@@ -85,7 +86,8 @@ def _text(leaf: Any) -> str:
 
 def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
     """Raise ShardwiseError, on all ranks, where they do not make the same call."""
-    everywhere = gather_objects(signature, ranks, device, f"a call that this rank has not made before ({signature})")
+    hands.ask(str(signature))
+    everywhere = gather_objects(signature, ranks, device, f"a call unlike the last of this rank ({signature})")
     _check_same(everywhere, with_shapes=True)
 
 

@@ -83,7 +83,8 @@ class Split(torch.nn.Module):
         key = int(torch.randint(2**62, ())) if draws and self.training else None
         if key in self._seeds and torch._C._current_graph_task_id() != -1:
             return self._seeds[key]
-        seed = self._seed.clone()  # backward draws the masks again, when self._seed is that of the next call
+        # Backward draws the masks again, when self._seed is that of the next call.
+        seed = self._seed.clone() if draws else self._seed
         if key is not None:
             self._seeds[key] = seed
             if len(self._seeds) > MAX_RECOMPUTED:

@@ -28,6 +28,7 @@ from shardwise.runtime.emit import emit_backward
 from shardwise.runtime.memory_of_outputs import written_back
 from shardwise.runtime.passes import rows_of_pass
 from shardwise.runtime.repeated import Running, cotangent_of
+from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
 
 
@@ -160,6 +161,7 @@ class StageWorker:
     statistics: frozenset[str]
     step: Step | None = None
     keeps: bool = True
+    check: ReplicaCheck | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
     _running: dict[int, Running] = field(default_factory=dict)  # by size
@@ -170,9 +172,9 @@ class StageWorker:
         self.receives = tuple(crossing.example() for crossing in largest.received) or _TOKEN
         self.sends = tuple(crossing.example() for crossing in largest.sent) or _TOKEN
 
-    def begin(self, step: Step, *, keeps: bool) -> None:
-        """A step begins. ``keeps``: backward follows."""
-        self.step, self.keeps = step, keeps
+    def begin(self, step: Step, *, keeps: bool, check: ReplicaCheck | None = None) -> None:
+        """A step begins. ``keeps``: backward follows; ``check``: forward is compared among the ranks of the stage."""
+        self.step, self.keeps, self.check = step, keeps, check
         self.outputs, self._running, self._saved, self.most_kept = {}, {}, {}, 0
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
@@ -187,9 +189,10 @@ class StageWorker:
                     given[position] = tensors[position].clone()
                 size = self.sizes[micro_batch]
                 if size not in self._running:
-                    self._running[size] = compiled.in_passes.begin(tensors)
+                    self._running[size] = compiled.in_passes.begin(tensors, observed=self.check is not None)
                 running = self._running[size]
-                delivered, written, saved = running.forward(given)
+                observed = None if self.check is None else self.check.observed(running.each, ())
+                delivered, written, saved = running.forward(given, observed)
                 self._saved[micro_batch] = dict(zip(running.each.program.saved, saved, strict=True))
                 self.most_kept = max(self.most_kept, len(self._saved))
             else:

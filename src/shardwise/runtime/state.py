@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +49,7 @@ class State:
     def refresh(self) -> bool:
         """Whether tensors were replaced since the last time. Raises ShardwiseError for one that does not fit, and where
         a submodule was replaced."""
-        for table, key, name, child in self._children:
+        for table, key, name, child in () if _are_there(self._children) else self._children:
             if table.get(key) is not child:
                 raise ShardwiseError(
                     problem(
@@ -58,7 +59,7 @@ class State:
                         "are there (load_state_dict)",
                     )
                 )
-        if all(table.get(key) is tensor for table, key, _, tensor in self._slots):
+        if _are_there(self._slots):
             return False
         slots = [slot._replace(tensor=_successor(slot)) for slot in self._slots]
         self._check_ties(slots)
@@ -77,6 +78,14 @@ class State:
                         fix="assign the same tensor to all of its names, or untie them before sw.plan",
                     )
                 )
+
+
+def _are_there(places: Sequence[tuple[Any, str, str, Any]]) -> bool:
+    """Whether every place, (table, key, name, what it holds), still holds it: asked in every call, in C."""
+    if not places:
+        return True
+    tables, keys, _, held = zip(*places, strict=True)
+    return all(map(is_, map(dict.get, tables, keys), held))
 
 
 def _successor(slot: Slot) -> torch.Tensor:

@@ -97,9 +97,9 @@ def handed_out(
     return found
 
 
-def read_all(tree: Any) -> Any:
+def _read_all(tree: Any) -> Any:
     """A tree with its ``WhenRead`` as plain tensors."""
-    return pytree.tree_map_only(WhenRead, _plain, tree)
+    return pytree.tree_map_only(WhenRead, plain, tree)
 
 
 class Unread:
@@ -157,7 +157,7 @@ class WhenRead(Tensor):
 
     def _text(self) -> str:
         if self.unread.part is None:
-            return repr(_plain(self))
+            return repr(plain(self))
         return f"<{self.unread.described}, {self.unread.conversion.source}, whole when every rank reads it>"
 
     @classmethod
@@ -165,7 +165,7 @@ class WhenRead(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _MEMORY:
-            return func(*read_all(args), **read_all(kwargs or {}))
+            return func(*_read_all(args), **_read_all(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
 
@@ -197,7 +197,7 @@ class WhenRead(Tensor):
     __repr__: Any = _text
 
 
-def _plain(tensor: WhenRead) -> Tensor:
+def plain(tensor: WhenRead) -> Tensor:
     """The values in a tensor of its own kind, a view that autograd knows."""
     with torch.set_grad_enabled(tensor.requires_grad):
         return tensor.view_as(tensor)
@@ -216,4 +216,4 @@ class _Defer(torch.autograd.Function):
         return (None if cotangent is None else ctx.unread.cotangent_of_part(cotangent)), None
 
 
-__all__ = ["Unread", "WhenRead", "handed_out", "read_all", "with_outputs_split"]
+__all__ = ["Unread", "WhenRead", "handed_out", "plain", "with_outputs_split"]

@@ -27,25 +27,14 @@ from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
-from shardwise.search.cost_graph import (
-    BYTES,
-    COMPUTE,
-    EXPOSED,
-    TRAFFIC,
-    Again,
-    CostGraph,
-    OperatorVariable,
-    SharedVariable,
-    StorageVariable,
-    Weights,
-    build,
-)
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, Again, CostGraph, Weights, build
 from shardwise.search.domains import Domains
 from shardwise.search.dynamic_programming import Outcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import restricted
 from shardwise.search.free import settle
 from shardwise.search.solving import minimise, solver_of
+from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable
 
 PricedSearch = Literal["dynamic_programming", "ilp", "recursive_programming"]
 PRICED_SEARCHES: tuple[PricedSearch, ...] = get_args(PricedSearch)
@@ -143,7 +132,7 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
         match variable:
             case OperatorVariable():
                 decided[variable.name] = variable.choice(value)
-            case StorageVariable():
+            case StorageVariable() | ReceivedVariable():
                 stored[variable.name] = variable.choice(value)
             case SharedVariable():
                 shared[variable.name] = variable.choice(value)
@@ -154,7 +143,10 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
     sources = {
         name: stored.get(name) or layout_of(inputs.get(name, {}), domains.atoms[name], mesh) for name in graph.source_of
     }
-    return Choice(strategies, sources, shared, route=domains.router)
+    sent = {
+        name: domains.routes(name).layout(int(nodes[assignment[home]])) for name, (home, nodes) in cost.sent.items()
+    }
+    return Choice(strategies, sources, shared, sent, domains.router)
 
 
 def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
@@ -166,7 +158,7 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
             wanted = choice.strategies[variable.name].choice_of
             options = (variable.choice(value).choice_of for value in range(variable.size))
             at = [value for value, choices in enumerate(options) if choices == wanted]
-        elif isinstance(variable, StorageVariable):
+        elif isinstance(variable, (StorageVariable, ReceivedVariable)):
             node = variable.routes.node_of(choice.sources[variable.name])
             at = np.flatnonzero(variable.nodes == node).tolist()
         else:

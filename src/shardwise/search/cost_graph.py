@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
-from typing import ClassVar
 
 import numpy as np
 
@@ -22,69 +21,16 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
-from shardwise.layouts.strategy import Strategy
 from shardwise.search.conversion_tables import bytes_sent, is_copied, seconds_between
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
+from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 COMPONENTS = ("exposed", "compute", "traffic", "bytes")
 EXPOSED, COMPUTE, TRAFFIC, BYTES = range(4)
 
 # The tables of the four components; None: zero everywhere.
 Components = tuple[Floats | None, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OperatorVariable:
-    """The strategy of an operator: its values are those of a domain."""
-
-    name: str
-    domain: Domain
-    kind: ClassVar[str] = "operator"
-
-    @property
-    def size(self) -> int:
-        """The number of its values."""
-        return len(self.domain)
-
-    def choice(self, value: int) -> Strategy:
-        """What a value stands for."""
-        return self.domain.strategy(value)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayoutVariable:
-    """A layout of a value: per value of the variable its node among the routes."""
-
-    name: str
-    routes: Routes
-    nodes: Ints
-
-    @property
-    def size(self) -> int:
-        """The number of its values."""
-        return len(self.nodes)
-
-    def choice(self, value: int) -> Layout:
-        """What a value stands for."""
-        return self.routes.layout(int(self.nodes[value]))
-
-
-class StorageVariable(_LayoutVariable):
-    """The layout in which a parameter is stored."""
-
-    __slots__ = ()
-    kind: ClassVar[str] = "storage"
-
-
-class SharedVariable(_LayoutVariable):
-    """The layout from which all consumers convert a value."""
-
-    __slots__ = ()
-    kind: ClassVar[str] = "shared"
-
-
-Variable = OperatorVariable | StorageVariable | SharedVariable
 
 
 @dataclass(frozen=True)
@@ -127,6 +73,8 @@ class CostGraph:
     # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
     maker: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     home: dict[str, tuple[int, Ints]] = field(default_factory=dict)
+    # Value that is sent to another stage -> the variable that decides its layout, per value the node it is sent in.
+    sent: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
     def weighted(self, weights: Weights) -> Problem:
         """The problem of minimising the weighted sum of the components."""
@@ -198,12 +146,14 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
 @dataclass(frozen=True, slots=True)
 class Again:
     """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
-    parameters are gathered again; ``offloaded``: operators whose results wait on the host. Conversions of values that
-    are done again, and copies to the host, are left to the simulation."""
+    parameters are gathered again; ``offloaded``: operators whose results wait on the host; ``local``: those of
+    ``operators`` whose results are kept where a message brought them, as it is not sent again. Conversions of values
+    that are done again, and copies to the host, are left to the simulation."""
 
     operators: frozenset[str] = frozenset()
     gathers: bool = False
     offloaded: frozenset[str] = frozenset()
+    local: frozenset[str] = frozenset()
 
 
 # A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
@@ -211,18 +161,26 @@ GATHERED_AGAIN = 1.5
 
 
 def build(
-    domains: Domains, fixed: Choices, storage: Mapping[str, Layout] | None = None, again: Again | None = None
+    domains: Domains,
+    fixed: Choices,
+    storage: Mapping[str, Layout] | None = None,
+    again: Again | None = None,
+    in_flight: int = 1,
 ) -> CostGraph:
-    """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided."""
-    return _Builder(domains, fixed, storage or {}, again or Again()).run()
+    """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided;
+    ``in_flight``: passes whose values are kept for backward at once."""
+    return _Builder(domains, fixed, storage or {}, again or Again(), in_flight).run()
 
 
 class _Builder:
-    def __init__(self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout], again: Again) -> None:
+    def __init__(
+        self, domains: Domains, fixed: Choices, storage: Mapping[str, Layout], again: Again, in_flight: int
+    ) -> None:
         self.domains, self.graph = domains, domains.graph
-        self.fixed, self.storage, self.again = fixed, storage, again
+        self.fixed, self.storage, self.again, self.in_flight = fixed, storage, again, in_flight
         away = again.operators | again.offloaded
         self.dropped = {name for op in self.graph.ops if op.name in away for name in op.results}
+        self.local = {name for op in self.graph.ops if op.name in again.local for name in op.results}
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
         self._longest: dict[object, float] = {}
@@ -230,6 +188,8 @@ class _Builder:
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
 
     def run(self) -> CostGraph:
+        for name in self.domains.received:
+            self._receive(name)
         for op in self.domains.operators:
             for name in dict.fromkeys(op.operands):
                 if name in self.parameter and name not in self.cost.home:
@@ -253,7 +213,7 @@ class _Builder:
         """The storage of a parameter: every layout that is sharded or whole."""
         domains, routes = self.domains, self.domains.routes(name)
         value, updated = self.graph.by_name[name], name in self.graph.updated
-        nodes = np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
+        nodes = _sendable(routes)
         if name in self.storage:
             node = routes.node_of(self.storage[name])
             assert node is not None, f"{name} is stored as {self.storage[name]}, which is none of its layouts"
@@ -270,6 +230,21 @@ class _Builder:
         dtypes = value.dtype, value.stored, value.reduced
         self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), table)
         self._arrive(name, variable, nodes, traffic=True)
+
+    def _receive(self, name: str) -> None:
+        """A value of another stage: it arrives in any layout that is sharded or whole. Every device is sent what it
+        has, and sends as much back; that there is less to send is what splits the value."""
+        routes = self.domains.routes(name)
+        nodes = _sendable(routes)
+        variable = self._add(ReceivedVariable(name, routes, nodes))
+
+        def table() -> Components:
+            level = self.domains.prices.links.cluster.levels[-1]
+            num_bytes = routes.numel[nodes].astype(np.float64) * routes.tensor.itemsize
+            return 2 * num_bytes * level.shared_by / level.link_bandwidth(level.size), None, None, None
+
+        self._factor((variable,), ("receive", id(routes), nodes.tobytes()), table)
+        self._arrive(name, variable, nodes, traffic=False)
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
         """A value is made, in a layout that ``variable`` decides."""
@@ -303,7 +278,7 @@ class _Builder:
 
         def table() -> Components:
             compute = domain.compute + domain.forward if again else domain.compute
-            return domain.exposed, compute, None, None if again or waits else domain.kept
+            return domain.exposed, compute, None, None if again or waits else domain.kept * self.in_flight
 
         key = ("operator", id(domain), again, waits)
         self._factor((variable,), key, table, partial(self._worked_on, op, domain))
@@ -327,17 +302,18 @@ class _Builder:
         nodes = np.unique(np.concatenate(used))
         routes = self.domains.routes(name)
         variable = self._add(SharedVariable(name, routes, nodes))
-        kept = self._is_kept(name) and not self._is_dropped(name)
-        stored_as_it_is = traffic and self.graph.by_name[name].stored is None
-        key: object = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, stored_as_it_is)
+        kept = self._is_kept(name) and (name in self.local or not self._is_dropped(name))
+        only_copies = name in self.local or (traffic and self.graph.by_name[name].stored is None)
+        key: object = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies)
         window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
 
         def table() -> Components:
             seconds = routes.prices(nodes)[made]
             held = np.zeros_like(seconds)
             if kept:
-                # A parameter is counted where it is stored, any other value, and a parameter's cast, here.
-                copied = is_copied(routes, made, nodes) if stored_as_it_is else np.ones_like(held, dtype=np.bool_)
+                # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is
+                # made again only copies.
+                copied = is_copied(routes, made, nodes) if only_copies else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
             share = self._share_of_pass(routes, made, nodes, traffic)
             return self._placed(seconds, held, traffic, window, share)
@@ -366,10 +342,11 @@ class _Builder:
         positions = tuple(i for i, own in enumerate(op.operands) if own == name)
         traffic = name in self.parameter
         maker = self.cost.variables[home]
-        computed = isinstance(maker, OperatorVariable) or (
-            isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None
+        computed = name not in self.local and (
+            isinstance(maker, (OperatorVariable, ReceivedVariable))
+            or (isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None)
         )
-        dropped = self._is_dropped(name)
+        dropped = self._is_dropped(name) and name not in self.local
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         key: object = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, is_once)
 
@@ -447,6 +424,22 @@ class _Builder:
                 return routes.prices(np.array([routes.whole]))[made, 0], None, None, None
 
             self._factor((home,), ("deliver", id(routes), made.tobytes()), table)
+        for name in self.graph.cotangents or ():
+            if name in self.cost.home:
+                self._send(name)
+
+    def _send(self, name: str) -> None:
+        """What another stage reads leaves as it is; sums and what is replicated in the layout that takes least."""
+        (home, made), routes = self.cost.home[name], self.domains.routes(name)
+        nodes = _sendable(routes)
+        seconds = routes.prices(nodes)[made]
+        least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
+        self.cost.sent[name] = home, nodes[least]
+
+        def table() -> Components:
+            return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
+
+        self._factor((home,), ("send", id(routes), made.tobytes()), table)
 
     def _window(self, name: str, key: object, seconds: Callable[[], Floats]) -> float:
         """What messages of a parameter can hide behind; inf where no conversion of ``key`` is longer."""
@@ -466,7 +459,8 @@ class _Builder:
         times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
         hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
         exposed = times * seconds - hidden
-        is_once = np.less(share, 1)
+        is_once = np.less(share, 1)  # and kept once
+        some = None if some is None else some * np.where(is_once, 1, self.in_flight)
         hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
@@ -486,6 +480,11 @@ class _Builder:
             if transient is not None:
                 self.cost.transients[number] = transient
         self.cost.factors.append((scope, number))
+
+
+def _sendable(routes: Routes) -> Ints:
+    """The layouts that are sharded or whole on every axis: in which a value is stored, or crosses to another stage."""
+    return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
 
 
 def _consumers(graph: Graph, operators: Iterable[Op], active: frozenset[str]) -> dict[str, list[Op]]:

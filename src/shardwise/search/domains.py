@@ -91,8 +91,14 @@ class Domains:
         self._kinds: dict[str, object] = {}
 
     @cached_property
+    def received(self) -> tuple[str, ...]:
+        """Values of another stage that have a gradient."""
+        graph = self.graph
+        return tuple(s.value for s in graph.sources if s.kind == "activation" and graph.by_name[s.value].requires_grad)
+
+    @cached_property
     def active(self) -> frozenset[str]:
-        found = set(self.parameters)
+        found = {*self.parameters, *self.received}
         for op in self.graph.ops:
             if any(name in found for name in op.operands):
                 found.update(op.results)

@@ -1,20 +1,27 @@
 """How little a plan makes again in order to fit: the levers in the order of what they cost.
 
-Where a model fits as it is, nothing is made again. Otherwise every setting of the ladder is searched as a problem of
-its own, operators, mesh and storage together, until two of them fit; the faster in the simulation is taken. Of its
-segments as many are then eased as the limit allows. The bound that such a plan is compared with holds for all settings:
-that of plans which make nothing again and have no limit.
+Where a model fits as it is, and the limit costs it next to nothing, nothing is made again. Otherwise every rung of the
+ladder is searched as a problem of its own, operators, mesh and storage together. Programs are made for these in the
+order of their price, until the next has a higher price than a step that was found; what makes more again than a rung
+that fits is passed over. The fastest in the simulation is taken, after as many of its segments were eased as the limit
+allows. The bound that such a plan is compared with holds for all rungs: that of plans which make nothing again and have
+no limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
 
 from shardwise.graph.segments import How, Segment
+from shardwise.search.auto import Search
+from shardwise.search.cost_graph import CostGraph
 from shardwise.search.levers import Gathered, Levers, Offload, blocks_of
 from shardwise.search.planner import Answer, Planned, Planner
 from shardwise.search.ranking import Ranked
+from shardwise.search.variables import OperatorVariable
 
 # What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters; and whether
 # what is still kept of the blocks waits on the host.
@@ -28,7 +35,8 @@ LADDER: tuple[tuple[How | None, Gathered, Offload], ...] = (
     ("full", "again", "auto"),
     ("full", "again", "all"),
 )
-ENOUGH = 2  # settings that fit
+STRENGTH: dict[How | None, int] = {None: 0, "cheap": 1, "full": 2}  # of those that can be compared
+BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
 
 
 def plan_within(
@@ -37,9 +45,86 @@ def plan_within(
     """The plan of the first rungs that fit. ``segments``: those that the model asks for; ``gathered``, ``offload``:
     where the user has decided. If no rung fits (``ranking.excess``): the plan that needs least. Nothing is moved to a
     host that is the device."""
+    ladder = _ladder(planner, segments, gathered, offload)
+    weakest = next(ladder)
+    rungs = [weakest]
+    bound = planner.bound_without_limit(weakest.costs)
+    if weakest.price > BINDING * bound or weakest.answer.ranking.excess:
+        rungs = sorted([weakest, *ladder], key=lambda rung: rung.price)
     fitting: list[_Rung] = []
     refused: list[_Rung] = []
-    hopeless: list[tuple[Planner, How | None]] = []  # what adds up is too much already
+    for rung in rungs:
+        if fitting and rung.price >= min(_seconds(own.answer.ranking) for own in fitting):
+            break
+        if any(rung.makes_more_again(own) for own in fitting):
+            continue
+        (refused if rung.answer.ranking.excess else fitting).append(rung)
+    if not fitting:
+        smallest = min(refused, key=lambda rung: rung.answer.ranking.best.num_bytes)
+        return smallest.planner.planned(smallest.answer)
+    eased: list[tuple[_Rung, Planner, Ranked]] = []
+    for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
+        least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
+        if not eased or least < min(_seconds(own) for _, _, own in eased):
+            eased.append((rung, *_eased(rung, segments)))
+    rung, easier, ranking = min(eased, key=lambda one: _seconds(one[2]))
+    best = rung.planner.planned_as_eased(rung.answer, easier, ranking)
+    if best.ranking.excess and planner.folded is not None:  # the estimate was too low
+        return plan_within(replace(planner, folded=None), segments, gathered, offload)
+    if len(rungs) == 1:
+        return best
+    return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rung:
+    """A setting of the ladder. ``how``: what it does with the blocks; ``searches``: of the meshes on which what adds up
+    fits; ``refused``: of the others the least bytes."""
+
+    planner: Planner
+    how: How | None
+    searches: Sequence[Search]
+    refused: Sequence[tuple[float, CostGraph]]
+
+    @cached_property
+    def price(self) -> float:
+        """The least additive price, and no less than copies to the host and back take; infinite where what adds up is
+        too much."""
+        done = [own for own in self.searches if not own.outcome.stopped]
+        return min((max(own.outcome.seconds, self._copies(own)) for own in done), default=inf)
+
+    def _copies(self, search: Search) -> float:
+        rate = self.planner.cluster.device.host_bandwidth
+        waiting = self.planner.settings.levers.priced(self.planner.graph).offloaded
+        if not waiting or not rate:
+            return 0.0
+        pairs = zip(search.cost.variables, search.outcome.assignment, strict=True)
+        kept = (own.domain.kept[at] for own, at in pairs if isinstance(own, OperatorVariable) and own.name in waiting)
+        return 2 * float(sum(kept)) / rate
+
+    def makes_more_again(self, other: _Rung) -> bool:
+        """Whether it does all that another does, and more."""
+        own, weaker = self.planner.settings.levers, other.planner.settings.levers
+        if self.how not in STRENGTH or other.how not in STRENGTH or own.offloads != weaker.offloads:
+            return False
+        gathers = own.gathered == "again", weaker.gathered == "again"
+        return STRENGTH[self.how] >= STRENGTH[other.how] and gathers[0] >= gathers[1]
+
+    @property
+    def costs(self) -> list[CostGraph]:
+        """Of all meshes."""
+        return [*(search.cost for search in self.searches), *(cost for _, cost in self.refused)]
+
+    @cached_property
+    def answer(self) -> Answer:
+        """What is found, for which programs are made. Bytes that add up may be a few more than the peak, so that some
+        fit which were refused."""
+        return self.planner.answer_of(self.searches, self.refused)
+
+
+def _ladder(
+    planner: Planner, segments: Sequence[Segment], gathered: Gathered | None, offload: Offload
+) -> Iterator[_Rung]:
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
     for how, held, moved in LADDER:
@@ -48,45 +133,8 @@ def plan_within(
         if decided and (how == "offload" or moved != "auto"):
             continue
         levers = Levers.of(planner.graph, segments, how, held, moved if offload == "auto" else offload)
-        own = _with(planner, levers)
-        answer = own.answer_that_may_fit()
-        if answer is None:
-            hopeless.append((own, how))
-        elif answer.ranking.excess:
-            refused.append(_Rung(own, answer, how))
-        else:
-            fitting.append(_Rung(own, answer, how))
-            if how is None and held == (gathered or "held"):
-                break  # nothing is made again but what the model asks for
-            if len(fitting) == ENOUGH:
-                break
-    if not fitting:  # bytes that add up may be a few more than the peak
-        for own, how in hopeless:
-            answer = own.answer()
-            (refused if answer.ranking.excess else fitting).append(_Rung(own, answer, how))
-            if fitting:
-                break
-    if not fitting:
-        least = min(refused, key=lambda rung: rung.answer.ranking.best.num_bytes)
-        return least.planner.planned(least.answer)
-    eased = [(rung, *_eased(rung, segments)) for rung in fitting]
-    rung, easier, ranking = min(eased, key=lambda one: _seconds(one[2]))
-    best = rung.planner.planned_as_eased(rung.answer, easier, ranking)
-    if best.ranking.excess and planner.folded is not None:  # the estimate was too low
-        return plan_within(replace(planner, folded=None), segments, gathered, offload)
-    if not refused and not hopeless:
-        return best
-    bound = min(best.prediction.bound, planner.bound_without_limit())
-    return replace(best, prediction=replace(best.prediction, bound=bound))
-
-
-@dataclass(frozen=True, eq=False)
-class _Rung:
-    """A setting of the ladder and what was found for it. ``how``: what it does with the blocks."""
-
-    planner: Planner
-    answer: Answer
-    how: How | None
+        own = replace(planner, settings=replace(planner.settings, levers=levers))
+        yield _Rung(own, how, *own.searches())
 
 
 def _eased(rung: _Rung, segments: Sequence[Segment]) -> tuple[Planner, Ranked]:
@@ -102,7 +150,3 @@ def _eased(rung: _Rung, segments: Sequence[Segment]) -> tuple[Planner, Ranked]:
 
 def _seconds(ranking: Ranked) -> float:
     return ranking.prediction.step_seconds if ranking.best.step is None else ranking.best.step.seconds
-
-
-def _with(planner: Planner, levers: Levers) -> Planner:
-    return replace(planner, settings=replace(planner.settings, levers=levers))

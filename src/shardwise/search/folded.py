@@ -28,7 +28,7 @@ from shardwise.programs.spmd import Choice
 from shardwise.search.levers import Levers
 
 LEAST_RUN = 4
-LEAST_OPERATORS = 1_000  # smaller models are simulated as they are
+LEAST_OPERATORS = 400  # smaller models are simulated as they are
 WORTH = 1.0  # of the model's operators, at most so many in all the programs that stand for it
 
 Simulate = Callable[[Graph, Levers], SimulatedStep]

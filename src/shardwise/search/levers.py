@@ -92,6 +92,7 @@ class Levers:
         """What the search prices as made again: of full segments all that stays inside, of cheap ones what is no
         product. The program decides what is made again in truth."""
         operators: set[str] = set()
+        local: set[str] = set()
         waiting = {name for block in blocks_of(graph) for name in block.operators} if self.offloads else set[str]()
         for segment in self.segments:
             if segment.how == "offload":
@@ -101,8 +102,11 @@ class Levers:
                 operators |= segment.operators - stays
             elif segment.how == "cheap":
                 products = {op.name for op in graph.ops if op.target in FLOPS}
-                operators |= segment.operators - _leaving(graph, segment.operators) - products
-        return Again(frozenset(operators), self.gathered == "again", frozenset(waiting - operators))
+                local |= segment.operators - _leaving(graph, segment.operators) - products
+        operators |= local
+        return Again(
+            frozenset(operators), self.gathered == "again", frozenset(waiting - operators), frozenset(local - waiting)
+        )
 
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:

@@ -59,7 +59,7 @@ class Settings:
     up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
     keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
-    they would be copied."""
+    they would be copied; ``in_flight``: passes whose values a device keeps for backward at once."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -69,6 +69,7 @@ class Settings:
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     levers: Levers = field(default_factory=Levers)
     zero: Zero | None = None
+    in_flight: int = 1
 
 
 @dataclass(frozen=True)
@@ -140,20 +141,17 @@ class Planner:
 
     def answer(self) -> Answer:
         """As ``plan``; what it is the plan of."""
-        searches, refused = self._searches()
+        return self.answer_of(*self.searches())
+
+    def answer_of(self, searches: Sequence[Search], refused: Sequence[tuple[float, CostGraph]]) -> Answer:
+        """The answer of ``searches``."""
         if searches:
             return Answer(self.fastest(searches), searches)
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
         least = searched(cost, self.settings.search, num_bytes)
         return Answer(self.within_moments(least, self.rank([least])))
 
-    def answer_that_may_fit(self) -> Answer | None:
-        """As ``answer``; None where what plans hold for long is too much by itself on every mesh, so that no program is
-        built."""
-        searches, _ = self._searches()
-        return Answer(self.fastest(searches), searches) if searches else None
-
-    def _searches(self) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
+    def searches(self) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
         """The searches of the meshes on which something fits, and of the others the least bytes."""
         searches: list[Search] = []
         refused: list[tuple[float, CostGraph]] = []
@@ -174,7 +172,8 @@ class Planner:
         if mesh not in self.domains:
             axes = Axes.of(mesh, separate_axes(fixed, mesh))
             self.domains[mesh] = domains_of(self.graph, self.factored, axes, self.prices(mesh))
-        return build(self.domains[mesh], fixed, again=self.settings.levers.priced(self.graph))
+        own = self.settings
+        return build(self.domains[mesh], fixed, again=own.levers.priced(self.graph), in_flight=own.in_flight)
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
@@ -281,12 +280,17 @@ class Planner:
 
             step = self.folded.step(choice, self.settings.levers, search.mesh, short)
             if step is not None:
-                return Simulated(candidate, choice, None, step.peak, step)
+                return Simulated(candidate, choice, None, step.peak, step, self._others(step.kept_bytes))
         choice, spmd = self._program(self.graph, choice, search.mesh, self.settings)
         if not simulated:
-            return Simulated(candidate, choice, spmd, memory_of(spmd, prices, kinds=self.kinds).peak, None)
+            memory = memory_of(spmd, prices, kinds=self.kinds)
+            return Simulated(candidate, choice, spmd, memory.peak, None, self._others(memory.kept_bytes))
         step = simulate(spmd, prices, self.kinds)
-        return Simulated(candidate, choice, spmd, step.peak, step)
+        return Simulated(candidate, choice, spmd, step.peak, step, self._others(step.kept_bytes))
+
+    def _others(self, kept_bytes: int) -> int:
+        """What is kept of the passes in flight beside one that keeps so much."""
+        return (self.settings.in_flight - 1) * kept_bytes
 
     def _program(self, graph: Graph, choice: Choice, mesh: Mesh, settings: Settings) -> tuple[Choice, Spmd]:
         return built(graph, self.factored.rules, choice, mesh, settings, self.kinds)
@@ -328,13 +332,15 @@ class Planner:
             one.step.kept_bytes if one.step is not None else memory_of(program, prices, kinds=self.kinds).kept_bytes
             for one, program in ((planned.ranking.best, planned.spmd), (strong.best, spmd))
         ]
+        more = self.settings.in_flight * (held[0] - held[1])
         price = over.additive_price + planned.prediction.pass_seconds - over.pass_seconds
-        prediction = replace(planned.prediction, additive_price=price, num_bytes=over.num_bytes + held[0] - held[1])
+        prediction = replace(planned.prediction, additive_price=price, num_bytes=over.num_bytes + more)
         return replace(planned, prediction=prediction)
 
-    def bound_without_limit(self) -> float:
-        """No plan has a lower additive price, whatever its memory and whatever it makes again."""
-        found = (searched(self.cost_graph(mesh), self.settings.search, None) for mesh in self.meshes)
+    def bound_without_limit(self, costs: Iterable[CostGraph]) -> float:
+        """No plan on the meshes of these cost graphs, which make nothing again, has a lower additive price, whatever
+        its memory and whatever it makes again."""
+        found = (searched(cost, self.settings.search, None) for cost in costs)
         return min(float(search.outcome.bound) for search in found)
 
     def planned(self, answer: Answer) -> Planned:

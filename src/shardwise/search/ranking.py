@@ -20,19 +20,20 @@ CLEARLY = 0.999
 @dataclass(frozen=True, eq=False)
 class Simulated:
     """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None where the
-    model is too large to be simulated. ``spmd``: None where both come from programs of fewer blocks
-    (``search.folded``)."""
+    model is too large to be simulated; ``others``: bytes kept of other passes in flight. ``spmd``: None where both come
+    from programs of fewer blocks (``search.folded``)."""
 
     candidate: Candidate
     choice: Choice
     spmd: Spmd | None
     peak: Peak
     step: SimulatedStep | None
+    others: int = 0
 
     @property
     def num_bytes(self) -> float:
         """The most that a device holds."""
-        return float(self.peak.num_bytes)
+        return float(self.peak.num_bytes + self.others)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,12 @@ import numpy as np
 
 from shardwise.layouts.choice import INVARIANT, AxisChoice, Split
 from shardwise.layouts.routes import Floats, Ints
-from shardwise.search.cost_graph import BYTES, CostGraph, OperatorVariable, Weights
+from shardwise.search.cost_graph import BYTES, CostGraph, Weights
 from shardwise.search.domains import Domain
 from shardwise.search.dynamic_programming import TIE, DoesNotFit, Outcome
 from shardwise.search.elimination import Problem, Scope, Solution, restricted
 from shardwise.search.solving import minimise
+from shardwise.search.variables import OperatorVariable
 
 # Seconds per byte that are tried where a plan does not fit: from a byte that takes as long as to write it on a fast
 # device to one that outweighs everything.

@@ -43,10 +43,11 @@ class _Weights:
 
 def balanced_parts(
     graph: Graph, num_stages: int, prices: Prices, limit: float, in_flight: Sequence[int], per_place: int = 1
-) -> list[list[str]]:
-    """The operators of every stage. ``limit``: the bytes of a device; ``in_flight``: per stage the micro-batches whose
-    values it keeps at once; ``per_place``: the stages that share a device. Raises PlanError for fewer positions than
-    cuts."""
+) -> tuple[list[list[str]], bool]:
+    """The operators of every stage, and whether memory costs them no time: with all that operators make, each fits
+    where the slowest is as fast as without a limit. Where nothing fits, memory is divided. ``limit``: the bytes of a
+    device; ``in_flight``: per stage the micro-batches whose values it keeps at once; ``per_place``: the stages that
+    share a device. Raises PlanError for fewer positions than cuts."""
     weights = _weigh(graph, prices)
     count = len(weights.names)
     if count < num_stages:
@@ -61,8 +62,8 @@ def balanced_parts(
     devices = prices.links.mesh.num_devices
     latency = send_seconds(prices, devices, 0.0)  # of each message; not what bounds how many micro-batches pass
     sends = [send_seconds(prices, devices, float(weights.sent[p]) / devices) - latency for p in positions[:-1]] + [0.0]
-    starts = _best(weights, positions, np.array(sends), num_stages, limit * devices / per_place, in_flight)
-    return _parts(graph, weights, starts)
+    starts, fits = _best(weights, positions, np.array(sends), num_stages, limit * devices / per_place, in_flight)
+    return _parts(graph, weights, starts), fits
 
 
 def _weigh(graph: Graph, prices: Prices) -> _Weights:
@@ -108,9 +109,9 @@ def _best(
     num_stages: int,
     limit: float,
     in_flight: Sequence[int],
-) -> list[int]:
-    """The positions at which stages begin: first the least seconds of the slowest stage are found, then the fewest
-    bytes of the cuts that come near."""
+) -> tuple[list[int], bool]:
+    """The positions at which stages begin, and whether memory costs no time: first the least seconds of the slowest
+    stage are found, then the fewest bytes of the cuts that come near."""
     summed = (weights.seconds, weights.parameters, weights.values, weights.reads)
     seconds, parameters, values, reads = (np.concatenate([[0.0], np.cumsum(one)])[positions] for one in summed)
     sent = np.array([weights.sent[p] if 0 < p < len(weights.names) else 0.0 for p in positions])
@@ -122,11 +123,9 @@ def _best(
         # Bytes that are too many count as seconds without end; where nothing fits they are divided.
         burden = np.where(held > limit, TOO_MUCH * held / max(limit, 1.0), 0.0) if isfinite(limit) else 0.0
         spans.append(np.where(is_stage, span + burden, inf))
-    slowest = np.full(len(positions), inf)
-    slowest[0] = 0.0
-    for own in spans:
-        slowest = np.maximum(slowest[:, None], own).min(axis=0)
-    most = SLACK * slowest[-1]
+    slowest = _least_slowest(spans)
+    most = SLACK * slowest
+    fits = slowest <= SLACK * _least_slowest([np.where(is_stage, span, inf)] * num_stages)
     if most == inf:
         raise PlanError(
             problem(
@@ -145,7 +144,16 @@ def _best(
     for back in reversed(chosen):
         at = int(back[at])
         starts.append(positions[at])
-    return starts[::-1]
+    return starts[::-1], fits
+
+
+def _least_slowest(spans: Sequence[Floats]) -> float:
+    """The seconds of the slowest stage where it is as fast as can be. ``spans``: of every stage [begin, end]."""
+    slowest = np.full(len(spans[0]), inf)
+    slowest[0] = 0.0
+    for own in spans:
+        slowest = np.maximum(slowest[:, None], own).min(axis=0)
+    return float(slowest[-1])
 
 
 def _parts(graph: Graph, weights: _Weights, starts: Sequence[int]) -> list[list[str]]:

@@ -38,7 +38,7 @@ from shardwise.train.parts import (
 )
 from shardwise.train.retention import Keep
 from shardwise.train.saving import Job, Saving, give_up, incomplete, make_room
-from shardwise.train.sharing import Piece, PlannedFile, offers_of, shared_out
+from shardwise.train.sharing import Offer, Piece, PlannedFile, offers_of, shared_out
 from shardwise.train.values import encode
 
 
@@ -70,9 +70,10 @@ class State:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who writes what: the ``files`` of every rank, and what is the same for all of them."""
+    """Who writes what: the ``files`` of every rank, what each ``offers``, and what is the same for all of them."""
 
     files: Sequence[Sequence[PlannedFile]] = ()
+    offers: Sequence[Sequence[Offer]] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     names: Names = ()
 
@@ -278,8 +279,8 @@ def share_out(state: State) -> Shares:
     """Who writes what of the states of all ranks. Every rank calls this."""
     offered = from_all((offers_of(state.parts), dict(state.tied), state.names))
     tied = {name: first for _, some, _ in offered for name, first in some.items()}
-    files = shared_out([offers for offers, *_ in offered])
-    return Shares(files, tied, _merged([names for *_, names in offered]))
+    offers = [own for own, *_ in offered]
+    return Shares(shared_out(offers), offers, tied, _merged([names for *_, names in offered]))
 
 
 def _merged(names: Sequence[Names]) -> list[list[list[str]]]:

@@ -82,6 +82,9 @@ class Reader:
             for common, position in found:
                 self._verify_blocks(stored, common, position)
 
+    def prepare(self) -> None:
+        """Between the last ``verify`` and the first ``read``, on every rank."""
+
     def read(self, name: str, part: Part) -> None:
         """Copy the elements of a tensor that a rank holds to its part, in the part's dtype."""
         stored = self.manifest.tensors[name]

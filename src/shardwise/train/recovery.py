@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from shardwise.train.checkpoints import (
     values_of,
 )
 from shardwise.train.manifest import BLOCK_BYTES, Manifest
+from shardwise.train.peers import Kept, PeerCopy, Peers
 from shardwise.train.resuming import Given, load_checkpoint, load_one
 from shardwise.train.retention import checkpoints_in, set_aside
 from shardwise.train.rounds import Rounds
@@ -37,7 +40,8 @@ class Recovery:
 
     ``par``, ``optimizer``, ``schedulers``, ``scaler`` and ``data`` are those of ``sw.save_checkpoint``; ``folder``: of
     the run's checkpoints, which you save as often as you like. Under ``shardwise run --elastic`` every step is kept in
-    memory as well, where it outlives the ranks; under other launchers ``keep`` only lets the ranks meet.
+    memory as well, where it outlives the ranks; under other launchers ``keep`` only lets the ranks meet. With
+    ``peer_copy`` other machines keep copies as well, under any launcher.
 
     ``extra`` is what was last kept or saved with the state that ``resume`` found.
     """
@@ -51,6 +55,7 @@ class Recovery:
         schedulers: Schedulers = (),
         scaler: Resumable | None = None,
         data: Resumable | None = None,
+        peer_copy: PeerCopy | None = None,
     ) -> None:
         self.par, self.folder = par, None if folder is None else Path(folder)
         self.extra: Any = None
@@ -65,14 +70,21 @@ class Recovery:
         self._count = 0
         self._failed = False  # to write the latest snapshot
         self._step, self._checked, self._passed = 0, -1, 0
+        self._peers = None if peer_copy is None else Peers(peer_copy)
 
     def resume(self) -> int:
         """Load the newest state there is, in memory or in the folder; the number of steps that it has done, 0 without
         one. After ranks held copies that differ, the newest that a passed check has seen. Raises as
         ``sw.load_checkpoint``."""
-        snapshot, saved, limit = self._choose()
+        copies = [] if self._peers is None else self._peers.found()
+        snapshot, saved, limit, copy = self._choose(copies)
         found = None
-        if snapshot is not None:
+        if copy is not None and self._peers is not None:
+            manifest = self._peers.manifest(copy)
+            self._say(f"goes on after step {copy.step}, of which machines that are left have copies")
+            reader = partial(self._peers.reader, copy)
+            found = load_one(self._peers.memory, lambda: manifest, reader, self.par, self._given, skips=False)
+        elif snapshot is not None:
             self._say(f"goes on after step {snapshot.step}, which was kept in memory")
             found = load_one(snapshot.folder, snapshot.manifest, snapshot.reader, self.par, self._given, skips=False)
         elif saved is not None:
@@ -93,6 +105,8 @@ class Recovery:
         self._step = 0 if found is None else found.step
         self.extra = None if found is None else found.extra
         from_all(None)  # all have read
+        if self._peers is not None:
+            self._peers.forget_after(self._step)
         if here()[0] == 0:
             if self.folder is not None and self.folder.is_dir():
                 set_aside(self.folder, self._step)
@@ -106,20 +120,30 @@ class Recovery:
         """Keep the state after ``step`` optimizer steps; every rank calls this after the same ones. Whether any rank
         says ``stopping``. ``extra``: as of ``sw.save_checkpoint``.
 
-        One small message, and under ``--elastic`` a copy of this rank's share of the state. A rank that is slower than
-        the others for a while is named in a StragglerWarning.
+        One small message, under ``--elastic`` a copy of this rank's share of the state, and with ``peer_copy`` another
+        one every so many steps, which leaves for another machine beside the next step. A rank that is slower than the
+        others for a while is named in a StragglerWarning.
         """
-        state = self._state(step, extra) if self._keeps else None
-        structure = None if state is None else _structure(state)
+        copies = self._peers is not None and self._peers.is_due(step)
+        state = self._state(step, extra) if self._keeps or copies else None
+        structure = self._structure if state is None else _structure(state)
         changed = structure != self._structure
+        self._land()
         stops, renews, fails = self._rounds.meet(stopping, changed, self._failed)
-        if fails and self._keeps:
+        if fails:
             self._stop_keeping()
-        if state is not None and self._keeps:
-            if renews:
+            self._stop_copying()
+        if state is not None and renews:
+            if self._keeps:
                 self._renew(state)
-            self._structure = structure
+            if self._peers is not None:
+                self._peers.outdated = True
+        self._structure = structure
+        self._see_checked()
+        if state is not None and self._keeps:
             self._fill(state, step)
+        if state is not None and copies:
+            self._copy(state, step)
         self._step = step
         trail.step_done(step)
         self._rounds.skip()
@@ -130,24 +154,27 @@ class Recovery:
     def _snapshots(self) -> list[Snapshot]:
         return [] if self._generation is None else snapshots_in(Path(self._generation.memory))
 
-    def _choose(self) -> tuple[Snapshot | None, int | None, int | None]:
-        """(the snapshot to load, the step of the newest checkpoint otherwise, the last step that may be loaded), as
-        rank 0 sees it."""
-        choice: tuple[Snapshot | None, int | None, int | None] = (None, None, None)
+    def _choose(self, copies: Sequence[Kept]) -> tuple[Snapshot | None, int | None, int | None, Kept | None]:
+        """(the snapshot to load, the step of the newest checkpoint otherwise, the last step that may be loaded, and the
+        copies of other machines where these are newer than both), as rank 0 sees it."""
+        choice: tuple[Snapshot | None, int | None, int | None, Kept | None] = (None, None, None, None)
         if here()[0] == 0:
             snapshots, steps = self._snapshots(), list[int]()
             suspect = self._generation is not None and self._generation.suspect
-            limit = (snapshots[0].checked if snapshots else -1) if suspect else None
+            checked = [*(one.checked for one in snapshots[:1]), *(one.checked for one in copies[:1])]
+            limit = max(checked, default=-1) if suspect else None
             if self.folder is not None and self.folder.is_dir():
                 steps = [manifest.step for manifest in checkpoints_in(self.folder)[0].values()]
             fitting = [one for one in snapshots if limit is None or one.step <= limit]
             saved = max((step for step in steps if limit is None or step <= limit), default=None)
             newest = fitting[0] if fitting and (saved is None or fitting[0].step >= saved) else None
-            choice = newest, saved, limit
+            known = max(-1 if saved is None else saved, -1 if newest is None else newest.step)
+            copy = next((one for one in copies if (limit is None or one.step <= limit) and one.step > known), None)
+            choice = newest, saved, limit, copy
         return from_all(choice)[0]
 
     def _say(self, text: str) -> None:
-        if here()[0] == 0 and self._generation is not None:
+        if here()[0] == 0 and (self._generation is not None or self._peers is not None):
             print(f"shardwise: training {text}", flush=True)
 
     # --------------------------------------------------------------------------------------------------------- to keep
@@ -189,9 +216,6 @@ class Recovery:
         if self._writer is None:
             return
         assert self._generation is not None
-        check = getattr(self.par, "_replicas", None)
-        if isinstance(check, ReplicaCheck) and check.passed > self._passed:
-            self._passed, self._checked = check.passed, self._step  # it saw the state before this step
         note = {
             "step": step,
             "checked": self._checked,
@@ -206,7 +230,40 @@ class Recovery:
         if self._count == 2 and here()[0] == 0:  # all have filled a slot
             forget_generations(Path(self._generation.memory), self._generation.number)
 
+    def _see_checked(self) -> None:
+        check = getattr(self.par, "_replicas", None)
+        if isinstance(check, ReplicaCheck) and check.passed > self._passed:
+            self._passed, self._checked = check.passed, self._step  # it saw the state before this step
+
+    def _land(self) -> None:
+        try:
+            if self._peers is not None:
+                self._peers.land()
+        except OSError:
+            self._failed = True  # the others hear of it when they meet
+
+    def _copy(self, state: State, step: int) -> None:
+        if self._peers is None:
+            return
+        if self._peers.outdated and (fault := self._peers.renew(state)):
+            self._stop_copying(fault)
+            return
+        try:
+            self._peers.fill(state, step, self._checked)
+        except OSError:
+            self._failed = True
+
+    def _stop_copying(self, reason: str = "a rank could not write") -> None:
+        if self._peers is not None and here()[0] == 0:
+            what = (
+                f"no other machine keeps copies of the state any more ({reason}); give {self._peers.memory} more room"
+            )
+            warnings.warn(what, PlanWarning, stacklevel=5)
+        self._peers = None
+
     def _stop_keeping(self, reason: str = "a rank could not write") -> None:
+        if not self._keeps:
+            return
         self._keeps = False
         if self._writer is not None:
             self._writer.close()

@@ -18,6 +18,7 @@ import torch
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import format_dtype
+from shardwise.runtime.host_states import with_states_on_host
 from shardwise.runtime.split import Split
 from shardwise.texts import shown
 from shardwise.train.agreement import from_all, here, raise_first
@@ -135,6 +136,7 @@ def load_one(
     unexpected = _unexpected(load)  # all ranks ask
     raise_first(ShardwiseError, fault or unexpected)
     assert load is not None
+    load.reader.prepare()
     if rank == 0 and load.converted:
         warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
     try:
@@ -197,7 +199,7 @@ class _Load:
     ) -> None:
         self.path, self.manifest, self.par, self.optimizers = path, manifest, par, optimizers
         self.module = module_parts(par)
-        self.reader = reader
+        self.reader, self.on_host = reader, with_states_on_host()
         self.values: Mapping[str, Any] = {name: decode(value) for name, value in manifest.values.items()}
         states = self.values.get("schedulers")
         self._schedulers: list[Any] = states if isinstance(states, list) else []
@@ -298,6 +300,7 @@ class _Load:
             follows = stored.dtype == self.manifest.tensors[MODEL + self._canonical(name)].dtype and of_parameter
             dtype = parameter.dtype if follows else stored.dtype
             on_device = of_parameter or group.get("capturable") or group.get("fused")
+            on_device = on_device and not (of_parameter and id(parameter) in self.on_host)
             device = parameter.device if on_device else torch.device("cpu")
         if of_parameter:
             return whole.like(torch.empty(parameter.shape, dtype=dtype, device=device))

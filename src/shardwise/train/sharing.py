@@ -139,11 +139,11 @@ def _files(rank: int, num_ranks: int, pieces: Sequence[Piece]) -> list[PlannedFi
         count[piece.name] += 1
     name = f"shard-{rank:05}-of-{num_ranks:05}"
     return [
-        _file(f"{name}{f'-{position}' if position else ''}.safetensors", own) for position, own in enumerate(by_file)
+        file_of(f"{name}{f'-{position}' if position else ''}.safetensors", own) for position, own in enumerate(by_file)
     ]
 
 
-def _file(name: str, pieces: Sequence[Piece]) -> PlannedFile:
+def file_of(name: str, pieces: Sequence[Piece]) -> PlannedFile:
     """A file with the header that torch's Hugging Face reader understands: it says where in the whole a part lies."""
     placed: list[tuple[int, Piece]] = []
     start = 0

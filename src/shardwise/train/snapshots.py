@@ -49,8 +49,8 @@ class Writer:
         self.buffers = [{file.name: self._map(file, slot) for file in self.files} for slot in range(_NUM_SLOTS)]
         if self.rank == 0:
             every = (file for own in files for file in own)
-            data = {one.name: DataFile(0, one.num_bytes, _no_checksums(one.num_bytes)) for one in every}
-            _place(folder / _TENSORS, replace(manifest, files=data).to_text())
+            data = {one.name: DataFile(0, one.num_bytes, no_checksums(one.num_bytes)) for one in every}
+            place(folder / _TENSORS, replace(manifest, files=data).to_text())
 
     def _map(self, file: PlannedFile, slot: int) -> torch.Tensor:
         path = self.folder / f"{file.name}-{slot}"
@@ -66,7 +66,7 @@ class Writer:
         path.unlink(missing_ok=True)
         for file in self.files:
             stage(file, parts, self.buffers[slot][file.name])
-        _place(path, json.dumps(note))
+        place(path, json.dumps(note))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -131,7 +131,7 @@ def snapshots_in(memory: Path) -> list[Snapshot]:
     return sorted(found, key=lambda snapshot: -snapshot.step)
 
 
-def _no_checksums(num_bytes: int) -> str:
+def no_checksums(num_bytes: int) -> str:
     return "00000000" * -(-num_bytes // BLOCK_BYTES)
 
 
@@ -150,11 +150,11 @@ def forget_generations(memory: Path, before: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _place(path: Path, text: str) -> None:
+def place(path: Path, text: str) -> None:
     """A file that is there whole or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.rename(part, path)
 
 
-__all__ = ["Snapshot", "Writer", "forget_generations", "snapshots_in"]
+__all__ = ["Snapshot", "Writer", "forget_generations", "no_checksums", "place", "snapshots_in"]

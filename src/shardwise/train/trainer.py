@@ -19,6 +19,7 @@ from shardwise.runtime.parallel import Parallel
 from shardwise.train.agreement import from_all, here
 from shardwise.train.checkpoints import finish_saving, save_checkpoint
 from shardwise.train.data import DataLoader
+from shardwise.train.peers import PeerCopy
 from shardwise.train.recovery import Recovery
 from shardwise.train.retention import Keep
 
@@ -33,7 +34,8 @@ class Trainer:
     gradient a step is made of (a plan with micro-batches does this within one batch, exactly). ``clip_norm``: the
     largest norm of the whole gradient. ``evaluate``: every ``evaluate_every`` steps and at the end, in eval mode and
     without gradients; it returns metrics, the same on all ranks. ``folder``: for checkpoints, ``step-N`` every
-    ``save_every`` steps and at the end, written beside training; ``keep`` says which stay. ``log_every``: steps between
+    ``save_every`` steps and at the end, written beside training; ``keep`` says which stay. ``peer_copy``: as of
+    ``sw.Recovery``. ``log_every``: steps between
     lines of ``log.jsonl`` in the folder (on rank 0: loss, learning rate, norm of the gradient, seconds, metrics).
     ``tensorboard``: the same for TensorBoard. ``progress``: a bar on rank 0's terminal.
 
@@ -55,6 +57,7 @@ class Trainer:
         folder: str | Path | None = None,
         save_every: int | None = None,
         keep: Keep | None = None,
+        peer_copy: PeerCopy | None = None,
         log_every: int = 10,
         tensorboard: bool = False,
         progress: bool = True,
@@ -81,7 +84,7 @@ class Trainer:
         self.stopped = False
         schedulers: Any = () if scheduler is None else scheduler
         self._given = {"schedulers": schedulers, "scaler": scaler, "data": loader}
-        self._recovery = Recovery(par, optimizer, folder=self.folder, **self._given)
+        self._recovery = Recovery(par, optimizer, folder=self.folder, peer_copy=peer_copy, **self._given)
         self._saved: int | None = None
         self._signalled = False
 

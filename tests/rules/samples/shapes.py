@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rules.samples.calls import bits, call, plain, unsplit, x
+from shardwise.rules.window_kernels import COPIED_RUNS
 
 aten = torch.ops.aten
 
@@ -62,6 +63,8 @@ SHAPES = [
     call(aten.roll.default, x(9, 2), [4, 3], [0, 0]),
     call(aten.roll.default, x(2, 6), [6], [1]),
     unsplit(aten.roll.default, x(3, 4), [1]),
+    call(COPIED_RUNS, x(8, 3), [0], [4], [2, 2, 2, 2], [0, 6, 2, 4], [1, 1, 1, 1]),
+    call(COPIED_RUNS, x(6, 4), [0, 1], [2, 1], [3, 3, 4], [5, 0, 0], [-1, 1, 1]),
     call(aten.flip.default, x(3, 4), [0]),
     call(aten.flip.default, x(5, 7), [0, -1]),
     call(aten.fliplr.default, x(2, 7)),

@@ -68,6 +68,16 @@ def _replaces(derived: type, base: type) -> bool:
     return False
 
 
+def known_elementwise(kind: type[Optimizer]) -> bool:
+    """Whether a class is one of torch's own element-wise ones, or derived from one without replacing its methods."""
+    return is_elementwise(kind) and not any(base in _declared for base in kind.__mro__)
+
+
+def bare_step(kind: type[Optimizer]) -> Any:
+    """The step of a class as it was written, which calls no hooks."""
+    return _bare(kind.step)
+
+
 def _bare(method: Any) -> Any:
     """A step without the wrappers that torch puts on it when the first optimizer of a class is made."""
     while getattr(method, "__code__", None) is _HOOKED:

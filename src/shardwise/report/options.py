@@ -1,28 +1,42 @@
-"""Other settings for a model that does not fit, or that could run at a lower price, each planned like the asked one."""
+"""Other settings for a model that does not fit, or that could run at a lower price, each planned like the asked one.
+
+``sw.fits`` asks for them, and a refusal of ``sw.plan`` names those that mend it, where planning them takes seconds.
+"""
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
 
-from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
+from shardwise.costs.optimizers import ON_HOST, states_of, waits_on_host
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.precision import Precision
 from shardwise.plans.plan import Plan
+from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.refusal import NothingFits
 from shardwise.search.mesh_shapes import candidate_meshes
 
 NUM_SHOWN = 3
 _MOST_NODES = 8  # times as many
 _MOST_MESHES = 4
+# Of CPU time: what a refused plan may have taken for its mends to be planned as well, and what these may take.
+CHEAP_SECONDS, MEND_SECONDS = 2.0, 8.0
+
+P = ParamSpec("P")
+_alone: ContextVar[bool] = ContextVar("_alone", default=False)  # refusals come without mends
 
 
 @dataclass(frozen=True)
@@ -57,8 +71,9 @@ class Option:
 
 @dataclass
 class Question:
-    """What was asked, and how a variant of it is planned. ``settings``: of ``sw.plan``."""
+    """What was asked, and how a variant of it is planned. ``find``: ``sw.plan``; ``settings``: of it."""
 
+    find: Callable[..., Plan]
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -71,6 +86,7 @@ class Question:
 
     @staticmethod
     def of(
+        find: Callable[..., Plan],
         module: nn.Module,
         example_inputs: Any,
         kwargs: Mapping[str, Any] | None,
@@ -78,7 +94,7 @@ class Question:
         settings: Mapping[str, Any],
     ) -> Question:
         args, named = call_arguments(example_inputs, kwargs)
-        return Question(module, args, named, cluster, {k: v for k, v in settings.items() if v is not None})
+        return Question(find, module, args, named, cluster, {k: v for k, v in settings.items() if v is not None})
 
     def planned(self, what: str, cluster: Cluster | None = None, samples: int | None = None, **changes: Any) -> Option:
         """The option of some changes. ``samples``: of the inputs. A plan that does not fit is an answer; other errors
@@ -92,9 +108,9 @@ class Question:
         if "global_batch" in settings and settings["global_batch"] is not None:
             step = settings["global_batch"]
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), without_mends():
                 warnings.simplefilter("ignore" if what else "default")
-                found = find_plan(self.module, args, own, kwargs=kwargs, **settings)
+                found = self.find(self.module, args, own, kwargs=kwargs, **settings)
         except PlanError as error:
             return Option(what, step, own, refused=str(error))
         return Option(what, step, own, found)
@@ -103,9 +119,72 @@ class Question:
 Variant = tuple[str, Callable[[], Option]]
 
 
+@contextmanager
+def without_mends() -> Iterator[None]:
+    """In here a plan that does not fit is refused at once."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def naming_mends(find: Callable[P, Plan]) -> Callable[P, Plan]:
+    """``sw.plan``, whose refusal of what does not fit names the three cheapest mends, each planned, where that takes
+    seconds; else why they were not."""
+    signature = inspect.signature(find)
+
+    @wraps(find)
+    def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        start = time.process_time()
+        try:
+            return find(*args, **kwargs)
+        except NothingFits as refusal:
+            if _alone.get():
+                raise
+            took, refused = time.process_time() - start, refusal
+        if took > CHEAP_SECONDS:
+            raise refused.naming([], f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them")
+        raise refused.naming(*_mends_of(find, dict(signature.bind(*args, **kwargs).arguments)))
+
+    return plan
+
+
+def _mends_of(find: Callable[..., Plan], given: dict[str, Any]) -> tuple[list[str], str]:
+    """What would make a plan fit, a line each, and what to say where nothing would. ``given``: the arguments of
+    ``sw.plan``."""
+    module, inputs, cluster = (given.pop(name) for name in ("module", "example_inputs", "cluster"))
+    if isinstance(cluster, int):
+        cluster = Cluster.local(cluster)
+    question = Question.of(find, module, inputs, given.pop("kwargs", None), cluster, given)
+
+    def enough(found: Sequence[Option]) -> bool:
+        return sum(option.fits for option in found) >= NUM_SHOWN
+
+    options, untried = tried(mends(question), MEND_SECONDS, enough, clock=time.process_time)
+    best = sorted((option for option in options if option.fits), key=lambda option: option.price)
+    left = f"; not planned, for want of time: {'; '.join(untried)}" if untried else ""
+    return [mended_line(option) for option in best], f"none of {len(options)} that were planned fits{left}"
+
+
+def mended_line(option: Option) -> str:
+    """What to do, and what a step then takes (of stages, what they print says it)."""
+    if not option.step_seconds:
+        return option.what
+    return f"{option.what}: step {format_seconds(option.step_seconds)}, peak {format_bytes(option.peak_bytes)}"
+
+
 def mends(question: Question) -> Iterator[Variant]:
     """What may make a model fit, the least change first."""
     samples, batch = question.samples, num_samples((question.args, dict(question.kwargs)))
+    given = question.settings.get("micro_batch", 0)
+    for part in (2, 4):
+        if given and batch == samples and given % part == 0:
+            yield _variant(question, f"smaller passes (micro_batch={given // part})", micro_batch=given // part)
+    if question.settings.get("recompute", "auto") != "auto":
+        yield _variant(question, 'what fits is made again in backward (recompute="auto")', recompute="auto")
+    if question.settings.get("zero") in (1, 2):
+        yield _variant(question, "parameters in parts, gathered again in backward (zero=3)", zero=3)
     if samples and batch == samples and "micro_batch" not in question.settings:
         for parts in (2, 4, 8):
             if samples % parts == 0 and samples // parts >= 1:
@@ -113,6 +192,7 @@ def mends(question: Question) -> Iterator[Variant]:
                 what = f"the same batch in {parts} passes (global_batch={samples}, micro_batch={size})"
                 yield _variant(question, what, global_batch=samples, micro_batch=size)
     yield from _precision(question)
+    yield from _states_on_host(question)
     yield from _clusters(question)
     yield from _batches(question, (0.5, 0.25))
 
@@ -137,13 +217,16 @@ def changes(question: Question, found: Plan) -> Iterator[Variant]:
 
 
 def tried(
-    variants: Iterator[Variant], seconds: float, enough: Callable[[Sequence[Option]], bool]
+    variants: Iterator[Variant],
+    seconds: float,
+    enough: Callable[[Sequence[Option]], bool],
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Option], list[str]]:
     """Options in order, for so many seconds and until they are enough, and the names of those that were not tried. What
     a model or cluster cannot have (a batch that does not divide, say) is left out."""
-    start, options, left = time.monotonic(), list[Option](), list[str]()
+    start, options, left = clock(), list[Option](), list[str]()
     for what, make in variants:
-        if time.monotonic() - start > seconds or enough(options):
+        if clock() - start > seconds or enough(options):
             left.append(what)
             continue
         try:
@@ -165,6 +248,13 @@ def _precision(question: Question) -> Iterator[Variant]:
             "computing in bfloat16 (precision=sw.Precision(compute=torch.bfloat16, parameter=torch.float32))",
             precision=Precision(compute=torch.bfloat16, parameter=torch.float32),
         )
+
+
+def _states_on_host(question: Question) -> Iterator[Variant]:
+    optimizer = question.settings.get("optimizer", "adamw")
+    if question.cluster.device.host_bandwidth and states_of(optimizer) and not waits_on_host(optimizer):
+        named = f"{optimizer}{ON_HOST}"
+        yield _variant(question, f'the optimizer\'s states on the host (optimizer="{named}")', optimizer=named)
 
 
 def _batches(question: Question, factors: Sequence[float]) -> Iterator[Variant]:

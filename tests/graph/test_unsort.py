@@ -1,8 +1,9 @@
-"""Mixtures of experts one micro-batch after another: rows that are sorted and put back, and what only looks like it."""
+"""Rows that are sorted by expert and put back, on split batches and over micro-batches, and what only looks like it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from models.zoo import ZOO
+from shardwise.graph.capture import capture
+from shardwise.graph.grouped import grouped_mm
+from shardwise.graph.ir import Graph
 
 TOP, EXPERTS, WIDTH, TIME = 2, 4, 8, 3
 Back = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -19,9 +23,10 @@ Back = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Mixture(nn.Module):
     """``back``: (results in the sorted order, the order, the tokens in it, the input) -> rows of the tokens."""
 
-    def __init__(self, back: Back) -> None:
+    def __init__(self, back: Back, ends: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.back, self.gate = back, nn.Linear(WIDTH, EXPERTS)
+        self.ends = ends or by_histogram
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 16) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, 16, WIDTH) / 4)
 
@@ -30,10 +35,22 @@ class Mixture(nn.Module):
         weights, chosen = self.gate(rows).softmax(-1).topk(TOP, dim=-1)
         experts, order = chosen.flatten().sort()
         tokens = order // TOP
-        ends = torch.histc(experts.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).to(torch.int32)
+        ends = self.ends(experts, chosen)
         hidden = F.gelu(F.grouped_mm(rows[tokens], self.up, offs=ends))
         results = F.grouped_mm(hidden, self.down, offs=ends) * weights.flatten()[order, None]
         return self.back(results, order, tokens, rows).square().mean()
+
+
+def by_histogram(experts: Tensor, chosen: Tensor) -> Tensor:
+    return torch.histc(experts.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).to(torch.int32)
+
+
+def of_all_choices(experts: Tensor, chosen: Tensor) -> Tensor:
+    return torch.histc(chosen.view(-1).float(), EXPERTS, 0, EXPERTS - 1).to(torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def by_flags(experts: Tensor, chosen: Tensor) -> Tensor:
+    return F.one_hot(experts, EXPERTS).sum(0).cumsum(0).to(torch.int32)
 
 
 def by_argsort(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -48,6 +65,31 @@ def by_inverse(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> 
 
 def by_adding(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
     return torch.zeros_like(rows).index_add(0, tokens, results)
+
+
+def by_scattering(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    index = tokens.reshape(-1, 1).expand(-1, WIDTH)
+    return torch.zeros_like(rows).scatter_add(0, index, results)
+
+
+def by_putting(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    back = torch.empty_like(results)
+    back[order] = F.layer_norm(results, (WIDTH,)) * results.mean(-1, keepdim=True)
+    return back.unflatten(0, (-1, TOP)).sum(1)
+
+
+def by_scattering_numbers(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    inverse = torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0]))
+    return results[inverse].unflatten(0, (-1, TOP)).sum(1)
+
+
+def with_their_tokens(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    left, right = torch.cat([results, rows.gather(0, tokens[:, None].expand(-1, WIDTH))], dim=1).softmax(-1).chunk(2, 1)
+    return by_argsort(left * right + results.sum(1, keepdim=True), order, tokens, rows)
+
+
+BACK = [by_argsort, by_inverse, by_adding, by_scattering, by_putting, by_scattering_numbers, with_their_tokens]
+ENDS = [by_histogram, of_all_choices, by_flags]
 
 
 def by_the_order_itself(results: Tensor, order: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -87,9 +129,58 @@ def batch(samples: int) -> Tensor:
     return torch.randn(samples, TIME, WIDTH)
 
 
-@pytest.mark.parametrize("back", [by_argsort, by_inverse, by_adding])
+def targets(graph: Graph) -> set[str]:
+    return {str(op.target) for op in graph.ops}
+
+
+@pytest.mark.parametrize("back", BACK)
+@pytest.mark.parametrize("ends", ENDS)
+def test_the_rows_of_a_split_batch_stay_where_they_are(back: Back, ends: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module = Mixture(back, ends)
+    graph = capture(module, (batch(8),)).graph
+    assert not any("sort" in target for target in targets(graph))
+    plan = sw.plan(module, (batch(8),), 4, mesh=sw.Mesh(dp=4), mode="data_parallel")
+    assert "gather" not in str(plan)
+    report = sw.verify(module, (batch(8),), plan, steps=2)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("strategy", ["e@ep", "n@ep", "k@ep", "r@ep", "s@ep"])
+def test_a_product_by_expert_is_split_beside_a_split_batch(strategy: str) -> None:
+    class Split(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            weights, chosen = self.gate(rows).softmax(-1).topk(TOP, dim=-1)
+            experts, order = chosen.flatten().sort()
+            tokens, ends = order // TOP, by_histogram(experts, chosen)
+            hidden = F.gelu(sw.shard(F.grouped_mm, strategy)(rows[tokens], self.up, offs=ends))
+            results = F.grouped_mm(hidden, self.down, offs=ends) * weights.flatten()[order, None]
+            return self.back(results, order, tokens, rows).square().mean()
+
+    torch.manual_seed(0)
+    module = Split(by_inverse)
+    plan = sw.plan(module, (batch(6),), 4, mesh=sw.Mesh(dp=2, ep=2), layouts={"args[0]": "[6@dp, 3, 8]"})
+    report = sw.verify(module, (batch(6),), plan, steps=2)
+    assert report.ok, str(report)
+
+
+def test_tokens_are_not_repeated_for_each_of_their_experts() -> None:
+    graph = capture(Mixture(by_inverse), (batch(8),)).graph
+    first, second = (op for op in graph.ops if op.target is grouped_mm._opoverload)
+    sizes = [[prod(graph.by_name[name].shape) for name in op.operands[:1]] for op in (first, second)]
+    assert sizes == [[8 * TIME * WIDTH], [8 * TIME * TOP * 16]]
+
+
+def test_a_negative_expert_is_named() -> None:
+    experts = torch.tensor([1, -1, 0])
+    with pytest.raises(IndexError, match="expert -1"):
+        grouped_mm(torch.ones(3, 2), torch.ones(2, 2, 2), experts, [2], [0], [2])
+
+
+@pytest.mark.parametrize("back", BACK)
 @pytest.mark.parametrize(("samples", "micro_batch"), [(8, 2), (8, 4), (7, 2)])
-def test_a_pass_sorts_its_own_rows(back: Back, samples: int, micro_batch: int) -> None:
+def test_a_pass_takes_the_rows_of_its_own_samples(back: Back, samples: int, micro_batch: int) -> None:
     torch.manual_seed(0)
     module = Mixture(back)
     plan = sw.plan(module, (batch(8),), 2, mode="data_parallel", global_batch=8, micro_batch=micro_batch)
@@ -133,7 +224,10 @@ WRONG = [
 
 @pytest.mark.parametrize("back", WRONG)
 def test_what_mixes_the_rows_is_refused_by_name(back: Back) -> None:
-    with pytest.raises(sw.PlanError, match=r"no sum over micro-batches: .*mixes rows that were sorted"):
+    assert any("sort" in target for target in targets(capture(Mixture(back), (batch(8),)).graph))
+    plan = sw.plan(Mixture(back), (batch(8),), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
+    assert sw.verify(Mixture(back), (batch(8),), plan, steps=2).ok
+    with pytest.raises(sw.PlanError, match=r"no sum over micro-batches: /(arg)?sort needs"):
         sw.plan(Mixture(back), (batch(8),), 2, mode="data_parallel", global_batch=8, micro_batch=4)
 
 

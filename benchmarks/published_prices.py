@@ -1,0 +1,401 @@
+"""What a published run is predicted to take, with its own settings (for ``published_runs.py``).
+
+The layers of a row are planned with columns and rows split over ``tp`` (sequence parallelism where the row has it), and
+one pass of one and of two layers is simulated, so that their difference is a layer and the rest embedding, head and
+loss. The rest of a step is closed form:
+
+* a layer takes as long as its kernels and messages one after the other, or as long as its host needs to start them;
+* stages: one pass after the other (1F1B): ``passes`` times the slowest, and the others once, by the chunks of a stage;
+* full recompute: forward once more; selective: attention's scores once more, which is counted as nothing; of operators
+  (torchtitan's ``op``): every second product once more, counted as half of forward;
+* gradients are added up from pass to pass, and reduced after the last one (Megatron), or parameters are gathered and
+  gradients scattered beside each layer's computation (FSDP), of which the longer counts;
+* context parallelism: tokens are split in their order (assumed: no source says what balances ranks), so that the last
+  rank's queries meet all keys, where those of the first see half of their own;
+* float8: products of the layers at that rate, their operands and results moved once more, to be scaled and cast;
+* the update, of the stage's parameters, or of a rank's part of them (ZeRO).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published_memory import MEGATRON, WHOLE, Gpt, Shape
+from published_models import LLAMA, Gated, Llama
+
+import shardwise as sw
+from shardwise.costs.cluster import Cluster, Device
+from shardwise.costs.collectives import Links
+from shardwise.costs.kernels import Work
+from shardwise.costs.memory import busiest_program
+from shardwise.costs.prices import Prices
+from shardwise.costs.timeline import SimulatedStep, simulate_program
+from shardwise.costs.units import Figures
+from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
+from shardwise.programs.vjp import Kinds
+from shardwise.runtime.compiled import compiled_program, priced
+
+GPUS = {
+    "A100-80GB": "a100-80",
+    "A100-40GB": "a100-40",
+    "H100-80GB": "h100",
+    "H100-96GB-HBM2e-500W": "h100",
+    "H200-141GB": "h200",
+    "V100-32GB": "v100",
+    "L4-24GB": "l4",
+}
+# Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
+MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}
+REACHED = 0.92  # of a network card, as in the bundled clusters
+# B/s in each direction between the two boards of a node whose GPUs are joined by NVLink in fours (rows that say
+# "NVLink 4"; assumed): half of PCIe 4.0 x16, as what passes a board on in a ring sends and receives.
+BETWEEN_BOARDS = 15.75e9
+# Part of the peak that attention reached in the software of the runs (recalled): FlashAttention on A100 .25 to .40
+# (Dao, "FlashAttention-2", 2023), FlashAttention-2 on H100 .35 (Shah and others, "FlashAttention-3", 2024).
+FLASH = 0.35
+# Seconds in which the host of Megatron's runs starts a kernel or a message, in Python, with autograd and checkpoints:
+# fitted to two groups of vTrain's runs in one node (12 layers of 1,024 on 2 and on 4 A100), medians of one sequence.
+# (An H100's host, measured: 11 us without autograd; 35 forward and backward together.)
+MEGATRON_LAUNCH = 51e-6
+# A product whose rows do not start at multiples of 16 bytes: half the rate (in nanoGPT, on A100, a vocabulary of 50,304
+# instead of 50,257 made whole steps of GPT-2 a quarter faster). A batch of them: without tensor cores, at the rate of
+# float32 (cuBLAS of 2021; BigScience's chronicle compares heads of 108, 144 and 216 elements).
+ROW_BYTES = 16
+UNALIGNED = 2.0
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """How a step is run. ``launch``: of its host (None: that of the cluster's device); ``attention``: the part of the
+    peak that it reaches (0: the device's); ``scores``: attention is written out; ``dropout``: there is any;
+    ``compiled``: layers are; ``float8``: their products are; ``shards``: parameters are gathered (FSDP)."""
+
+    launch: float | None = None
+    attention: float = 0.0
+    scores: bool = False
+    dropout: bool = False
+    compiled: bool = False
+    float8: bool = False
+    shards: bool = False
+
+    @staticmethod
+    def of(row: Row) -> Software:
+        name, float8 = row["framework"], row["precision"].startswith("fp8")
+        shards = isinstance(row["zero"], int) and row["zero"] >= 2
+        if name.startswith("Composer"):
+            return Software(attention=FLASH, float8=float8, shards=shards)
+        if name.startswith("torchtitan"):
+            return Software(attention=FLASH, compiled=True, float8=float8, shards=shards)
+        flash = "flash_attn=True" in name
+        attention = FLASH if flash else 0.0
+        return Software(MEGATRON_LAUNCH, attention, not flash, dropout=True, float8=float8, shards=shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of a row on the ``tp`` devices that its layers are split over, with a micro-batch of it."""
+
+    shape: Shape
+    gated: Gated | None
+    tp: int
+    gpu: str
+    interconnect: str
+    software: Software
+    cp: int = 1
+
+    @staticmethod
+    def of(row: Row, micro_batch: int) -> Model:
+        arch, tp, cp, software = row["arch"], row["tp"], row.get("cp") or 1, Software.of(row)
+        # Where nothing splits the table it is as stated: fitted to nothing, but heads of vTrain's runs without tensor
+        # parallelism take twice as long as those with.
+        vocab = arch["vocab"] if tp == 1 else ceil(arch["vocab"] / (128 * tp)) * 128 * tp
+        shape = Shape(
+            arch["hidden"], arch["heads"], 1, row["seq"] // cp, micro_batch, software.scores,
+            bool(row.get("sequence_parallel")), vocab,
+        )  # fmt: skip
+        gated = Gated(arch["kv_heads"], arch["ffn"]) if arch.get("gated_mlp") else None
+        return Model(shape, gated, tp, row["gpu"], row["interconnect"] or "", software, cp)
+
+    @property
+    def half(self) -> torch.dtype:
+        return torch.float16 if self.gpu.startswith("V100") else torch.bfloat16  # as long where both exist
+
+    def cluster(self) -> Cluster:
+        return cluster_of(self.gpu, self.tp, 8, self.interconnect)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Forward or backward of a pass: ``busy`` seconds of kernels and messages, one after the other, and how many of
+    them the host starts."""
+
+    busy: float
+    started: int
+
+    def __sub__(self, other: Half) -> Half:
+        return Half(self.busy - other.busy, self.started - other.started)
+
+    def seconds(self, launch: float) -> float:
+        """Where the host takes ``launch`` seconds to start one."""
+        return max(self.busy, launch * self.started)
+
+
+@cache
+def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster:
+    """The hardware of a row: a bundled cluster, with the links that the row states."""
+    inside = min(per_node, 8, gpus)
+    cluster = Cluster.load(f"{GPUS[gpu]}-{max(gpus // inside, 1)}x{inside}")
+    bandwidth = MEMORY_BANDWIDTH.get(gpu, cluster.device.memory_bandwidth)
+    node, *network = cluster.levels
+    rate = None
+    if match := re.search(r"(\d+) Gb/s per node", interconnect):
+        rate = float(match[1])
+    elif match := re.search(r"(\d+)x (?:HDR|Omni-Path )(\d+)", interconnect):
+        rate = float(match[1]) * float(match[2])
+    if rate is not None:
+        network = [replace(level, bandwidth=rate * 1e9 / 8 / inside * REACHED) for level in network]
+    boards = [node]
+    if "NVLink 4 " in interconnect and node.size == 8:
+        between = replace(node, name="node", size=2, bandwidth=BETWEEN_BOARDS, lines=())
+        boards = [replace(node, name="board", size=4), between]
+    return replace(cluster, device=replace(cluster.device, memory_bandwidth=bandwidth), levels=(*boards, *network))
+
+
+@dataclass(frozen=True)
+class OwnPrices(Prices):
+    """Prices of a model as its software computes it: products in float8, attention of split queries to all keys."""
+
+    model: Model | None = None
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.model))
+
+    def kernel(self, work: Work) -> float:
+        assert self.model is not None
+        if work.kind in ("attention", "attention_backward"):
+            return (2 * self.model.cp - 1) * super().kernel(work)
+        if not self.model.software.float8 or not work.flops or work.kind:
+            return super().kernel(work)
+        return super().kernel(replace(work, dtype="f8")) + self.moved(work.num_bytes)
+
+
+def device_of(cluster: Cluster, software: Software) -> Device:
+    """Which starts kernels at once: what its host takes is counted apart."""
+    device = replace(cluster.device, launch=0.0)
+    if not software.attention:
+        return device
+    reached = {"attention": software.attention, "attention_backward": software.attention}
+    return replace(device, kernels=Figures({**device.kernels, **reached}))
+
+
+@cache
+def one_pass(model: Model) -> tuple[Half, Half]:
+    """Forward and backward of a pass of a model whose layers are split over devices of one node."""
+    shape, software = model.shape, model.software
+    with torch.device("meta"):
+        module: nn.Module = Llama(shape, model.gated) if model.gated else Gpt(shape)
+        module = module.to(model.half)
+        for part in module.modules():
+            if not software.dropout and isinstance(part, nn.Dropout):
+                part.p = 0.0
+        ids = torch.empty(shape.batch, shape.sequence, dtype=torch.int64)
+    cluster = replace(model.cluster(), device=device_of(model.cluster(), software))
+    whole = {} if shape.splits_sequence or not software.scores else WHOLE
+    strategies = LLAMA if model.gated else MEGATRON | whole
+    plan = sw.plan(
+        module, (ids, ids), cluster, mesh=sw.Mesh(tp=model.tp), strategies=strategies | {"tokens": "v@tp"},
+        search="sharding_propagation", recompute="none",
+    )  # fmt: skip
+    spmd = program_of(plan, capture(module, (ids, ids), {}).graph, training=True)
+    program = busiest_program(spmd, Kinds())
+    if software.compiled:
+        # What is sent stays outside of what is compiled; of the ranks only the place is asked.
+        nobody: Any = SimpleNamespace(coordinates=spmd.mesh.coordinates(program.rank))
+        program = compiled_program(program, nobody, torch.device("cpu"), generate=priced)
+    step = simulate_program(program, OwnPrices(Links(cluster, plan.mesh), "none", model=model))
+    return _half(step, "forward"), _half(step, "backward")
+
+
+def _half(step: SimulatedStep, part: str) -> Half:
+    events = [event for event in step.events if event.part == part]
+    return Half(sum(event.seconds for event in events), len(events))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of a layer, forward and backward, and of all else."""
+
+    forward: float
+    backward: float
+    rest: float
+
+
+def pass_of(row: Row, micro_batch: int) -> Pass:
+    """A pass of a row's micro-batch."""
+    model = Model.of(row, micro_batch)
+    device, software, shape = model.cluster().device, model.software, model.shape
+    launch = device.launch if software.launch is None else software.launch
+    one, two = (one_pass(replace(model, shape=replace(shape, layers=layers))) for layers in (1, 2))
+    layer = [(b - a).seconds(launch) for a, b in zip(one, two, strict=True)]
+    rest = sum((a - (b - a)).seconds(launch) for a, b in zip(one, two, strict=True))
+    tokens = shape.batch * shape.sequence
+    if shape.vocab * model.half.itemsize % ROW_BYTES:
+        rest += (UNALIGNED - 1) * 6 * tokens * shape.width * shape.vocab / model.tp / device.matmul_flops("bf16")
+    if shape.scores and shape.width // shape.heads * model.half.itemsize % ROW_BYTES:
+        products = 4 * tokens * shape.sequence * shape.width / model.tp
+        more = products * (1 / device.matmul_flops("f32") - 1 / device.matmul_flops("bf16"))
+        layer = [layer[0] + more, layer[1] + 2 * more]
+    return Pass(*layer, rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``layers`` of a stage, how many forwards of them are computed again, and of what micro-batch on how many
+    replicas."""
+
+    layers: int
+    again: float
+    micro_batch: int
+    dp: int
+
+
+def stages_of(row: Row) -> list[Stage]:
+    """The stages of a row, the last one with the head. Where they differ, the row's notes list them."""
+    recompute = str(row["recompute"])
+    if not recompute.startswith("per stage"):
+        layers = ceil(row["arch"]["layers"] / row["pp"])
+        again = layers * {"full": 1.0, "selective(op)": 0.5}.get(recompute, 0.0)
+        return [Stage(layers, again, row["micro_batch"], row["dp"])] * row["pp"]
+    found = re.search(r"layer_partitions (\[.*?\]), .*?per-stage \[.*?\] (\[\[.*?\]\])", row["notes"])
+    assert found is not None, f"{row['id']}: its stages are not listed"
+    again = json.loads(recompute.removeprefix("per stage:"))
+    each = zip(json.loads(found[1]), again, json.loads(found[2]), strict=True)
+    return [Stage(layers, count, int(own[0]), int(own[1])) for layers, count, own in each]
+
+
+def parameters(row: Row) -> tuple[float, float]:
+    """Of a layer, and of embedding and positions (of a gated model: of embedding or head)."""
+    arch, width = row["arch"], row["arch"]["hidden"]
+    if arch.get("gated_mlp"):
+        heads = arch["kv_heads"] / arch["heads"]
+        return (2 + 2 * heads) * width**2 + 3 * width * arch["ffn"] + 2 * width, arch["vocab"] * width
+    return 4 * width**2 + 2 * width * arch["ffn"] + 13 * width, (arch["vocab"] + row["seq"]) * width
+
+
+def unpriced(row: Row) -> str:
+    """Why a row cannot be priced; empty where it can."""
+    arch = row.get("arch")
+    if row.get("status") != "ok":
+        return "ran out of memory: no seconds"
+    if not row.get("step_time_s"):
+        return "no seconds published"
+    if not arch or any(not row.get(key) for key in ("seq", "micro_batch", "global_batch", "gpus", "tp", "pp", "dp")):
+        return "a field that prices need is not stated"
+    if row["gpu"] not in GPUS:
+        return f"no bundled device: {row['gpu']}"
+    if (row.get("ep") or 1) > 1:
+        return "expert parallelism on axes of its own"
+    if not arch.get("gated_mlp") and arch["kv_heads"] != arch["heads"]:
+        return "a model of another kind than GPT and Llama"
+    if str(row["recompute"]).startswith("per stage") and "layer_partitions" not in (row["notes"] or ""):
+        return "stages that differ and are not listed"
+    if arch["hidden"] % arch["heads"]:
+        return "a width that its heads do not divide"
+    if row["tp"] > 8 or arch["heads"] % row["tp"] or arch["kv_heads"] % row["tp"]:
+        return "heads that tp does not divide, or tp wider than a node"
+    return ""
+
+
+def approximated(row: Row) -> str:
+    """What of a row is priced by a rule of thumb; empty where nothing is."""
+    said = []
+    if row["precision"].startswith("fp8"):
+        said.append("fp8: products at its rate, operands and results moved once more")
+    if row["gpu"] in MEMORY_BANDWIDTH:
+        said.append("device: an H100 SXM with other memory")
+    if (row.get("cp") or 1) > 1:
+        said.append("cp: keys and values arrive beside attention")
+    if "offload" in (row["notes"] or ""):
+        said.append("offloading: beside the computation")
+    return "; ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a row's replicas exchange, over ``axes``; ``itemsize``: of the gradients that are added up and reduced."""
+
+    links: Links
+    axes: tuple[str, ...]
+    itemsize: int
+
+    @staticmethod
+    def of(row: Row, cluster: Cluster) -> Moves:
+        sizes = {name: row.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
+        links = Links(cluster, sw.Mesh({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
+        axes = tuple(part for name in ("dp", "cp") if sizes[name] > 1 for part in links.mesh.expand(name))
+        return Moves(links, axes, 4 if "fp32 grad" in row["precision"] else 2)
+
+    def gathered(self, numel: float) -> float:
+        return self.links.seconds("all_gather", self.axes, 2 * numel) if self.axes else 0.0
+
+    def scattered(self, numel: float) -> float:
+        return self.links.seconds("reduce_scatter", self.axes, self.itemsize * numel) if self.axes else 0.0
+
+    def reduced(self, numel: float) -> float:
+        return self.links.seconds("all_reduce", self.axes, self.itemsize * numel) if self.axes else 0.0
+
+    def sent(self, num_bytes: float) -> float:
+        """To the next stage, and the cotangent back."""
+        return 2 * self.links.seconds("collective_permute", self.links.mesh.expand("pp"), num_bytes)
+
+
+def seconds_of(row: Row) -> float:
+    """The predicted step."""
+    tp, pp, cp, vpp = row["tp"], row["pp"], row.get("cp") or 1, row.get("vpp") or 1
+    shards = Software.of(row).shards
+    cluster = cluster_of(row["gpu"], row["gpus"], row.get("gpus_per_node") or 8, row["interconnect"] or "")
+    moves = Moves.of(row, cluster)
+    passes = row["global_batch"] // (row["micro_batch"] * row["dp"])
+    per_layer, ends = (numel / tp for numel in parameters(row))
+    # A gradient is read and added to what is there.
+    adding = (2 + 2 * moves.itemsize) * per_layer / cluster.device.bytes_per_second() if passes > 1 else 0.0
+    taken, once = [], []
+    for stage in stages_of(row):
+        own = pass_of(row, stage.micro_batch)
+        held = per_layer * stage.layers + ends
+        update = _update(cluster, held / (stage.dp * cp if row["zero"] else 1))
+        forward, backward = own.forward, own.backward + adding
+        if shards and pp == 1:
+            forward = max(forward, moves.gathered(per_layer))
+            backward = max(own.backward, moves.gathered(per_layer) + moves.scattered(per_layer))
+            outer = 2 * moves.gathered(ends) + moves.scattered(ends)
+        elif pp > 1:  # scattered over tp on its way, as Megatron does
+            outer = vpp * moves.sent(2 * stage.micro_batch * row["seq"] / cp * row["arch"]["hidden"] / tp)
+        else:
+            outer = 0.0
+        taken.append(stage.layers * (forward + backward) + stage.again * own.forward + outer)
+        behind = moves.gathered(held) + moves.scattered(held) if shards else moves.reduced(held)
+        once.append(update + (0.0 if shards and pp == 1 else behind))
+    taken[-1] += own.rest
+    return passes * max(taken) + (sum(taken) - max(taken)) / vpp + max(once)
+
+
+def _update(cluster: Cluster, numel: float) -> float:
+    """AdamW on float32 weights and moments, from gradients of two bytes, which writes weights of two bytes."""
+    return Prices(Links(cluster, sw.Mesh(dp=cluster.num_devices))).kernel(Work("update", num_bytes=numel * 28))

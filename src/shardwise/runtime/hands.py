@@ -1,0 +1,111 @@
+"""A rank that does not come along says so in the ranks' store, and ranks that wait look there.
+
+A rank *raises its hand* when it leaves a call with an error, and when it asks the others to agree on a call that they
+may not be making (``runtime.signatures``). Where nothing goes wrong nothing is written or read: only who has waited for
+a second looks, once a second. Without this a rank that fails by itself is known when collectives time out.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from shardwise.errors import CollectiveError, ShardwiseError, problem
+
+_PATIENCE = timedelta(seconds=1)
+_RAISED = "shardwise/hands-raised"
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """``call``: of all calls of parallel modules that the rank has made, the number; ``text``: the error with which it
+    ``left``, or what it ``asks`` to agree on."""
+
+    call: int
+    kind: Literal["left", "asks"]
+    text: str
+
+
+class Hands:
+    """Of this rank. ``call``: the number of the call that it makes; ranks count alike, since they call alike."""
+
+    def __init__(self) -> None:
+        self.call = 0
+        self._asked = 0  # the call that the others were asked to agree on last
+        self._known = 0  # of all hands raised, when this rank looked
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.call += 1
+
+    def ask(self, text: str) -> None:
+        """This rank asks all to agree on the call, and waits for them."""
+        self._asked = self.call
+        self._raise(Hand(self.call, "asks", text))
+
+    def leave(self, error: BaseException) -> None:
+        """This rank leaves the call with an error that others may not have. One of a collective they have as well, and
+        see for themselves who did not arrive."""
+        if isinstance(error, Exception) and not isinstance(error, CollectiveError):
+            first = str(error).strip().partition("\n")[0]
+            self._raise(Hand(self.call, "left", f"{type(error).__name__}: {first}"))
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of gloo's. Raises its error; CollectiveError where a rank has left this call, and
+        ShardwiseError where one asks about another."""
+        while True:
+            try:
+                work.wait(_PATIENCE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # the error is its own, or it has just come
+                    work.wait()
+                    return
+            self._look()
+
+    def _raise(self, hand: Hand) -> None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        with suppress(RuntimeError):  # torch's DistError: the store is gone, and with it a rank, which is named then
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_key(dist.get_rank()), json.dumps(asdict(hand)))
+            store.add(_RAISED, 1)
+
+    def _look(self) -> None:
+        found = []
+        with suppress(RuntimeError):  # as above
+            store = dist.distributed_c10d._get_default_store()
+            raised = store.add(_RAISED, 0)
+            if raised == self._known:
+                return
+            others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
+            found = [(rank, Hand(**json.loads(store.get(_key(rank))))) for rank in others if store.check([_key(rank)])]
+            self._known = raised
+        for rank, hand in found:
+            if hand.call == self.call and hand.kind == "left":
+                fix = f"see the error of rank {rank}; it does not take part in this call"
+                raise CollectiveError(problem(f"rank {rank} has left this call: {hand.text}", fix=fix), [rank])
+        for rank, hand in found:
+            if hand.call == self.call != self._asked and hand.kind == "asks":
+                raise ShardwiseError(
+                    problem(
+                        f"ranks make different calls: rank {rank} makes another one than rank {dist.get_rank()}, which "
+                        f"goes on as in its last call: {hand.text}",
+                        fix="call train(), eval(), step() and predict() alike on every rank, with the same arguments",
+                    )
+                )
+
+
+def _key(rank: int) -> str:
+    return f"shardwise/hand-{rank}"
+
+
+# Not a cache: a process is one rank.
+hands = Hands()
+
+__all__ = ["Hand", "Hands", "hands"]

@@ -1,0 +1,88 @@
+"""``check_replicas=`` under a plan of stages.
+
+The ranks of a stage compare what they hold alike (``runtime.replicas``), micro-batch by micro-batch; all ranks compare
+the batch, and the parameters that several stages have. What a stage finds it keeps for itself until the schedule has
+run: the other stages wait for its messages. Then all ranks tell each other and raise alike, before a gradient is
+added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import ReplicaError
+from shardwise.plans.plan import Plan
+from shardwise.programs.spmd import Spmd
+from shardwise.runtime.calls import Settings
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.replicas import ReplicaCheck, Subject
+from shardwise.runtime.shared_parameters import shared_places
+
+
+class StageCheck(ReplicaCheck):
+    """The check of a stage: ``found`` is the first difference, (message, the ranks that differ)."""
+
+    def __init__(self, ranks: Communicator, number: int, device: torch.device) -> None:
+        super().__init__(1, ranks, device)
+        self.part = f" of stage {number}"
+        self.found: tuple[str, list[int]] | None = None
+
+    def _differs(self, message: str, differing: list[int]) -> None:
+        self.found = self.found or (message, differing)
+
+
+class PipelineCheck:
+    """The check of a rank of a pipeline, in every so many steps. ``ranks``: of its stages, by number."""
+
+    def __init__(
+        self, settings: Settings, plan: Plan, everyone: Communicator, ranks: Mapping[int, Communicator]
+    ) -> None:
+        self.stages = {number: StageCheck(own, number, settings.device) for number, own in ranks.items()}
+        self._whole = ReplicaCheck(settings.check_replicas, everyone, settings.device)
+        # Of every shard of a parameter that several stages have: the ranks that hold it.
+        self._shared = {name: tuple(zip(*places, strict=True)) for name, places in shared_places(plan).items()}
+
+    def is_due(self) -> bool:
+        """Whether this step is to be checked; to be asked once in every step."""
+        return self._whole.is_due()
+
+    def begin(self, batch: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Compare what a step begins with. ``batch``: whole, by name; ``state``: this rank's parameters. Raises
+        ReplicaError, on all ranks alike."""
+        for check in self.stages.values():
+            check.found = None
+        own = self._whole
+        size = dist.get_world_size()
+        columns = [torch.zeros(size, dtype=torch.int64) for _ in batch]
+        subjects = [Subject("batch", name, None, x.dtype) for name, x in batch.items()]
+        prints = [own.fingerprint(x) for x in batch.values()]
+        for name, groups in self._shared.items():
+            leaders = torch.arange(size)
+            for ranks in groups:
+                leaders[list(ranks)] = ranks[0]
+            columns.append(leaders)
+            held = state.get(name)
+            subjects.append(Subject("parameter", f"{name} of several stages", None, torch.float32))
+            prints.append(own.fingerprint(torch.empty(0) if held is None else held))
+        if subjects:
+            own.compare(subjects, prints, torch.stack(columns, 1), "forward")
+
+    def watch(self, number: int, spmd: Spmd, tensors: Sequence[Any]) -> None:
+        """Compare the gradients that are added to the parameters of a stage."""
+        self.stages[number].watch(spmd, tensors)
+
+    def settle(self) -> None:
+        """Raise ReplicaError on all ranks alike, where a stage has found a difference."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, next((c.found for c in self.stages.values() if c.found is not None), None))
+        first = next((one for one in found if one is not None), None)
+        if first is not None:
+            raise ReplicaError(*first)
+
+
+__all__ = ["PipelineCheck", "StageCheck"]

@@ -1,0 +1,378 @@
+"""Copies of the state in the memory of other machines: what is left when a machine is lost with its memory.
+
+Every so many steps each rank copies its share of the state to files in the memory of its machine, and has another
+machine keep a copy of each. A copy that another machine's ranks can make of what they hold (data-parallel replicas) is
+made there, without a message; all else is sent to the rank at the same place of the next machine, beside the steps that
+follow. As in ``train.snapshots`` there are two slots in turn, and the ranks meet between filling them: whenever a
+machine is lost, one slot is whole on those that are left.
+
+==============================  ====================================================================
+``NUMBER/tensors.json``         a checkpoint's manifest, without values: which file has which elements
+``NUMBER/NAME-SLOT``            a file of the manifest, of a rank of this machine
+``NUMBER/NAME-SLOT.copy``       one of a rank of another machine
+``NUMBER/NAME-SLOT.note``       the file (or ``.copy.note``: the copy) is whole: the step, its values
+==============================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import CollectiveError, ShardwiseError, problem
+from shardwise.train.agreement import from_all, here
+from shardwise.train.checkpoints import State, share_out
+from shardwise.train.files import Reader, stage
+from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
+from shardwise.train.sharing import Offer, Piece, PlannedFile, file_of
+from shardwise.train.snapshots import no_checksums, place
+
+_TENSORS, _NOTE, _COPY, _FETCHED = "tensors.json", ".note", ".copy", ".fetched"
+_NUM_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCopy:
+    """Copies in the memory of other machines. ``memory``: a folder in the memory of this machine that outlives its
+    processes (``"/dev/shm/run-7"``); ranks of one machine give the same, and nobody deletes it but you. ``every``: how
+    many steps there are to a copy; after a loss training goes back by less than twice as many."""
+
+    memory: str | Path
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ShardwiseError(f"every is a number of steps from 1, not {self.every!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A file of one rank, and the rank of another machine that keeps its copy. ``is_sent``: which it does not hold."""
+
+    file: PlannedFile
+    writer: int
+    keeper: int
+    is_sent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A state that is whole on the machines that are left. ``where``: file -> a rank whose machine has it."""
+
+    step: int
+    number: int
+    slot: int
+    checked: int
+    where: Mapping[str, int]
+
+
+@dataclass
+class _Exchange:
+    """A message under way, with what to write down when it is there ("" where it leaves)."""
+
+    work: dist.Work
+    peer: int
+    note: Path | None
+    text: str = ""
+
+
+@dataclass
+class Peers:
+    """The copies of one job; made and used on every rank alike. ``sent_bytes``, ``kept_bytes``: of this rank, per copy
+    and slot."""
+
+    how: PeerCopy
+    sent_bytes: int = 0
+    kept_bytes: int = 0
+    mirrored: Sequence[Mirrored] = ()
+    buffers: dict[Path, torch.Tensor] = field(default_factory=dict)
+    under_way: list[_Exchange] = field(default_factory=list)
+    number: int = -1
+    outdated: bool = True  # ``renew`` is due
+    slot: int = 0
+    filled: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank, self.num_ranks = here()
+        if self.num_ranks == 1:
+            what = "peer_copy= keeps the state on other ranks, and there is one"
+            raise ShardwiseError(problem(what, fix="start more ranks, or leave it out"))
+        self.memory = Path(self.how.memory)
+        self.memory.mkdir(parents=True, exist_ok=True)
+        places = from_all((platform.node(), str(self.memory.resolve())))
+        self.machine_of = [places.index(place) for place in places]  # by its first rank
+        if len({*self.machine_of}) == 1:  # ranks are lost alone
+            self.machine_of = [*range(self.num_ranks)]
+        self.shares_folder = [places.index(place) for place in places]
+        self.group = dist.new_group(backend="gloo")
+
+    def is_due(self, step: int) -> bool:
+        return step % self.how.every == 0
+
+    # -- to keep -------------------------------------------------------------------------------------------------------
+
+    def renew(self, state: State) -> str:
+        """The tensors of some rank are others than before. What is wrong on some rank, where there is no memory."""
+        shares = share_out(state)
+        self.mirrored = mirrored(shares.files, shares.offers, self.machine_of)
+        every = [[one.file for one in self.mirrored if one.writer == rank] for rank in range(self.num_ranks)]
+        manifest = Manifest(
+            step=0,
+            num_ranks=self.num_ranks,
+            plan="",
+            metrics={},
+            block_bytes=BLOCK_BYTES,
+            files={
+                file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes)) for own in every for file in own
+            },
+            tensors=replace(shares, files=every).stored(),
+            tied=shares.model_names(),
+            values={"names": shares.names},
+        )
+        self.outdated = False
+        known = from_all([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
+        self.number, self.slot, self.filled = 1 + max((n for own in known for n in own), default=-1), 0, 0
+        self.buffers, fault = {}, ""
+        try:
+            self.folder.mkdir(exist_ok=True)
+            for one in self.mirrored:
+                for slot in range(_NUM_SLOTS):
+                    for copy in (False, True):
+                        if self.rank == (one.keeper if copy else one.writer):
+                            self._map(self._path(one, slot, copy=copy), one.file.num_bytes)
+            if self.shares_folder[self.rank] == self.rank:
+                place(self.folder / _TENSORS, manifest.to_text())
+        except OSError as error:
+            fault = str(error)
+        self.sent_bytes = sum(m.file.num_bytes for m in self.mirrored if m.writer == self.rank and m.is_sent)
+        self.kept_bytes = sum(m.file.num_bytes for m in self.mirrored if m.keeper == self.rank)
+        return next((text for text in from_all(fault) if text), "")
+
+    def land(self) -> None:
+        """Wait for the copies of the step before: every rank does, ahead of meeting the others. Raises CollectiveError
+        where one does not arrive, OSError where no note can be written."""
+        landed, self.under_way = self.under_way, []
+        for one in landed:
+            try:
+                one.work.wait()
+            except RuntimeError as error:
+                what = f"the copy of a state on its way between this rank and rank {one.peer} did not arrive: {error}"
+                raise CollectiveError(what, (one.peer,)) from error
+        for one in landed:
+            if one.note is not None:
+                place(one.note, one.text)
+        if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
+            self._forget_numbers()
+
+    def fill(self, state: State, step: int, checked: int) -> None:
+        """Copy this rank's share to the next slot, and start to send what others keep. Every rank has landed what it
+        had under way, and met the others since. Raises OSError where no note can be written; what was started goes on.
+        """
+        slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
+        plain = {name: kept for own in from_all(dict(state.plain)) for name, kept in own.items()}
+        note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": state.values, "plain": plain}
+        text, here_now = json.dumps(note), []
+        for one in self.mirrored:
+            for copy, rank in ((False, one.writer), (True, one.keeper)):
+                if rank == self.rank:
+                    path = self._path(one, slot, copy=copy)
+                    _note(path).unlink(missing_ok=True)
+                    if not (copy and one.is_sent):
+                        stage(one.file, state.parts, self.buffers[path])
+                        here_now.append(path)
+        for tag, one in enumerate(self.mirrored):
+            if one.is_sent and one.writer == self.rank:
+                work = dist.isend(self.buffers[self._path(one, slot)], one.keeper, self.group, tag)
+                self._start(work, one.keeper, None)
+            elif one.is_sent and one.keeper == self.rank:
+                path = self._path(one, slot, copy=True)
+                work = dist.irecv(self.buffers[path], one.writer, self.group, tag)
+                self._start(work, one.writer, _note(path), text)
+        self.filled += self.filled < _NUM_SLOTS
+        for path in here_now:
+            place(_note(path), text)
+
+    def _start(self, work: dist.Work | None, peer: int, note: Path | None, text: str = "") -> None:
+        assert work is not None, "this rank is in the group"
+        self.under_way.append(_Exchange(work, peer, note, text))
+
+    @property
+    def folder(self) -> Path:
+        return self.memory / str(self.number)
+
+    def _path(self, one: Mirrored, slot: int, *, copy: bool = False) -> Path:
+        return self.folder / f"{one.file.name}-{slot}{_COPY * copy}"
+
+    def _map(self, path: Path, num_bytes: int) -> None:
+        with path.open("wb") as opened:
+            if num_bytes:
+                os.posix_fallocate(opened.fileno(), 0, num_bytes)
+        self.buffers[path] = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+
+    def _forget_numbers(self) -> None:
+        self.filled += 1  # once
+        for folder in self.memory.iterdir():
+            if folder.name.isdigit() and int(folder.name) < self.number:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # -- to resume -----------------------------------------------------------------------------------------------------
+
+    def found(self) -> list[Kept]:
+        """The states that are whole, newest first; every rank calls this."""
+        seen: dict[tuple[int, int, int], dict[str, int]] = defaultdict(dict)
+        least: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for rank, notes in enumerate(from_all(self._notes())):
+            for number, slot, file, step, checked, count in notes:
+                seen[step, number, slot].setdefault(file, rank)
+                known, _ = least.get((step, number, slot), (checked, count))
+                least[step, number, slot] = (min(known, checked), count)
+        whole = [key for key, files in seen.items() if len(files) == least[key][1]]
+        return [
+            Kept(step, number, slot, least[step, number, slot][0], seen[step, number, slot])
+            for step, number, slot in sorted(whole, reverse=True)
+        ]
+
+    def _notes(self) -> list[tuple[int, int, str, int, int, int]]:
+        found = []
+        for path in self.memory.glob(f"*/*{_NOTE}"):
+            file, _, slot = path.name.removesuffix(_NOTE).removesuffix(_COPY).rpartition("-")
+            with contextlib.suppress(OSError, ValueError, KeyError):  # a copy of it that was torn counts for nothing
+                note = json.loads(path.read_text())
+                found.append((int(path.parent.name), int(slot), file, note["step"], note["checked"], note["of"]))
+        return found
+
+    def manifest(self, kept: Kept) -> Manifest:
+        """That of a state, from a machine that has it; every rank calls this. Raises ShardwiseError for none."""
+        folder, own = self.memory / str(kept.number), None
+        first = min(kept.where)
+        with contextlib.suppress(OSError):
+            text = (folder / _TENSORS).read_text()
+            note = next(iter(folder.glob(f"*-{kept.slot}{_NOTE}")), None) or next(
+                iter(folder.glob(f"*-{kept.slot}{_COPY}{_NOTE}"))
+            )
+            own = text, note.read_text()
+        texts = [found for found in from_all(own) if found is not None]
+        if not texts:
+            raise ShardwiseError(f"no machine says what {first} and the other files of step {kept.step} hold")
+        manifest, note = parse_manifest(texts[0][0]), json.loads(texts[0][1])
+        values = {**manifest.values, **note["values"], "plain": note["plain"]}
+        return replace(manifest, step=kept.step, values=values)
+
+    def reader(self, kept: Kept, manifest: Manifest) -> PeerReader:
+        return PeerReader(self, kept, manifest)
+
+    def forget_after(self, step: int) -> None:
+        """Later states than one that training goes on from, and what was fetched for that."""
+        for path in self.memory.glob(f"*/*{_NOTE}"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if json.loads(path.read_text())["step"] > step:
+                    path.unlink(missing_ok=True)
+        for path in self.memory.glob(f"*/*{_FETCHED}"):
+            path.unlink(missing_ok=True)
+
+
+class PeerReader(Reader):
+    """Reads a state of which files may be on other machines: what this one's ranks want of those is fetched."""
+
+    def __init__(self, peers: Peers, kept: Kept, manifest: Manifest) -> None:
+        super().__init__(peers.memory / str(kept.number), manifest)
+        self._peers, self._kept = peers, kept
+        self._wanted: set[str] = set()
+
+    def path(self, file: str) -> Path:
+        base = self.folder / f"{file}-{self._kept.slot}"
+        known = [path for path in (base, Path(f"{base}{_COPY}")) if self._is_whole(path)]
+        return known[0] if known else Path(f"{base}{_FETCHED}")
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a file is of the step: another one may have been under way when its machine was lost."""
+        with contextlib.suppress(OSError, ValueError):
+            return bool(json.loads(_note(path).read_text())["step"] == self._kept.step)
+        return False
+
+    def _verify_blocks(self, stored: Any, common: Any, position: int) -> None:
+        self._wanted.add(stored.chunks[position].file)
+
+    def prepare(self) -> None:
+        """Fetch what is not here: once per machine, from one that has it."""
+        peers = self._peers
+        missing = {file for file in self._wanted if not self._is_whole(self.path(file))}
+        by_folder: dict[int, set[str]] = defaultdict(set)
+        for rank, files in enumerate(from_all(sorted(missing))):
+            by_folder[peers.shares_folder[rank]].update(files)
+        works: list[tuple[dist.Work | None, int]] = []
+        wanted = sorted((file, first) for first, files in by_folder.items() for file in files)
+        for tag, (file, first) in enumerate(wanted):
+            owner, size = self._kept.where[file], self.manifest.files[file].num_bytes
+            if peers.rank == owner:
+                works.append((dist.isend(self._map(file), first, peers.group, tag), first))
+            elif peers.rank == first:
+                path = Path(f"{self.folder / file}-{self._kept.slot}{_FETCHED}")
+                path.parent.mkdir(exist_ok=True)
+                peers._map(path, size)
+                works.append((dist.irecv(peers.buffers.pop(path), owner, peers.group, tag), owner))
+        for work, _ in works:
+            if work is not None:
+                work.wait()
+        from_all(None)  # the others of this machine read what its first rank fetched
+
+
+def mirrored(
+    files: Sequence[Sequence[PlannedFile]], offers: Sequence[Sequence[Offer]], machine_of: Sequence[int]
+) -> list[Mirrored]:
+    """The files of every rank, cut so that each has one keeper on another machine: of those that hold all of it the one
+    that keeps least so far, else the rank at the same place of the next machine."""
+    holders: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
+    for rank, offered in enumerate(offers):
+        for name, _, _, boxes in offered:
+            holders[name] += [(rank, offsets, sizes) for offsets, sizes in boxes]
+    machines = sorted({*machine_of})
+    ranks_of = [[rank for rank, machine in enumerate(machine_of) if machine == one] for one in machines]
+    keeps = [0] * len(files)
+    found: list[Mirrored] = []
+    for writer, own in enumerate(files):
+        at = machines.index(machine_of[writer])
+        after = ranks_of[(at + 1) % len(machines)]
+        successor = after[ranks_of[at].index(writer) % len(after)]
+        for file in own:
+            groups: dict[tuple[int, bool], list[Piece]] = defaultdict(list)
+            for _, piece in file.pieces:
+                others = [
+                    rank
+                    for rank, offsets, sizes in holders[piece.name]
+                    if machine_of[rank] != machine_of[writer] and _within(piece, offsets, sizes)
+                ]
+                keeper = min(others, key=keeps.__getitem__) if others else successor
+                keeps[keeper] += piece.num_bytes
+                groups[keeper, not others].append(piece)
+            base = file.name.removesuffix(".safetensors")
+            for (keeper, is_sent), pieces in groups.items():
+                named = f"{base}-for-{keeper:05}{'-sent' * is_sent}.safetensors"
+                found.append(Mirrored(file_of(named, pieces), writer, keeper, is_sent))
+    return found
+
+
+def _within(piece: Piece, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a piece lies in a box."""
+    return all(
+        start <= own and own + size <= start + whole
+        for own, size, start, whole in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
+    )
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(path.name + _NOTE)
+
+
+__all__ = ["Kept", "PeerCopy", "Peers", "mirrored"]

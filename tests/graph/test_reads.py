@@ -1,0 +1,107 @@
+"""What a model reads from outside while it runs: refused where the next call would be another, else announced."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import random
+import secrets
+import time
+import uuid
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.graph.capture import capture
+
+GENERATOR, PYTHONS = np.random.default_rng(0), random.Random(0)
+HERE = Path(__file__)
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.fc, self.factor = nn.Linear(4, 4), factor
+
+    def forward(self, x):
+        return (self.fc(x) * self.factor()).square().mean()
+
+
+REFUSED = {
+    "the clock (time.perf_counter)": lambda: time.perf_counter(),
+    "the clock (datetime.now)": lambda: datetime.datetime.now().timestamp() * 1e3,
+    "the system (os.urandom)": lambda: float(secrets.randbits(64)),
+    "the system (os.urandom) ": lambda: uuid.uuid4().int / 2**128,
+    "a generator of random numbers (random.Random)": lambda: PYTHONS.random(),
+    "a generator of random numbers (numpy.random)": lambda: float(GENERATOR.random()),
+    "the system (os.urandom)  ": lambda: float(np.random.default_rng().random()),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_another_in_the_next_call_is_refused_by_name_and_line(what):
+    with pytest.raises(CaptureError, match="its next call would compute something else") as caught:
+        capture(Scaled(REFUSED[what]), (torch.randn(2, 4),))
+    assert f"the model's forward reads {what.strip()}, test_reads.py:" in str(caught.value)
+
+
+ANNOUNCED = {
+    "os.environ": lambda: 2.0 if "SHARDWISE_NOT_SET" in os.environ else 1.0,
+    "os.environ ": lambda: float(os.getenv("SHARDWISE_NOT_SET", "1")),
+    "the system (os.getpid)": lambda: float(os.getpid()),
+    "a file": lambda: float(len(HERE.read_text())),
+    "the clock (date.today)": lambda: float(datetime.date.today().year),
+    "the seed of random numbers (torch.initial_seed)": lambda: float(torch.initial_seed()),
+}
+
+
+@pytest.mark.parametrize("what", ANNOUNCED)
+def test_what_may_be_another_elsewhere_is_announced_by_name_and_line(what):
+    with pytest.warns(CaptureWarning, match="forward reads from outside of the model") as caught:
+        capture(Scaled(ANNOUNCED[what]), (torch.randn(2, 4),))
+    assert f"{what.strip()}, test_reads.py:" in str(caught[0].message)
+
+
+def same_numbers_in_every_call():
+    return float(np.random.default_rng(3).random()) + random.Random(3).random()
+
+
+def test_a_generator_that_every_call_makes_anew_and_time_that_nobody_reads_are_neither():
+    names = {"time": 1.0}  # a name alone reads nothing
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(Scaled(same_numbers_in_every_call), (torch.randn(2, 4),))
+        capture(Scaled(lambda: names["time"]), (torch.randn(2, 4),))
+
+
+def seeded():
+    torch.manual_seed(0)
+    return torch.rand(4)
+
+
+def test_a_seed_that_forward_sets_is_refused():
+    with pytest.raises(CaptureError, match=r"sets its own seed \(torch.manual_seed\), test_reads.py:"):
+        capture(Scaled(seeded), (torch.randn(2, 4),))
+
+
+@functools.lru_cache
+def table(size):
+    return torch.arange(float(size))
+
+
+def test_a_cached_table_has_its_numbers_after_capture_whatever_was_called_before():
+    net, x = Scaled(lambda: table(4)), torch.randn(4, 4)
+    table.cache_clear()
+    expected = net(x)  # the table is in the cache
+    plan = sw.plan(net, x, 2, mesh=sw.Mesh(dp=2))
+    torch.testing.assert_close(net(x), expected)
+    table.cache_clear()
+    assert sw.verify(net, x, plan).ok
+    torch.testing.assert_close(net(x), expected)

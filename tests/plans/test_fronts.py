@@ -1,0 +1,184 @@
+"""What a joint search shares: one capture, one search of equal stages, and short models that stand for long ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from math import inf
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import shardwise as sw
+from search.deep_model import VOCABULARY, Deep
+from shardwise import api
+from shardwise.graph.capture import capture
+from shardwise.plans import chosen, joint
+from shardwise.plans.fronts import ROOM, RUNGS, SLACK, Front, Fronts
+from shardwise.plans.joint import Joint, Setting
+from shardwise.search.cost_graph import BYTES
+from shardwise.search.dynamic_programming import step_seconds
+from shardwise.search.levers import Levers
+from shardwise.search.planner import Planner, Settings
+
+LAYERS, WIDTH = 8, 16
+
+
+def small_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (size, 4), generator=generator)
+    return ids, ids.roll(1)
+
+
+def test_equal_stages_are_searched_once_and_have_the_plan_of_the_fullest() -> None:
+    model, batch = Deep(LAYERS, WIDTH), small_batch(8)
+    options: dict[str, Any] = {"stages": 4, "micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=2)}
+    with mock.patch.object(chosen, "_choose", wraps=chosen._choose) as searches:
+        plan = sw.plan(model, batch, 8, **options)
+    middle = [call.args[2] for call in searches.call_args_list]
+    assert searches.call_count < 4, "stages in the middle are equal"
+    assert middle == sorted(middle, reverse=True), "each was searched for the first of its kind, which keeps most"
+    second, third = plan.stages[1], plan.stages[2]
+    assert [own.strategy for own in second.operators] == [own.strategy for own in third.operators]
+    assert [own.layout for own in second.parameters] == [own.layout for own in third.parameters]
+    assert second.operators[0].name != third.operators[0].name
+    assert sw.verify(model, batch, plan).ok
+
+
+@pytest.mark.parametrize("recompute", ["full", "cheap"])
+def test_equal_stages_make_the_same_again(recompute: Any) -> None:
+    model, batch = Deep(LAYERS, WIDTH), small_batch(8)
+    plan = sw.plan(
+        model, batch, 4, stages=4, micro_batch=1, global_batch=8, mesh=sw.Mesh(dp=1), recompute=recompute, zero=2
+    )
+    again = [[own.again for own in stage.operators] for stage in plan.stages]
+    assert any(again[1]), "something is made again"
+    assert again[1] == again[2]
+    assert sw.verify(model, batch, plan).ok
+
+
+def test_a_joint_search_captures_once_for_every_size() -> None:
+    with mock.patch.object(api, "capture", wraps=api.capture) as captures:
+        found = sw.plan(Deep(2, WIDTH), small_batch(4), 2, stages="auto", schedule="GPipe")
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    assert len(said.considered) > 2
+    assert captures.call_count == 1
+
+
+def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Deep(LAYERS, WIDTH), small_batch(8)
+    monkeypatch.setattr(joint, "TRIES", 2)
+    with mock.patch.object(Fronts, "seconds", autospec=True, side_effect=Fronts.seconds) as estimates:
+        found = sw.plan(model, batch, 4, stages="auto")
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    assert estimates.call_count > 2
+    assert sum(bool(one.step_seconds or one.refused) for one in said.considered) == 2
+    assert not said.is_complete
+    assert sw.verify(model, batch, found).ok
+
+
+def fronts_of(num_devices: int, settings: Settings) -> Fronts:
+    with torch.device("meta"):
+        model, ids = Deep(12), torch.zeros(32, 256, dtype=torch.int64)
+    graph = capture(model, (ids, ids)).graph
+    cluster, mesh = sw.Cluster.load(f"h100-{num_devices // 8}x8"), sw.Mesh(dp=num_devices // 4, tp=4)
+    return Fronts(graph, lambda short, size: short, lambda part: (mesh,), cluster, settings)
+
+
+@pytest.mark.parametrize("num_devices", [8, 32])
+def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
+    fronts = fronts_of(num_devices, Settings(memory_bytes=1e15))
+    assert len(fronts.short.ops) < len(fronts.whole.ops) / 2
+    (mesh,) = fronts.meshes(fronts.cluster)
+    (search,), _ = Planner.of(fronts.whole, (), fronts.cluster, (mesh,), fronts.settings).searches()
+    whole = search.outcome.components  # which choices are mixed to hide messages depends on the depth
+    assert fronts.seconds(Setting(1, "", 32, 1)) == pytest.approx(step_seconds(whole), rel=0.05)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_less_memory_takes_about_what_the_search_of_the_rungs_takes(share: float) -> None:
+    free = fronts_of(8, Settings(memory_bytes=1e15))
+    (mesh,) = free.meshes(free.cluster)
+    (search,), _ = Planner.of(free.whole, (), free.cluster, (mesh,), free.settings).searches()
+    limit = share * float(search.outcome.components[BYTES])
+    planner = Planner.of(free.whole, (), free.cluster, (mesh,), Settings(memory_bytes=limit))
+    prices = []
+    for how, gathered in RUNGS:
+        levers = Levers.of(free.whole, (), how, gathered)
+        searches, _ = replace(planner, settings=replace(planner.settings, levers=levers)).searches()
+        prices += [own.outcome.seconds for own in searches]
+    estimate = fronts_of(8, Settings(memory_bytes=limit / ROOM)).seconds(Setting(1, "", 32, 1))
+    assert estimate >= min(prices) * 0.95, "the ends of the model weigh more in a short one"
+    assert estimate <= min(prices) * 1.25, "points are few, and of one way for all blocks"
+
+
+def test_what_is_far_too_large_comes_last() -> None:
+    for memory_bytes, fits in ((1e12, True), (1e6, False)):
+        assert (fronts_of(8, Settings(memory_bytes=memory_bytes)).seconds(Setting(1, "", 32, 1)) < inf) is fits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cut_is_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    points, blocks, places, limit = 3, 6, 3, 14.0
+    front = Front(rng.uniform(0.1, 2.0, (points, blocks + 2, 5)))
+    flying = (3.0, 2.0, 1.0)
+
+    def taken(first: int, last: int, kept: float) -> float:
+        """The fastest point of a place with blocks from one to another, the outer places with what is outside."""
+        parts = slice(0 if first == 0 else first + 1, blocks + 2 if last == blocks else last + 1)
+        own = front.points[:, parts].sum(axis=1)
+        held = own[:, 3] + kept * own[:, 4]
+        seconds = own[:, 0] + np.maximum(own[:, 1], own[:, 2])
+        return float(np.where(held <= limit, seconds, inf).min())
+
+    best = inf
+    for second, third in combinations(range(1, blocks), 2):
+        ends = pairwise((0, second, third, blocks))
+        best = min(best, max(taken(*own, kept) for own, kept in zip(ends, flying, strict=True)))
+    found = front.cut(limit, flying)
+    assert found.slowest == pytest.approx(best)
+    if best < inf:
+        spans = pairwise((*found.starts, blocks))
+        slowest = max(taken(*own, kept) for own, kept in zip(spans, flying, strict=True))
+        assert best <= slowest * (1 + 1e-12) <= SLACK * best * (1 + 1e-9)
+        assert found.starts[0] == 0
+        assert len(found.starts) == places
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7])
+def test_where_stages_keep_too_much_they_are_cut_by_their_fronts_and_verify(share: float) -> None:
+    """Each stage fits with one micro-batch, and the first not with the four that it has in flight."""
+    model, batch = Deep(LAYERS, 64), small_batch(256)
+    options: dict[str, Any] = {"stages": 4, "micro_batch": 32, "global_batch": 256, "mesh": sw.Mesh(dp=1)}
+    free = sw.plan(model, batch, 4, **options)
+    assert free.pipeline is not None
+    limit = share * max(own.peak_bytes for own in free.pipeline.stages)
+    with mock.patch.object(Fronts, "parts", autospec=True, side_effect=Fronts.parts) as asked:
+        tight = sw.plan(model, batch, 4, memory_bytes=limit, **options)
+    assert asked.call_count == 1
+    assert tight.pipeline is not None
+    assert all(own.peak_bytes <= limit for own in tight.pipeline.stages)
+    assert any(op.again for stage in tight.stages for op in stage.operators)
+    assert sw.verify(model, batch, tight).ok
+    with mock.patch.object(Fronts, "parts", return_value=None):  # cuts that know of nothing that is made again
+        blind = sw.plan(model, batch, 4, memory_bytes=limit, **options)
+    assert blind.pipeline is not None
+    assert tight.pipeline.step_seconds < blind.pipeline.step_seconds
+
+
+def test_what_a_stage_receives_is_split_where_it_is_worked_on_in_parts() -> None:
+    """A stage asks for no more than its devices use: each is sent its samples, not those of all."""
+    with torch.device("meta"):
+        model, ids = Deep(8, 512), torch.zeros(128, 256, dtype=torch.int64)
+    cluster = sw.Cluster.load("h100-2x8")
+    plan = sw.plan(model, (ids, ids), cluster, stages=2, micro_batch=32, mesh=sw.Mesh(dp=8), schedule="1F1B")
+    (received,) = plan.stages[1].receives
+    assert "32@dp" in received.layout, received.layout
+    assert plan.pipeline is not None
+    assert plan.pipeline.stages[0].sent_bytes == 32 * 256 * 512 * 4 / 8

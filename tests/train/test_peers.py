@@ -1,0 +1,169 @@
+"""Copies of the state on other machines: a machine is lost with its memory, and training goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.errors import PlanWarning, ShardwiseError
+from shardwise.launch.launcher import launch
+from shardwise.train.checkpoints import share_out, state_of
+from shardwise.train.parts import random_part
+from shardwise.train.peers import Peers, mirrored
+from train.elastic_run import data
+from train.runs import batch, make
+
+RunRanks = Callable[..., list[Any]]
+SCRIPT = str(Path(__file__).with_name("peer_run.py"))
+
+
+@pytest.fixture(autouse=True)
+def scripts_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), known))))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+
+
+def run(folder: Path, *rest: str) -> int:
+    folder.mkdir(exist_ok=True)
+    return launch([SCRIPT, str(folder), *rest], 3)
+
+
+def check_equal(folder: Path, whole: Path) -> None:
+    """Bit for bit: parameters, buffers, optimizer states and place in the data, on every rank."""
+    for rank in range(3):
+        (own, states, place), (wanted, others, there) = (
+            torch.load(where / f"state-{rank}", weights_only=True) for where in (folder, whole)
+        )
+        assert place == there
+        assert all(torch.equal(own[name], wanted[name]) for name in wanted)
+        assert states.keys() == others.keys()
+        assert all(torch.equal(v, others[name][key]) for name, kept in states.items() for key, v in kept.items())
+
+
+@pytest.mark.parametrize(("kind", "every", "back"), [("zero", 1, 6), ("zero3", 3, 3)])
+def test_a_machine_is_lost_with_its_memory(tmp_path: Path, kind: str, every: int, back: int) -> None:
+    """Rank 1 is killed ahead of step 8. The copies of step 7 were under way, or not due: those before count."""
+    lost, whole = tmp_path / "lost", tmp_path / "whole"
+    assert run(whole, "10", kind, str(every)) == 0
+    assert run(lost, "10", kind, str(every), "8:1") != 0
+    shutil.rmtree(lost / "machine-1")
+    assert run(lost, "10", kind, str(every)) == 0
+    begun = [line.split(" ", 1) for line in (lost / "begun").read_text().splitlines()]
+    assert begun[0] == ["0", "None"]
+    assert int(begun[1][0]) in (back, back + every)
+    assert begun[1][1] == f"{{'at': {begun[1][0]}}}"
+    check_equal(lost, whole)
+
+
+def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
+    """(writer, keeper, whether it is sent, bytes) of every file, with copies everywhere and with parts."""
+    found = []
+    for how in ({}, {"zero": 1}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = sw.plan(make(), batch(0), 3, search="sharding_propagation", mesh=sw.Mesh(dp=3), **how)
+            par = sw.parallelize(make(), plan, seed=7)
+        optimizer = torch.optim.AdamW(par.parameters())
+        par.step(*batch(0))
+        optimizer.step()
+        every = share_out(state_of(par, [optimizer], dist.get_rank()))
+        files = mirrored(every.files, every.offers, [0, 1, 2])
+        found.append([(one.writer, one.keeper, one.is_sent, one.file.num_bytes) for one in files])
+        together = mirrored(every.files, every.offers, [0, 0, 2])
+        assert all({0: 0, 1: 0, 2: 2}[one.writer] != {0: 0, 1: 0, 2: 2}[one.keeper] for one in together)
+        assert sum(one.file.num_bytes for one in together) == sum(one.file.num_bytes for one in files)
+    return found
+
+
+def test_what_others_hold_is_not_sent(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for copies, parts in run_ranks(shares, 3, str(tmp_path), time_limit_seconds=120.0):
+        sent = [sum(size for *_, is_sent, size in files if is_sent) for files in (copies, parts)]
+        whole = [sum(size for *_, size in files) for files in (copies, parts)]
+        assert sent[0] == 3 * random_part().tensor.nbytes, "states of generators alone: every rank has its own"
+        assert sent[1] > 0.4 * whole[1], "two of three parts of what is stored are states of the optimizer"
+        assert all(writer != keeper for writer, keeper, *_ in (*copies, *parts))
+        assert all(keeper == (writer + 1) % 3 for writer, keeper, is_sent, _ in parts if is_sent)
+
+
+def torn(folder: str) -> list[int]:
+    """The steps that are found: whole, with a note of one rank gone, and where there is no room."""
+    rank, model = dist.get_rank(), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    where = Path(folder, f"machine-{rank}")
+
+    def recovery() -> sw.Recovery:
+        return sw.Recovery(model, optimizer, peer_copy=sw.PeerCopy(where))
+
+    def keep(own: sw.Recovery, steps: range) -> None:
+        for step in steps:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            own.keep(step)
+
+    own = recovery()
+    found = [own.resume()]
+    keep(own, range(1, 5))
+    dist.barrier()
+    found.append(recovery().resume())  # its copies were still under way, and no machine is lost
+    dist.barrier()
+    if rank == 0:
+        for note in where.glob("*/*.note"):
+            note.write_text('{"step": 3')
+    dist.barrier()
+    shutil.rmtree(where) if rank == 1 else None
+    dist.barrier()
+    found.append(recovery().resume())
+    own = recovery()
+    own.resume()
+    with warnings.catch_warnings(record=True) as caught, mock.patch("os.posix_fallocate") as allocate:
+        warnings.simplefilter("always")
+        allocate.side_effect = OSError(28, "No space left on device") if rank == 1 else None
+        keep(own, range(1, 4))
+    said = [str(one.message) for one in caught if one.category is PlanWarning]
+    assert len(said) == (rank == 0)
+    assert all("no other machine keeps copies of the state any more ([Errno 28] No space" in text for text in said)
+    return found
+
+
+def test_torn_copies_count_for_nothing_and_a_full_memory_is_announced(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(torn, 3, str(tmp_path), time_limit_seconds=120.0) == [[0, 4, 0]] * 3
+
+
+def with_a_trainer(folder: str) -> tuple[list[int], bool]:
+    """How many steps Trainers make until 3 and 5 are done, and until 5 at once; whether these end in the same bits."""
+    made, ends = [], []
+    for num_steps, where in ((3, "one"), (5, "one"), (5, "other")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = sw.plan(make(), batch(0), 2, search="sharding_propagation", mesh=sw.Mesh(dp=2), zero=1)
+            par = sw.parallelize(make(), plan, seed=7)
+        optimizer, loader = torch.optim.AdamW(par.parameters()), sw.DataLoader(data(), par, 12, seed=5)
+        copies = sw.PeerCopy(Path(folder, f"{where}-{dist.get_rank()}"))
+        trainer = sw.Trainer(par, optimizer, loader, peer_copy=copies, progress=False)
+        with mock.patch.object(sw.Parallel, "step", autospec=True, side_effect=sw.Parallel.step) as step:
+            trainer.fit(num_steps)
+        made.append(step.call_count)
+        ends.append([*par.state_dict().values()])
+    return made, all(torch.equal(a, b) for a, b in zip(ends[1], ends[2], strict=True))
+
+
+def test_a_trainer_goes_on_from_copies(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(with_a_trainer, 2, str(tmp_path), time_limit_seconds=180.0) == [([3, 2, 5], True)] * 2
+
+
+def test_one_rank_and_wrong_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShardwiseError, match="there is one"):
+        Peers(sw.PeerCopy(tmp_path))
+    with pytest.raises(ShardwiseError, match="every is a number of steps from 1, not 0"):
+        sw.PeerCopy(tmp_path, every=0)
