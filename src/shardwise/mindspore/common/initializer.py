@@ -7,25 +7,34 @@ order, they are equal everywhere.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, one_of
 from shardwise.mindspore.common.seed import generator
+from shardwise.mindspore.tensor import Tensor as DialectTensor
 
 Tensor = torch.Tensor
 
 
-class Initializer(ABC):
-    """A distribution of initial values."""
+class Initializer:
+    """A distribution of initial values. One of your own overrides ``fill``, or ``_initialize(self, array)``, which
+    writes into an array of numpy."""
 
-    @abstractmethod
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         """Write values into ``tensor``, a new one, and return it."""
+        self._initialize(tensor.numpy())
+        return tensor
+
+    def _initialize(self, arr: np.ndarray[Any, Any]) -> None:
+        raise NotImplementedError(problem(f"{type(self).__name__} has no fill", fix="write one, or _initialize"))
 
 
 class Constant(Initializer):
@@ -130,6 +139,64 @@ class HeNormal(HeUniform):
         return tensor.normal_(0, self._sigma(tensor), generator=random)
 
 
+class Orthogonal(Initializer):
+    """Rows, or columns where there are fewer, of length ``gain`` at right angles (Saxe et al., ICLR 2014)."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        self.gain = gain
+
+    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
+        return torch.nn.init.orthogonal_(tensor, self.gain, generator=random)
+
+
+class Identity(Initializer):
+    """Ones on the diagonal of a matrix."""
+
+    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
+        return torch.nn.init.eye_(tensor)
+
+
+class Dirac(Initializer):
+    """The kernel of a convolution that hands on its inputs."""
+
+    def __init__(self, groups: int = 1) -> None:
+        self.groups = groups
+
+    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
+        return torch.nn.init.dirac_(tensor, self.groups)
+
+
+class Sparse(Initializer):
+    """A matrix of N(0, sigma**2) with the part ``sparsity`` of every column zero."""
+
+    def __init__(self, sparsity: float, sigma: float = 0.01) -> None:
+        self.sparsity, self.sigma = sparsity, sigma
+
+    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
+        return torch.nn.init.sparse_(tensor, self.sparsity, self.sigma, generator=random)
+
+
+class VarianceScaling(Initializer):
+    """The variance ``scale / fan``; ``mode``: of which fan, "fan_in", "fan_out" or "fan_avg"; ``distribution``:
+    "truncated_normal" (within two deviations), "untruncated_normal" or "uniform"."""
+
+    def __init__(self, scale: float = 1.0, mode: str = "fan_in", distribution: str = "truncated_normal") -> None:
+        one_of("fan_in", "fan_out", "fan_avg")("mode", mode)
+        one_of("truncated_normal", "untruncated_normal", "uniform")("distribution", distribution)
+        self.scale, self.mode, self.distribution = scale, mode, distribution
+
+    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
+        fan_in, fan_out = _fans(tensor)
+        fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[self.mode]
+        sigma = math.sqrt(self.scale / max(1.0, fan))
+        if self.distribution == "uniform":
+            return tensor.uniform_(-math.sqrt(3) * sigma, math.sqrt(3) * sigma, generator=random)
+        if self.distribution == "untruncated_normal":
+            return tensor.normal_(0, sigma, generator=random)
+        wide = sigma / 0.87962566103423978  # the deviation of a standard normal that is cut at two deviations
+        return torch.nn.init.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
+
+
 _NAMED: dict[str, Callable[[], Initializer]] = {
     "zeros": Zero,
     "zero": Zero,
@@ -142,13 +209,17 @@ _NAMED: dict[str, Callable[[], Initializer]] = {
     "xaviernormal": XavierNormal,
     "heuniform": HeUniform,
     "henormal": HeNormal,
+    "orthogonal": Orthogonal,
+    "identity": Identity,
+    "dirac": Dirac,
+    "variancescaling": VarianceScaling,
 }
 
 
 def initializer(
     init: Tensor | str | Initializer | float,
     shape: Sequence[int] | int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
     """A new tensor of initial values.
 
@@ -156,16 +227,17 @@ def initializer(
     case; an ``Initializer``; a number; or a tensor, whose shape must be ``shape`` if that is given. Values are drawn
     in float32, or float64 for that dtype, on the CPU.
     """
+    dtype = dtype or torch.float32
     if isinstance(init, Tensor):
         if shape is not None and tuple(init.shape) != _shape(shape):
             what = f"initializer is given a tensor of shape {list(init.shape)} and the shape {list(_shape(shape))}"
             raise ValueError(problem(what, fix="leave the shape out, or make them equal"))
-        return init.detach().clone().to(dtype)
+        return init.detach().clone().to(dtype).as_subclass(DialectTensor)
     if shape is None:
         raise ValueError(problem(f"initializer({init!r}) has no shape", fix="give one: initializer(init, [32, 16])"))
     drawn = torch.empty(_shape(shape), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     with torch.no_grad():
-        return _found(init).fill(drawn, generator()).to(dtype)
+        return _found(init).fill(drawn, generator()).to(dtype).as_subclass(DialectTensor)
 
 
 def _found(init: str | Initializer | float) -> Initializer:
@@ -203,13 +275,18 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
 
 __all__ = [
     "Constant",
+    "Dirac",
     "HeNormal",
     "HeUniform",
+    "Identity",
     "Initializer",
     "Normal",
     "One",
+    "Orthogonal",
+    "Sparse",
     "TruncatedNormal",
     "Uniform",
+    "VarianceScaling",
     "XavierNormal",
     "XavierUniform",
     "Zero",

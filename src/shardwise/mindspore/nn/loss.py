@@ -9,21 +9,31 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.ops.arithmetic import Cast, Mul
+from shardwise.mindspore.ops.reductions import ReduceMean, ReduceSum
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossBase(Cell):
-    """Base: ``get_loss`` applies the reduction, and weights."""
+    """Base: ``get_loss`` applies the reduction, and weights. Losses made from it find the operators that they use
+    under the reference's names."""
 
     is_loss = True
+    reductions = REDUCTIONS
+    reduce_mean, reduce_sum, mul, cast = ReduceMean(), ReduceSum(), Mul(), Cast()
 
-    def __init__(self, reduction: str = "mean") -> None:
+    def __init__(self, reduction: str | None = "mean") -> None:
         super().__init__()
-        if reduction not in REDUCTIONS:
-            raise ValueError(problem(f"reduction is {reduction!r}", fix=f"one of {', '.join(REDUCTIONS)}"))
-        self.reduction = reduction
+        reduction = reduction or "none"
+        if reduction not in self.reductions:
+            raise ValueError(problem(f"reduction is {reduction!r}", fix=f"one of {', '.join(self.reductions)}"))
+        self.reduction, self.average, self.reduce = reduction, reduction != "sum", reduction != "none"
+
+    def get_axis(self, x: torch.Tensor) -> tuple[int, ...]:
+        """All dims of a tensor."""
+        return tuple(range(x.dim()))
 
     def get_loss(self, x: torch.Tensor, weights: Any = 1.0) -> torch.Tensor:
         x = x * weights

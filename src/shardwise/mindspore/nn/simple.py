@@ -12,7 +12,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore.holding import as_gradient, held, parameter_of
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.nn.loss import LossBase
+from shardwise.mindspore.nn.loss import REDUCTIONS, LossBase
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import same_padding
@@ -210,7 +210,10 @@ def _classes(functions: dict[str, Function], base: type[Cell], **body: Any) -> d
     return {name: type(name, (base,), {"function": staticmethod(own), **common}) for name, own in functions.items()}
 
 
-CLASSES = {**_classes(CELLS, Simple), **_classes(RANDOM, Simple, is_random=True), **_classes(LOSSES, SimpleLoss)}
+CLASSES = {
+    **_classes(CELLS, Simple), **_classes(RANDOM, Simple, is_random=True), **_classes(LOSSES, SimpleLoss),
+    **_classes({"KLDivLoss": LOSSES["KLDivLoss"]}, SimpleLoss, reductions=(*REDUCTIONS, "batchmean")),
+}  # fmt: skip
 globals().update(CLASSES)
 
 __all__ = list(CLASSES)

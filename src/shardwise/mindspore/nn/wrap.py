@@ -120,26 +120,26 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         """Nothing has to be cleared: a status that means nothing, and ``compute_input``."""
         return Tensor(0), compute_input
 
-    def get_overflow_status(self, status: Any, compute_output: Any) -> bool:
-        """Whether one of the gradients is not finite, on any rank."""
-        return not all_finite(compute_output, group=GlobalComm.WORLD_COMM_GROUP)
+    def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
+        """Whether one of the gradients is not finite, on any rank: a bool scalar."""
+        return Tensor(~all_finite(compute_output, group=GlobalComm.WORLD_COMM_GROUP))
 
-    def process_loss_scale(self, overflow: Any) -> bool:
+    def process_loss_scale(self, overflow: Any) -> Any:
         """Choose the scale of the next step. Returns whether this one is left out."""
         self.manager.update_loss_scale(bool(overflow))
-        return bool(overflow)
+        return overflow
 
-    def loss_scaling_manager(self, loss_scale: Any, overflow: Any) -> bool:
+    def loss_scaling_manager(self, loss_scale: Any, overflow: Any) -> Any:
         return self.process_loss_scale(overflow)
 
-    def construct(self, *inputs: Any, **kwargs: Any) -> tuple[Any, bool, float]:
+    def construct(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         scale = float(self.manager.get_loss_scale())
         result, gradients = differentiate(self.network, inputs, kwargs, self.weights, scale, reduce=True)
         overflow = self.get_overflow_status(None, gradients)
         if not overflow:
             self.optimizer([gradient / scale for gradient in gradients])
         self.process_loss_scale(overflow)
-        return (result[0] if isinstance(result, (tuple, list)) else result), overflow, scale
+        return (result[0] if isinstance(result, (tuple, list)) else result), overflow, Tensor(scale)
 
 
 class ForwardValueAndGrad(Cell):

@@ -18,6 +18,7 @@ from shardwise.mindspore import engine
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
 from shardwise.mindspore.ops.clip import clip_by_norm
+from shardwise.mindspore.ops.further import FURTHER
 from shardwise.mindspore.ops.indexing import (
     Gather,
     GatherNd,
@@ -325,6 +326,7 @@ FUNCTIONS: dict[str, Function] = {
         input, return_idx, return_counts, axis),
     "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: UnsortedSegmentSum()(
         input_x, segment_ids, num_segments),
+    **FURTHER,
     **NETWORKS,
     **TENSOR_SCATTERS,
     # -- new tensors

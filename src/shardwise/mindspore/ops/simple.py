@@ -6,12 +6,16 @@ strategy splits the first operand; what is inside follows.
 
 from __future__ import annotations
 
+from ast import literal_eval
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from shardwise.errors import problem
 from shardwise.mindspore.named import Function, bound
+from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Tensor
@@ -76,30 +80,70 @@ def _hooked(x: Any, hook: Function) -> Any:
     return y
 
 
-# Primitives that functions are named after.
-_UPDATES = {
-    "ScatterNdAdd": "scatter_nd_add", "ScatterNdSub": "scatter_nd_sub", "TensorScatterSub": "tensor_scatter_sub",
-    **{f"{family}{kind}": f"{name}_{kind.lower()}" for kind in ("Max", "Min", "Mul", "Div") for family, name in (
-        ("TensorScatter", "tensor_scatter"), ("Scatter", "scatter"))},
+def _unwritten(name: Any, value: Any) -> None:
+    note("summaries inside of cells write nothing: train.SummaryCollector, and SummaryRecord.add_value, do")
+
+
+def _no_register(status: Any) -> Any:
+    what = "NPUGetFloatStatus reads a register of Ascend devices, which others have not"
+    raise NotImplementedError(problem(what, fix="ms.amp.all_finite(grads), or nn.TrainOneStepWithLossScaleCell"))
+
+
+# Primitives that compute a function of ``ops.functions``: its name, and the settings that the constructor takes.
+_OF_FUNCTIONS = {
+    "Acosh": "acosh", "Asinh": "asinh", "Atanh": "atanh", "Addcdiv": "addcdiv", "Addcmul": "addcmul",
+    "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor", "Conj": "conj",
+    "Digamma": "digamma", "Erfinv": "erfinv", "Hypot": "hypot", "Imag": "imag", "Invert": "invert", "Lerp": "lerp",
+    "Lgamma": "lgamma", "LogicalXor": "logical_xor", "MaskedFill": "masked_fill", "MulNoNan": "mul_no_nan",
+    "NanToNum": "nan_to_num", "Real": "real", "Sinc": "sinc", "TruncateDiv": "truncate_div", "TruncateMod":
+    "truncate_mod", "Xdivy": "xdivy", "Xlogy": "xlogy", "Cdist": "cdist p=2.0",
+    "Cummax": "cummax axis", "Cummin": "cummin axis", "FastGeLU": "fast_gelu", "LogSigmoid": "logsigmoid",
+    "LRN": "lrn depth_radius=5 bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'", "Logit": "logit eps=None",
+    "PReLU": "prelu", "SiLU": "silu", "SoftShrink": "soft_shrink lambd=0.5",
+    "BatchToSpaceND": "batch_to_space_nd block_shape crops", "SpaceToBatchND": "space_to_batch_nd block_shape paddings",
+    "MatrixInverse": "inverse", "LogMatrixDeterminant": "log_matrix_determinant", "Trace": "trace",
+    "ReverseSequence": "reverse_sequence seq_dim batch_dim=0",
+    "IndexAdd": "index_add axis", "InplaceAdd": "inplace_add indices", "InplaceSub": "inplace_sub indices",
+    "InplaceUpdate": "inplace_update indices", "MaskedSelect": "masked_select", "NonZero": "nonzero",
+    "InTopK": "intopk k", "UniqueWithPad": "unique_with_pad", "TensorShape": "dyn_shape",
+    "TensorDot": "tensor_dot axes", "TypeAs": "type_as",
+    "Gamma": "gamma seed=None", "StandardLaplace": "standard_laplace seed=None",
+    "RandomCategorical": "random_categorical",
+    "Assign": "assign", "AssignAdd": "assign_add", "AssignSub": "assign_sub", "LinSpace": "linspace",
+    "RmsNorm": "rms_norm epsilon=1e-6", "KLDivLoss": "kl_div reduction='mean'", "ScatterNd": "scatter_nd",
+    "ScatterAdd": "scatter_add use_locking=False", "ScatterUpdate": "scatter_update use_locking=True",
+    "ScatterSub": "scatter_sub use_locking=False", "ScatterNdAdd": "scatter_nd_add use_locking=False",
+    "ScatterNdSub": "scatter_nd_sub use_locking=False",
+    "TensorScatterSub": "tensor_scatter_sub",
+    **{f"{family}{kind}": line.format(kind.lower()) for kind in ("Max", "Min", "Mul", "Div") for family, line in (
+        ("TensorScatter", "tensor_scatter_{}"), ("Scatter", "scatter_{} use_locking=False"))},
     **{f"UnsortedSegment{kind}": f"unsorted_segment_{kind.lower()}" for kind in ("Max", "Min", "Prod")},
-    "ScatterSub": "scatter_sub",
 }  # fmt: skip
 
+
+class _OfFunction:
+    """The function of a line, whose settings are its keyword-only arguments (``named.settings_of``)."""
+
+    def __init__(self, line: str) -> None:
+        self.name, *words = line.split()
+        pairs = [word.partition("=") for word in words]
+        settings = [
+            Parameter(word, Parameter.KEYWORD_ONLY, default=literal_eval(default) if is_given else Parameter.empty)
+            for word, is_given, default in pairs
+        ]
+        self.__signature__ = Signature([Parameter("operands", Parameter.VAR_POSITIONAL), *settings])
+
+    def __call__(self, *operands: Any, use_locking: bool = False, **given: Any) -> Any:
+        return FUNCTIONS[self.name](*operands, **given)
+
+
 SIMPLE: dict[str, Function] = {
+    **{name: _OfFunction(line) for name, line in _OF_FUNCTIONS.items()},
     # -- elements
-    "Acosh": lambda x: torch.acosh(x), "Asinh": lambda x: torch.asinh(x), "Atanh": lambda x: torch.atanh(x),
-    "Addcdiv": FUNCTIONS["addcdiv"], "Addcmul": FUNCTIONS["addcmul"],
-    "BitwiseAnd": lambda x, y: torch.bitwise_and(x, y), "BitwiseOr": lambda x, y: torch.bitwise_or(x, y),
-    "BitwiseXor": lambda x, y: torch.bitwise_xor(x, y), "Erfinv": lambda x: torch.erfinv(x),
-    "Lerp": FUNCTIONS["lerp"], "LogicalXor": lambda x, y: torch.logical_xor(x, y),
-    "MaskedFill": FUNCTIONS["masked_fill"], "NanToNum": FUNCTIONS["nan_to_num"],
-    "TruncateDiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "TruncateMod": lambda x, y: torch.fmod(x, y),
-    "Xdivy": FUNCTIONS["xdivy"], "Xlogy": lambda x, y: torch.xlogy(x, y),
     # -- activations
-    "CeLU": lambda x, *, alpha=1.0: F.celu(x, alpha), "FastGeLU": FUNCTIONS["fast_gelu"],
-    "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd), "LogSigmoid": lambda x: F.logsigmoid(x),
-    "PReLU": lambda x, weight: F.prelu(x, weight), "ReLUV2": lambda x: (torch.relu(x), x > 0),
-    "SiLU": lambda x: F.silu(x), "SoftShrink": lambda x, *, lambd=0.5: F.softshrink(x, lambd),
+    "CeLU": lambda x, *, alpha=1.0: F.celu(x, alpha),
+    "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
+    "ReLUV2": lambda x: (torch.relu(x), x > 0),
     # -- shapes
     "DepthToSpace": lambda x, *, block_size: _depth_to_space(x, block_size),
     "Diag": lambda x: torch.diag(x), "DiagPart": lambda x: torch.diagonal(x),
@@ -121,7 +165,6 @@ SIMPLE: dict[str, Function] = {
     "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
         torch.std(x, axis or tuple(range(x.dim())), correction=int(unbiased), keepdim=keep_dims),
         torch.mean(x, axis or tuple(range(x.dim())), keepdim=keep_dims)),
-    "InTopK": lambda x1, x2, *, k: FUNCTIONS["intopk"](x1, x2, k),
     "SquareSumAll": lambda x, y: (x.square().sum(), y.square().sum()),
     # -- networks
     "AdaptiveAvgPool2D": lambda x, *, output_size: F.adaptive_avg_pool2d(x, output_size),
@@ -136,32 +179,30 @@ SIMPLE: dict[str, Function] = {
     "ResizeBilinear": lambda x, *, size, align_corners=False: F.interpolate(
         x, tuple(size), mode="bilinear", align_corners=align_corners),
     "ResizeNearestNeighbor": lambda x, *, size, align_corners=False: F.interpolate(x, tuple(size)),
-    "RmsNorm": lambda x, gamma, *, epsilon=1e-6: FUNCTIONS["rms_norm"](x, gamma, epsilon),
     # -- losses
-    "KLDivLoss": lambda logits, labels, *, reduction="mean": FUNCTIONS["kl_div"](logits, labels, reduction),
     "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
         F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
     "SmoothL1Loss": lambda prediction, target, *, beta=1.0, reduction="none": F.smooth_l1_loss(
         prediction, target, reduction=reduction, beta=beta),
     # -- parameters
-    **{word: FUNCTIONS[name] for word, name in _UPDATES.items()},
     "ApplyMomentum": lambda variable, accumulation, learning_rate, gradient, momentum, *, use_nesterov=False,
     use_locking=False, gradient_scale=1.0: _momentum(
         variable, accumulation, learning_rate, gradient / gradient_scale, momentum, use_nesterov),
-    "Assign": FUNCTIONS["assign"], "AssignAdd": FUNCTIONS["assign_add"], "AssignSub": FUNCTIONS["assign_sub"],
-    "ScatterAdd": lambda x, indices, updates, *, use_locking=False: FUNCTIONS["scatter_add"](x, indices, updates),
-    "ScatterUpdate": lambda x, indices, updates, *, use_locking=True: FUNCTIONS["scatter_update"](x, indices, updates),
+    "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
+    # -- the overflow status of Ascend devices
+    "FloatStatus": lambda x: (~torch.isfinite(x)).any().float().reshape(1),
+    "NPUAllocFloatStatus": lambda: torch.zeros(8), "NPUClearFloatStatus": lambda status: torch.zeros_like(status),
+    "NPUGetFloatStatus": _no_register,
     # -- new tensors
     "Multinomial": lambda x, num_samples, *, seed=0, seed2=0, dtype=torch.int32: torch.multinomial(
         x, int(num_samples), replacement=True).to(dtype_of(dtype)),
-    "DType": lambda x: x.dtype, "LinSpace": FUNCTIONS["linspace"], "Rank": lambda x: x.dim(),
+    "DType": lambda x: x.dtype, "Rank": lambda x: x.dim(),
     "Randperm": lambda n, *, max_length=1, pad=-1, dtype=torch.int32: torch.randperm(int(n), dtype=dtype_of(dtype)),
     "ScalarToArray": lambda x: torch.tensor(x),
     "ScalarToTensor": lambda x, dtype=torch.float32: torch.tensor(x, dtype=dtype_of(dtype)),
-    "ScatterNd": FUNCTIONS["scatter_nd"], "Size": lambda x: x.numel(),
+    "Size": lambda x: x.numel(),
     "StandardNormal": lambda shape, *, seed=0, seed2=0: torch.randn(tuple(shape)),
-    "TensorSummary": lambda name, value: None, "ScalarSummary": lambda name, value: None,
-    "HistogramSummary": lambda name, value: None, "ImageSummary": lambda name, value: None,
+    **{f"{kind}Summary": _unwritten for kind in ("Tensor", "Scalar", "Histogram", "Image")},
     "TupleToArray": lambda x: torch.tensor(x),
     "UniformInt": lambda shape, minval, maxval, *, seed=0, seed2=0: torch.randint(
         int(minval), int(maxval), tuple(shape), dtype=torch.int32),

@@ -35,6 +35,13 @@ from shardwise.mindspore.train.metrics import (
     rearrange_inputs,
 )
 from shardwise.mindspore.train.model import Model, data_sink
+from shardwise.mindspore.train.recording import (
+    BackupAndRestore,
+    DatasetHelper,
+    OnRequestExit,
+    SummaryCollector,
+    SummaryRecord,
+)
 from shardwise.mindspore.train.serialization import (
     export,
     load,
@@ -54,16 +61,17 @@ from shardwise.mindspore.train.transforms import (
 from shardwise.mindspore.train.watching import EarlyStopping, History, LearningRateScheduler, ReduceLROnPlateau
 
 __all__ = [
-    "F1", "MAE", "MSE", "ROC", "Accuracy", "Callback", "CheckpointConfig", "ConfusionMatrix", "CosineSimilarity",
-    "Dice", "DynamicLossScaleManager", "EarlyStopping", "Fbeta", "FixedLossScaleManager", "History",
+    "F1", "MAE", "MSE", "ROC", "Accuracy", "BackupAndRestore", "Callback", "CheckpointConfig", "ConfusionMatrix",
+    "CosineSimilarity",
+    "DatasetHelper", "Dice", "DynamicLossScaleManager", "EarlyStopping", "Fbeta", "FixedLossScaleManager", "History",
     "LambdaCallback", "LearningRateScheduler", "Loss", "LossMonitor", "LossScaleManager", "Metric", "Model",
-    "ModelCheckpoint", "Perplexity", "Precision", "Recall", "ReduceLROnPlateau", "RunContext", "TimeMonitor",
+    "ModelCheckpoint", "OnRequestExit",
+    "Perplexity", "Precision", "Recall", "ReduceLROnPlateau",
+    "RunContext", "SummaryCollector", "SummaryRecord", "TimeMonitor",
     "Top1CategoricalAccuracy", "Top5CategoricalAccuracy", "TopKCategoricalAccuracy", "auc",
     "build_searched_strategy", "data_sink", "export", "get_metric_fn", "load", "load_checkpoint",
     "load_distributed_checkpoint", "load_param_into_net", "merge_pipeline_strategys", "merge_sliced_parameter",
     "names", "rank_list_for_transform", "rearrange_inputs", "save_checkpoint", "transform_checkpoint_by_rank",
     "transform_checkpoints",
 ]  # fmt: skip
-__getattr__ = absent(__name__, lambda: __all__, {
-    "SummaryCollector": "TimeMonitor and LossMonitor print", "OnRequestExit": "ModelCheckpoint saves",
-})  # fmt: skip
+__getattr__ = absent(__name__, lambda: __all__)

@@ -33,6 +33,7 @@ class CallbackParams:
     epoch_num: int = 0
     batch_num: int = 0
     cur_epoch_num: int = 0
+    begin_epoch: int = 0  # how many are done when a run goes on
     cur_step_num: int = 0
     net_outputs: Any = None
     dataset_sink_mode: bool = False
@@ -291,10 +292,9 @@ class ModelCheckpoint(Callback):
 
 def __getattr__(name: str) -> Any:
     """Programs import all callbacks from here."""
-    from shardwise.mindspore.train import watching
+    from shardwise.mindspore.train import recording, watching
 
-    if name.startswith("_") or not hasattr(watching, name):
-        raise AttributeError(
-            problem(f"there is no callback {name}", fix=f"they are listed in {page('from-mindspore')}")
-        )
-    return getattr(watching, name)
+    for home in (watching, recording):
+        if not name.startswith("_") and hasattr(home, name):
+            return getattr(home, name)
+    raise AttributeError(problem(f"there is no callback {name}", fix=f"they are listed in {page('from-mindspore')}"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import nn
 from shardwise.errors import problem
 from shardwise.mindspore import context
 from shardwise.mindspore.amp import DynamicLossScaleManager, auto_mixed_precision
+from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import it from here
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
 from shardwise.mindspore.train.callback import CallbackParams, RunContext, callbacks_of, told
 from shardwise.mindspore.train.metrics import metrics_of
+from shardwise.mindspore.train.rows import size_of, steps_of
 
 # Settings of the reference that change nothing here.
 SETTINGS = {"boost_level", "keep_batchnorm_fp32", "loss_scale_manager"}
@@ -139,15 +142,17 @@ class Model:
         self._broadcast()
         params = CallbackParams(
             network=self._network, train_network=network, optimizer=self._optimizer, loss_fn=self._loss_fn,
-            train_dataset=train_dataset, epoch_num=epoch, batch_num=_size(train_dataset, sink_size),
+            train_dataset=train_dataset, epoch_num=epoch, batch_num=size_of(train_dataset, sink_size),
             dataset_sink_mode=dataset_sink_mode, eval_network=self._eval_network,
         )  # fmt: skip
         run, listed = RunContext(params), callbacks_of(callbacks)
         told(listed, "on_train_begin", run)
-        for number in range(initial_epoch + 1, epoch + 1):
+        first = max(initial_epoch, params.begin_epoch) + 1
+        done = max(params.cur_step_num - params.begin_epoch * params.batch_num, 0)  # steps of the first epoch
+        for number in range(first, epoch + 1):
             params.cur_epoch_num = number
             told(listed, "on_train_epoch_begin", run)
-            for inputs in _steps(train_dataset, sink_size):
+            for inputs in islice(steps_of(train_dataset, sink_size), done if number == first else 0, None):
                 params.cur_step_num += 1
                 params.train_dataset_element = inputs
                 told(listed, "on_train_step_begin", run)
@@ -171,12 +176,12 @@ class Model:
         network = self._eval_network
         network.eval()
         params = CallbackParams(network=self._network, valid_dataset=valid_dataset, mode="eval",
-                                batch_num=_size(valid_dataset, -1))  # fmt: skip
+                                batch_num=size_of(valid_dataset, -1))  # fmt: skip
         run, listed = RunContext(params), callbacks_of(callbacks)
         for metric in self._metrics.values():
             metric.clear()
         told(listed, "on_eval_begin", run)
-        for inputs in _steps(valid_dataset, -1):
+        for inputs in steps_of(valid_dataset, -1):
             params.cur_step_num += 1
             told(listed, "on_eval_step_begin", run)
             with torch.no_grad():
@@ -215,7 +220,7 @@ def data_sink(fn: Callable[..., Any], dataset: Any, sink_size: int = 1, **settin
 
     def endless() -> Iterator[tuple[Any, ...]]:
         while True:
-            yield from _steps(dataset, -1)
+            yield from steps_of(dataset, -1)
 
     rows = endless()
 
@@ -236,19 +241,3 @@ def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> Tra
     if manager.get_drop_overflow_update():
         return TrainOneStepWithLossScaleCell(network, optimizer, manager)
     return TrainOneStepCell(network, optimizer, float(manager.get_loss_scale()))
-
-
-def _size(dataset: Any, sink_size: int) -> int:
-    if sink_size > 0:
-        return sink_size
-    return int(dataset.get_dataset_size() if hasattr(dataset, "get_dataset_size") else len(dataset))
-
-
-def _steps(dataset: Any, sink_size: int) -> Iterator[tuple[Any, ...]]:
-    rows: Iterable[Any] = (
-        dataset.create_tuple_iterator(num_epochs=1) if hasattr(dataset, "create_tuple_iterator") else dataset
-    )
-    for number, row in enumerate(rows):
-        if 0 < sink_size <= number:
-            return
-        yield tuple(row) if isinstance(row, (tuple, list)) else (row,)

@@ -1,0 +1,5 @@
+"""Distributions."""
+
+from shardwise.mindspore.nn.probability import distribution
+
+__all__ = ["distribution"]

@@ -1,0 +1,138 @@
+"""Distributions: cells over those of torch, each a line of a table with the reference's parameters.
+
+A parameter may be given when the distribution is made, or with every call: ``Normal(0.0, 1.0).prob(x)`` is
+``Normal().prob(x, 0.0, 1.0)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import distributions
+
+from shardwise.errors import problem
+from shardwise.mindspore.common.seed import drawn
+from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.tensor import Tensor as DialectTensor
+from shardwise.mindspore.tensor import as_torch
+
+Tensor = torch.Tensor
+Made = Callable[..., Any]
+
+
+class Distribution(Cell):
+    """Base of all: ``parameters_of`` are the names of its parameters, ``make`` torch's distribution of their values."""
+
+    parameters_of: ClassVar[tuple[str, ...]] = ()
+    make: Made
+
+    def __init__(self, *values: Any, seed: int | None = None, dtype: Any = None, name: str = "", **named: Any) -> None:
+        super().__init__()
+        self.default = dict.fromkeys(self.parameters_of) | dict(zip(self.parameters_of, values, strict=False)) | named
+        if len(values) > len(self.parameters_of) or set(self.default) != set(self.parameters_of):
+            what = f"{type(self).__name__} is given {', '.join(map(repr, values))} {', '.join(named)}"
+            raise TypeError(problem(what, fix=f"its parameters are {', '.join(self.parameters_of)}"))
+        self.seed, self.name = seed, name
+
+    def of(self, *values: Any, **named: Any) -> Any:
+        """Torch's distribution, of these parameters where they are given."""
+        given = dict(zip(self.parameters_of, values, strict=False)) | named
+        chosen = {name: given.get(name) if given.get(name) is not None else own for name, own in self.default.items()}
+        for name, value in chosen.items():
+            if value is None:
+                raise ValueError(problem(f"{type(self).__name__} has no {name}", fix="give it now or when it is made"))
+        tensors = [as_torch(value) if not isinstance(value, Tensor) else value for value in chosen.values()]
+        return type(self).make(*[value if value.is_floating_point() else value.float() for value in tensors])
+
+    def sample(self, shape: tuple[int, ...] = (), *parameters: Any, **named: Any) -> Any:
+        """Random values: ``shape`` of each."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**31, (), generator=drawn(self.seed))))
+            return self.of(*parameters, **named).sample(torch.Size(shape)).as_subclass(DialectTensor)
+
+    def _other(self, dist: str, values: tuple[Any, ...]) -> Any:
+        if dist != type(self).__name__:
+            raise ValueError(problem(f"{type(self).__name__} is compared with {dist!r}", fix=repr(type(self).__name__)))
+        return self.of(*values[: len(self.parameters_of)]), self.of(*values[len(self.parameters_of) :])
+
+    def kl_loss(self, dist: str, *parameters: Any) -> Any:
+        """The divergence KL(own || other): the other's parameters first, then, where they are given, the own."""
+        other, own = self._other(dist, parameters)
+        return distributions.kl_divergence(own, other).as_subclass(DialectTensor)
+
+    def cross_entropy(self, dist: str, *parameters: Any) -> Any:
+        """The entropy and the divergence."""
+        other, own = self._other(dist, parameters)
+        return (own.entropy() + distributions.kl_divergence(own, other)).as_subclass(DialectTensor)
+
+    def construct(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The method of that name."""
+        return getattr(self, name)(*args, **kwargs)
+
+
+# What is asked about a value, and what about the distribution itself.
+_OF_VALUE: dict[str, Callable[[Any, Any], Any]] = {
+    "log_prob": lambda d, x: d.log_prob(x),
+    "prob": lambda d, x: d.log_prob(x).exp(),
+    "cdf": lambda d, x: d.cdf(x),
+    "log_cdf": lambda d, x: d.cdf(x).log(),
+    "survival_function": lambda d, x: 1 - d.cdf(x),
+    "log_survival": lambda d, x: torch.log1p(-d.cdf(x)),
+}
+_OF_ALL: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda d: d.mean,
+    "sd": lambda d: d.stddev,
+    "var": lambda d: d.variance,
+    "mode": lambda d: d.mode,
+    "entropy": lambda d: d.entropy(),
+}
+
+
+def _answer(self: Distribution, asked: str, function: Callable[..., Any], *operands: Any) -> Any:
+    try:
+        return function(*operands).as_subclass(DialectTensor)
+    except NotImplementedError as error:
+        what = f"{type(self).__name__} has no {asked}: torch.distributions does not compute it"
+        raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
+
+
+def _of_value(asked: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda self, value, *parameters, **named: _answer(
+        self, asked, function, self.of(*parameters, **named), as_torch(value)
+    )
+
+
+def _of_all(asked: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self, *parameters, **named: _answer(self, asked, function, self.of(*parameters, **named))
+
+
+for _name, _asked in _OF_VALUE.items():
+    setattr(Distribution, _name, _of_value(_name, _asked))
+for _name, _told in _OF_ALL.items():
+    setattr(Distribution, _name, _of_all(_name, _told))
+
+_KINDS: dict[str, tuple[str, Made]] = {
+    "Bernoulli": ("probs", distributions.Bernoulli),
+    "Beta": ("concentration1 concentration0", distributions.Beta),
+    "Categorical": ("probs", distributions.Categorical),
+    "Cauchy": ("loc scale", distributions.Cauchy),
+    "Exponential": ("rate", distributions.Exponential),
+    "Gamma": ("concentration rate", distributions.Gamma),
+    "Geometric": ("probs", distributions.Geometric),
+    "Gumbel": ("loc scale", distributions.Gumbel),
+    "LogNormal": ("loc scale", distributions.LogNormal),
+    "Normal": ("mean sd", distributions.Normal),
+    "Poisson": ("rate", distributions.Poisson),
+    "Uniform": ("low high", distributions.Uniform),
+}
+CLASSES = {
+    name: type(name, (Distribution,), {
+        "parameters_of": tuple(words.split()), "make": staticmethod(own), "__module__": __name__,
+        "__doc__": f"Parameters: {words}.",
+    }) for name, (words, own) in _KINDS.items()
+}  # fmt: skip
+globals().update(CLASSES)
+
+__all__ = ["Distribution", *CLASSES]

@@ -1,0 +1,141 @@
+"""Functions of single elements, matrices and sequences that torch has under other names: a part of the table of
+``ops.functions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.errors import problem
+from shardwise.mindspore.checks import one_of
+from shardwise.mindspore.common.seed import drawn
+from shardwise.mindspore.named import Function
+from shardwise.mindspore.ops.networks import as_int, sizes_of
+from shardwise.mindspore.tensor import as_torch
+
+Tensor = torch.Tensor
+
+
+def _reversed(x: Tensor, seq_lengths: Tensor, seq_dim: int, batch_dim: int = 0) -> Tensor:
+    """The first ``seq_lengths[i]`` elements along ``seq_dim`` of the i-th of the batch, turned round."""
+    along = x.movedim((batch_dim, seq_dim), (0, 1))
+    places = torch.arange(along.shape[1], device=x.device)
+    lengths = seq_lengths.unsqueeze(1)
+    turned = torch.where(places < lengths, lengths - 1 - places, places)
+    index = turned.reshape(*turned.shape, *(1,) * (along.dim() - 2)).expand(along.shape)
+    return along.gather(1, index).movedim((0, 1), (batch_dim, seq_dim))
+
+
+def _band(x: Tensor, lower: Any, upper: Any) -> Tensor:
+    """A matrix without what lies more than ``lower`` below, or ``upper`` above, its diagonal; negative: keep all."""
+    low, high = int(lower), int(upper)
+    x = x if low < 0 else x.triu(-low)
+    return x if high < 0 else x.tril(high)
+
+
+def _padded_unique(x: Tensor, pad_num: Any) -> tuple[Tensor, Tensor]:
+    values, places = torch.unique(x, return_inverse=True)
+    return F.pad(values, (0, x.numel() - values.numel()), value=float(pad_num)).to(x), places.to(torch.int32)
+
+
+def _blocks_to_batch(x: Tensor, block_shape: Any, paddings: Any) -> Tensor:
+    """(n, c, h, w) -> (n * b0 * b1, c, h / b0, w / b1), padded before: the batch counts blocks' places first."""
+    rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
+    (top, bottom), (left, right) = as_torch(paddings).tolist()
+    n, c, h, w = (x := F.pad(x, (left, right, top, bottom))).shape
+    if h % rows or w % columns:
+        raise ValueError(problem(f"{h} by {w} in blocks of {rows} by {columns}", fix="paddings that make them divide"))
+    apart = x.reshape(n, c, h // rows, rows, w // columns, columns).permute(3, 5, 0, 1, 2, 4)
+    return apart.reshape(n * rows * columns, c, h // rows, w // columns)
+
+
+def _batch_to_blocks(x: Tensor, block_shape: Any, crops: Any) -> Tensor:
+    """The inverse, and rows and columns are cut off at the ends."""
+    rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
+    (top, bottom), (left, right) = as_torch(crops).tolist()
+    n, c, h, w = x.shape
+    apart = x.reshape(rows, columns, n // rows // columns, c, h, w).permute(2, 3, 4, 0, 5, 1)
+    whole = apart.reshape(n // rows // columns, c, h * rows, w * columns)
+    return whole[:, :, top : h * rows - bottom, left : w * columns - right]
+
+
+def _laplace(shape: Any, mean: Any, scale: Any, seed: Any = None) -> Tensor:
+    """The difference of two exponential numbers."""
+    first, second = (torch.empty(sizes_of(shape)).exponential_(generator=drawn(seed)) for _ in range(2))
+    drawn_numbers: Tensor = mean + scale * (first - second)
+    return drawn_numbers
+
+
+def _gamma(shape: Any, alpha: Any, beta: Any, seed: Any = None) -> Tensor:
+    """Of concentration ``alpha`` and rate ``beta``."""
+    concentration, rate = torch.broadcast_tensors(as_torch(alpha).float(), as_torch(beta).float())
+    wide = concentration.expand(*sizes_of(shape), *concentration.shape).contiguous()
+    made: Tensor = torch._standard_gamma(wide, generator=drawn(seed)).div(rate)
+    return made
+
+
+def _written(x: Any, index: Any, value: Any, change: str) -> Any:
+    """Slices of dim 0 replaced, or added to, in a copy."""
+    rows = as_int(as_torch(index).reshape(-1))
+    function = {"update": torch.Tensor.index_copy, "add": torch.Tensor.index_add}[change]
+    return function(x, 0, rows, value.reshape(len(rows), *x.shape[1:]))
+
+
+def _lrn(
+    x: Tensor, depth_radius: int = 5, bias: float = 1.0, alpha: float = 1.0, beta: float = 0.5,
+    norm_region: str = "ACROSS_CHANNELS",
+) -> Tensor:  # fmt: skip
+    """x / (bias + alpha * the sum of squares of the channels up to ``depth_radius`` away)**beta."""
+    one_of("ACROSS_CHANNELS")("norm_region", norm_region)
+    width = 2 * depth_radius + 1  # torch divides alpha by it
+    return F.local_response_norm(x, width, alpha * width, beta, bias)
+
+
+FURTHER: dict[str, Function] = {
+    # -- elements
+    "invert": lambda x: torch.bitwise_not(x),
+    "mul_no_nan": lambda x, y: torch.where(y == 0, 0, x * y),
+    "soft_shrink": lambda input, lambd=0.5: F.softshrink(input, lambd),
+    "truncate_div": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "truncate_mod": lambda x, y: torch.fmod(x, y),
+    # -- matrices
+    "log_matrix_determinant": lambda input: torch.linalg.slogdet(input),
+    "matrix_band_part": _band,
+    "matrix_diag": lambda x: torch.diag_embed(x),
+    "matrix_diag_part": lambda x: torch.diagonal(x, dim1=-2, dim2=-1),
+    "matrix_set_diag": lambda x, diagonal: torch.diagonal_scatter(x, diagonal, dim1=-2, dim2=-1),
+    # -- norms
+    "lp_norm": lambda input, axis, p=2, keep_dims=False, epsilon=1e-12: torch.linalg.vector_norm(
+        input, p, axis, keepdim=keep_dims).clamp(min=epsilon),
+    "lrn": _lrn,
+    # -- shapes
+    "batch_to_space_nd": _batch_to_blocks,
+    "space_to_batch_nd": _blocks_to_batch,
+    "col2im": lambda input_x, output_size, kernel_size, dilation, padding_value, stride: F.fold(
+        input_x.flatten(1, 2), sizes_of(output_size), kernel_size, dilation, padding_value, stride),
+    "dyn_shape": lambda input_x: torch.tensor(input_x.shape),
+    "reverse_sequence": _reversed,
+    # -- indices
+    "inplace_add": lambda x, v, indices: _written(x, indices, v, "add"),
+    "inplace_sub": lambda x, v, indices: _written(x, indices, -v, "add"),
+    "inplace_update": lambda x, v, indices: _written(x, indices, v, "update"),
+    "top_k": lambda input_x, k, sorted=True: tuple(torch.topk(input_x, k, sorted=sorted)),
+    "unique_with_pad": _padded_unique,
+    # -- new tensors
+    "fills": lambda x, value: torch.full_like(x, float(value)),
+    "gamma": _gamma,
+    "laplace": _laplace,
+    "random_categorical": lambda logits, num_sample, seed=0: torch.multinomial(
+        logits.softmax(-1), num_sample, replacement=True, generator=drawn(seed or None)),
+    "random_gamma": lambda shape, alpha, seed=None: _gamma(shape, alpha, 1.0, seed),
+    "random_poisson": lambda shape, rate, seed=None: torch.poisson(
+        as_torch(rate).float().expand(*sizes_of(shape), *as_torch(rate).shape).contiguous(), generator=drawn(seed)),
+    "standard_laplace": lambda shape, seed=None: _laplace(shape, 0.0, 1.0, seed),
+    # -- others
+    "deepcopy": lambda input_x: input_x.clone(),
+    "scalar_cast": lambda input_x, input_y: torch.tensor(input_x).to(input_y).item(),
+    "type_as": lambda input, other: input.to(other.dtype),
+    "typeof": lambda x: x.dtype,
+}  # fmt: skip

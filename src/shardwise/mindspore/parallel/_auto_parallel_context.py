@@ -1,0 +1,32 @@
+"""The options of ``set_auto_parallel_context`` as an object, which training cells of programs ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.mindspore import context
+from shardwise.mindspore.options import ALIASES, CHECKS
+
+
+class _AutoParallelContext:
+    """``get_NAME()``, ``set_NAME(value)`` and ``get_NAME_is_set()`` of every option."""
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        verb, _, name = method.partition("_")
+        asked = name.removesuffix("_is_set")
+        if verb not in ("get", "set") or (ALIASES.get(asked, asked) not in CHECKS):
+            raise AttributeError(method)
+        if verb == "set":
+            return lambda value: context.set_auto_parallel_context(**{name: value})
+        if asked != name:
+            return lambda: ALIASES.get(asked, asked) in context.options().given
+        return lambda: context.get_auto_parallel_context(name)
+
+
+_options = _AutoParallelContext()
+
+
+def auto_parallel_context() -> _AutoParallelContext:
+    """The one object."""
+    return _options

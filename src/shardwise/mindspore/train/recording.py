@@ -1,0 +1,251 @@
+"""Callbacks that write what a run does: curves for TensorBoard, and a place to go on from when it was stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.errors import problem
+from shardwise.launch import rank_groups
+from shardwise.launch.ranks import rank
+from shardwise.mindspore.checks import closest
+from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.notes import note
+from shardwise.mindspore.tensor_methods import asnumpy
+from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, loss_value, print_line
+from shardwise.mindspore.train.rows import size_of, steps_of
+from shardwise.mindspore.train.serialization import load_checkpoint, load_param_into_net, save_checkpoint
+
+KINDS = {"scalar": "add_scalar", "tensor": "add_histogram", "histogram": "add_histogram", "image": "add_images"}
+TENSORBOARD = "pip install tensorboard, which torch.utils.tensorboard writes with"
+
+
+class SummaryRecord:
+    """A folder of curves, which TensorBoard shows. ``add_value("scalar", "loss", value)`` adds to the present step,
+    ``record(step)`` writes it. Raises ImportError where tensorboard is not installed.
+
+    As a context it closes its file.
+    """
+
+    def __init__(self, log_dir: str, *, network: nn.Module | None = None, **settings: Any) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(problem("summaries need tensorboard, which is not installed", fix=TENSORBOARD)) from error
+        self.log_dir = str(Path(log_dir).resolve())
+        self._writer: Any = SummaryWriter(self.log_dir)
+        self._values: list[tuple[str, str, Any]] = []
+
+    def add_value(self, plugin: str, name: str, value: Any) -> None:
+        """A value of the present step. ``plugin``: "scalar", "tensor", "histogram" or "image" (batch, channels, height,
+        width)."""
+        if plugin not in KINDS:
+            raise ValueError(problem(f"there is no summary {plugin!r}", fix=closest(plugin, KINDS)))
+        self._values.append((plugin, name, asnumpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)))
+
+    def record(self, step: int, train_network: Any = None, plugin_filter: Any = None) -> bool:
+        """Write the values that were added, under a step."""
+        for plugin, name, value in self._values:
+            if plugin_filter is None or plugin_filter(plugin):
+                single = float(value.reshape(-1)[0]) if plugin == "scalar" else value
+                getattr(self._writer, KINDS[plugin])(name, single, step)
+        self._values = []
+        return True
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def __enter__(self) -> SummaryRecord:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class SummaryCollector(Callback):
+    """Writes every ``collect_freq`` steps the loss, the learning rate, metrics and histograms of parameters to
+    ``summary_dir``: rank 0 of a run writes there, another rank r to its folder ``rank_r``.
+
+    ``collect_specified_data``: switches by name (``collect_metric``, ``histogram_regular``, a pattern of names of
+    parameters). Graphs, landscapes and lineage are not written; a note says so where they are asked for.
+    """
+
+    def __init__(
+        self,
+        summary_dir: str,
+        collect_freq: int = 10,
+        num_process: int = 32,
+        collect_specified_data: dict[str, Any] | None = None,
+        keep_default_action: bool = True,
+        custom_lineage_data: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(collect_freq, bool) or not isinstance(collect_freq, int) or collect_freq < 1:
+            raise ValueError(problem(f"collect_freq is {collect_freq!r}", fix="a whole number from 1"))
+        self._every, self._wanted = collect_freq, collect_specified_data or {}
+        self._default = keep_default_action
+        self._folder = Path(summary_dir) if rank() == 0 else Path(summary_dir) / f"rank_{rank()}"
+        self._record: SummaryRecord | None = None
+        for name in ("collect_landscape", "collect_graph", "collect_input_data"):
+            if self._wanted.get(name):
+                note(f"SummaryCollector writes no {name.removeprefix('collect_')}: curves and histograms only")
+
+    def begin(self, run_context: RunContext) -> None:
+        if self._record is None:
+            self._record = SummaryRecord(str(self._folder))
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        due = params.cur_step_num == 1 or params.cur_step_num % self._every == 0
+        if params.mode != "train" or not due or self._record is None:
+            return
+        if self._asked("collect_metric"):
+            self._record.add_value("scalar", "loss", loss_value(params.net_outputs))
+            if params.optimizer is not None:
+                self._record.add_value("scalar", "learning_rate", float(params.optimizer.get_lr()))
+        pattern = self._wanted.get("histogram_regular", "" if self._default else None)
+        if pattern is not None:
+            self._add_parameters(params.network, str(pattern))
+        self._record.record(params.cur_step_num)
+
+    def _asked(self, name: str) -> bool:
+        return bool(self._wanted.get(name, self._default))
+
+    def _add_parameters(self, network: Any, pattern: str) -> None:
+        for name, parameter in network.named_parameters():
+            if parameter.numel() and re.search(pattern, name):
+                assert self._record is not None
+                self._record.add_value("histogram", f"{name}/auto", parameter.detach())
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if self._record is not None and params.mode == "train" and params.eval_results:
+            for name, value in params.eval_results.items():
+                self._record.add_value("scalar", f"eval_{name}", np.mean(value))
+            self._record.record(params.cur_step_num)
+
+    def end(self, run_context: RunContext) -> None:
+        if self._record is not None and run_context.original_args().mode == "train":
+            self._record.close()
+            self._record = None
+
+
+class BackupAndRestore(Callback):
+    """Writes the network, its optimizer's states and the number of the epoch to ``backup_dir`` at the end of epochs
+    (``save_freq="epoch"``) or every ``save_freq`` steps, and takes them from there when training begins.
+    ``delete_checkpoint``: a run that ends removes its file. Each rank needs a folder of its own."""
+
+    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", delete_checkpoint: bool = True) -> None:
+        if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
+            raise ValueError(problem(f"save_freq is {save_freq!r}", fix='"epoch", or a number of steps from 1'))
+        self._file, self._every, self._delete = Path(backup_dir) / "backup.ckpt", save_freq, delete_checkpoint
+
+    def begin(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode != "train" or not self._file.exists():
+            return
+        values = load_checkpoint(str(self._file))
+        params.cur_step_num = int(values.pop("step_num"))
+        params.begin_epoch = int(values.pop("epoch_num"))
+        load_param_into_net(params.network, values)
+        if params.optimizer is not None:
+            load_param_into_net(params.optimizer, values)
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode == "train" and isinstance(self._every, int) and params.cur_step_num % self._every == 0:
+            self._save(params, params.cur_epoch_num - 1)
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode == "train" and self._every == "epoch":
+            self._save(params, params.cur_epoch_num)
+
+    def end(self, run_context: RunContext) -> None:
+        if run_context.original_args().mode == "train" and self._delete:
+            self._file.unlink(missing_ok=True)
+
+    def _save(self, params: CallbackParams, epochs: int) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._file.with_name("new.ckpt")
+        info = {"epoch_num": epochs, "step_num": params.cur_step_num}
+        save_checkpoint(params.network, str(beside), append_dict=info, optimizer=params.optimizer)
+        os.replace(beside, self._file)  # the file is whole at every moment
+
+
+class OnRequestExit(Callback):
+    """On a signal, by default SIGTERM, the run ends after its step, or its epoch; every rank does, on the same one.
+
+    ``save_ckpt``: then a checkpoint ``<directory>/<file_name>_train.ckpt`` is written; ``save_mindir`` is not done.
+    """
+
+    def __init__(
+        self,
+        save_ckpt: bool = True,
+        save_mindir: bool = False,
+        file_name: str = "Net",
+        directory: str = "./",
+        sig: int = signal.SIGTERM,
+    ) -> None:
+        if sig == signal.SIGKILL:
+            raise ValueError(problem("a process cannot act on SIGKILL", fix="signal.SIGTERM, or SIGUSR1"))
+        if save_mindir:
+            note("OnRequestExit writes a checkpoint and no MINDIR file: ms.export does that")
+        self._save, self._signal, self._asked = save_ckpt, sig, False
+        self._file = Path(directory) / f"{file_name}_train.ckpt"
+        self._before: Any = None
+
+    def begin(self, run_context: RunContext) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(problem("OnRequestExit is used in a thread", fix="signals reach the main thread"))
+        self._before = signal.signal(self._signal, self._request)
+
+    def _request(self, number: int, frame: Any) -> None:
+        self._asked = True
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode != "train" or not _on_any_rank(self._asked):
+            return
+        if self._save:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            save_checkpoint(params.network, str(self._file), optimizer=params.optimizer)
+        print_line(f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}: training ends as asked")
+        run_context.request_stop()
+
+    def end(self, run_context: RunContext) -> None:
+        signal.signal(self._signal, self._before or signal.SIG_DFL)
+        self._before = None
+
+
+def _on_any_rank(flag: bool) -> bool:
+    """Whether it is true on one of the ranks: one small message."""
+    if not rank_groups.is_connected():
+        return flag
+    device = "cuda" if rank_groups.backend() == "nccl" else "cpu"
+    return bool(rank_groups.all_reduce(torch.tensor(int(flag), device=device), "max", find_group()))
+
+
+class DatasetHelper:
+    """The rows of a dataset, one after the other, as tuples. ``sink_size`` rows are an epoch."""
+
+    def __init__(self, dataset: Any, dataset_sink_mode: bool = True, sink_size: int = -1, epoch_num: int = 1) -> None:
+        self.dataset, self._size = dataset, sink_size
+
+    def __iter__(self) -> Any:
+        return steps_of(self.dataset, self._size)
+
+    def sink_size(self) -> int:
+        """Rows of an epoch."""
+        return size_of(self.dataset, self._size)

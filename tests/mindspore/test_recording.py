@@ -1,0 +1,105 @@
+"""Callbacks that record a run and take it up again, and distributions and functions beside their formulas."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwise.mindspore as ms
+from shardwise.mindspore import Tensor, nn, ops
+from shardwise.mindspore.nn.probability import distribution
+
+
+def _rows() -> list[tuple[Tensor, Tensor]]:
+    numbers = np.random.RandomState(0)
+    return [(Tensor(numbers.rand(4, 3), ms.float32), Tensor(numbers.rand(4, 2), ms.float32)) for _ in range(3)]
+
+
+class Stop(ms.Callback):
+    """Ends the run after a step; ``by_signal``: by a signal to its own process."""
+
+    def __init__(self, step: int, by_signal: bool = False) -> None:
+        self.step, self.by_signal = step, by_signal
+
+    def step_end(self, run_context: Any) -> None:
+        if run_context.original_args().cur_step_num == self.step:
+            if not self.by_signal:
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _trained(*callbacks: ms.Callback) -> np.ndarray[Any, Any]:
+    ms.set_seed(1)
+    net = nn.Dense(3, 2)
+    model = ms.Model(net, nn.MSELoss(), nn.Adam(net.trainable_params(), 0.1))
+    model.train(2, _rows(), callbacks=list(callbacks), dataset_sink_mode=False)
+    found: np.ndarray[Any, Any] = net.weight.asnumpy()
+    return found
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 2])
+def test_a_run_that_was_cut_off_goes_on_to_the_same_parameters(tmp_path: Path, save_freq: str | int) -> None:
+    whole = _trained()
+    with pytest.raises(KeyboardInterrupt):
+        _trained(ms.BackupAndRestore(str(tmp_path), save_freq), Stop(5))
+    assert (tmp_path / "backup.ckpt").exists()
+    np.testing.assert_array_equal(_trained(ms.BackupAndRestore(str(tmp_path), save_freq)), whole)
+    assert not (tmp_path / "backup.ckpt").exists()
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    leave = ms.OnRequestExit(file_name="net", directory=str(tmp_path), sig=signal.SIGUSR1)
+    weight = _trained(Stop(2, by_signal=True), leave)
+    saved = ms.load_checkpoint(str(tmp_path / "net_train.ckpt"))
+    np.testing.assert_array_equal(saved["weight"].asnumpy(), weight)
+    assert not np.array_equal(weight, _trained())
+    with pytest.raises(ValueError, match="SIGKILL"):
+        ms.OnRequestExit(sig=signal.SIGKILL)
+
+
+def test_losses_are_written_for_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    _trained(ms.SummaryCollector(str(tmp_path), collect_freq=2))
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 4, 6]
+    np.testing.assert_allclose([event.value for event in events.Scalars("learning_rate")], 0.1, rtol=1e-6)
+    assert "weight/auto" in events.Tags()["histograms"]
+
+
+def test_distributions_are_their_formulas() -> None:
+    normal = distribution.Normal(1.0, 2.0)
+    x = Tensor([0.5, 3.0], ms.float32)
+    want = np.exp(-(((np.array([0.5, 3.0]) - 1) / 2) ** 2) / 2) / (2 * math.sqrt(2 * math.pi))
+    np.testing.assert_allclose(normal.prob(x).asnumpy(), want, rtol=1e-6)
+    np.testing.assert_allclose(distribution.Normal().prob(x, 1.0, 2.0).asnumpy(), want, rtol=1e-6)
+    # KL(N(1, 2) || N(0, 1)) = ln(1 / 2) + (4 + 1) / 2 - 1 / 2
+    np.testing.assert_allclose(float(normal.kl_loss("Normal", 0.0, 1.0)), math.log(0.5) + 2, rtol=1e-6)
+    np.testing.assert_allclose(float(distribution.Categorical([0.5, 0.5]).entropy()), math.log(2), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="Poisson has no cdf"):
+        distribution.Poisson(1.0).cdf(x)
+
+
+def test_functions_are_their_formulas() -> None:
+    x = Tensor(np.arange(16).reshape(1, 1, 4, 4), ms.float32)
+    apart = ops.SpaceToBatchND([2, 2], [[0, 0], [0, 0]])(x)
+    np.testing.assert_array_equal(
+        apart[:, 0].asnumpy(), [x.asnumpy()[0, 0, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+    )
+    assert np.array_equal(ops.BatchToSpaceND([2, 2], [[0, 0], [0, 0]])(apart).asnumpy(), x.asnumpy())
+    square = x[0, 0]
+    turned = ops.ReverseSequence(seq_dim=1)(square, Tensor([1, 2, 3, 4], ms.int32))
+    assert turned.asnumpy().tolist() == [[0, 1, 2, 3], [5, 4, 6, 7], [10, 9, 8, 11], [15, 14, 13, 12]]
+    band = ops.matrix_band_part(square, 1, 0).asnumpy()
+    np.testing.assert_array_equal(band, np.triu(np.tril(square.asnumpy()), -1))
+    squares = Tensor(np.arange(1, 5).reshape(1, 4, 1, 1), ms.float32)
+    want = np.arange(1, 5) / np.sqrt(1 + np.array([5, 14, 29, 25]))  # squares of the channel and its neighbours
+    np.testing.assert_allclose(ops.LRN(depth_radius=1)(squares).asnumpy().reshape(-1), want, rtol=1e-6)
+    with pytest.raises(ValueError, match="norm_region"):
+        ops.lrn(squares, norm_region="WITHIN_CHANNEL")
