@@ -55,9 +55,9 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
             explained += 1
     assert explained == 8
     assert any(entry.strategy for stage in plan.stages for entry in stage.operators), "something is split"
-    assert alike >= {(1, False), (2, True), (3, True)}, alike
+    assert alike >= {(3, False), (2, True), (1, True)}, "stages are searched from the last one on"
     parameter = plan.explain("blocks.3.weight")
-    assert parameter.alike == "blocks.1.weight"
+    assert parameter.alike == "blocks.5.weight"
 
 
 def test_what_a_stage_receives_is_explained_by_its_name(plan: sw.Plan) -> None:
@@ -80,7 +80,7 @@ def test_what_is_not_known_is_refused(plan: sw.Plan) -> None:
 
 
 def test_what_another_choice_would_do_is_said_of_its_stage(plan: sw.Plan) -> None:
-    for number, name in ((1, "blocks.0/linear"), (2, "blocks.2/linear")):  # the second is planned as the first is
+    for number, name in ((1, "blocks.0/linear"), (2, "blocks.2/linear")):
         found = plan.explain(name)
         chosen = next(own for own in found.explanation.alternatives if own.chosen)
         other = next(own for own in found.explanation.alternatives if not own.chosen)
