@@ -141,31 +141,31 @@ class Fronts:
 
     def seconds(self, setting: Setting) -> float:
         """About the seconds of a step; infinite where the model is no sum over such micro-batches, or nothing fits."""
-        cut = self.cut(setting)
+        cut = self.cut(setting, in_flight(setting))
         if cut is None:
             return inf
         places = setting.places
         per_place = setting.stages // places
-        return setting.passes * cut.slowest * (1 + (places - 1) / (per_place * setting.passes))
+        return cut.slowest * (per_place * setting.passes + places - 1)
 
-    def cut(self, setting: Setting) -> Cuts | None:
-        """Between which blocks the places of a setting begin; None where the model is no sum over such
-        micro-batches."""
+    def cut(self, setting: Setting, flying: Sequence[float]) -> Cuts | None:
+        """Between which blocks the stages of a setting begin; None where the model is no sum over such micro-batches.
+        ``flying``: of every stage the micro-batches that it keeps at once."""
         front = self._front(setting)
         if front is None:
             return None
         given = self.settings.memory_bytes
         limit = ROOM * (self.cluster.device.usable_bytes if given is None else given)
         if not self.ends:  # no blocks to cut between: as if the work could be divided evenly
-            front = front.divided(setting.places)
-        return front.cut(limit, in_flight(setting))
+            front = front.divided(setting.stages)
+        return front.cut(limit * setting.places / setting.stages, flying)
 
-    def parts(self, setting: Setting) -> list[list[str]] | None:
-        """The operators of every stage; None where places have several, where there are no blocks to cut between, and
-        where nothing seems to fit."""
-        if setting.stages != setting.places or len(self.blocks) < setting.stages:
+    def parts(self, setting: Setting, flying: Sequence[float]) -> list[list[str]] | None:
+        """The operators of every stage, each of which keeps so many micro-batches at once; None where there are too few
+        blocks to cut between, and where nothing seems to fit."""
+        if len(self.blocks) < setting.stages:
             return None
-        cut = self.cut(setting)
+        cut = self.cut(setting, flying)
         if cut is None or not cut.starts:
             return None
         begins = {self.blocks[start].ops[0].name: number for number, start in enumerate(cut.starts) if number}
@@ -251,8 +251,8 @@ def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
 
 
 def in_flight(setting: Setting) -> tuple[float, ...]:
-    """How many micro-batches every place keeps, in shares of all its stages (Narayanan et al. 2021, arXiv:2104.04473,
-    section 2.2)."""
+    """How many micro-batches every stage keeps, as its place divides what it keeps at once among its stages (Narayanan
+    et al. 2021, arXiv:2104.04473, section 2.2)."""
     places, passes = setting.places, setting.passes
     per_place = setting.stages // places
     if setting.schedule == "GPipe":
@@ -260,7 +260,7 @@ def in_flight(setting: Setting) -> tuple[float, ...]:
     if per_place == 1:
         return tuple(float(min(passes, places - place)) for place in range(places))
     most = (2 * (places - 1) + (per_place - 1) * places + 1) / per_place
-    return (min(float(passes), most),) * places
+    return (min(float(passes), most),) * setting.stages
 
 
 __all__ = ["Front", "Fronts", "in_flight"]

@@ -37,7 +37,14 @@ TRIES = 24  # settings that are planned at most
 OPERATORS = 12_000  # of large models fewer, so that these are all their operators; two at least
 REFINED = 32  # pairs of a number of places and a micro-batch that are estimated by searches
 REACHED = 1.5  # times the seconds of all products at the peak: about what a step takes without bubbles
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")  # where the user names none
+SCHEDULES = (  # where the user names none
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "Interleaved1F1B:4",
+    "Interleaved1F1B:8",
+    "ZBVZeroBubble",
+)
 _Found = TypeVar("_Found", bound=Plan)
 
 
