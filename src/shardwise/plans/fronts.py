@@ -252,7 +252,7 @@ def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
 
 def in_flight(setting: Setting) -> tuple[float, ...]:
     """How many micro-batches every stage keeps, as its place divides what it keeps at once among its stages (Narayanan
-    et al. 2021, arXiv:2104.04473, section 2.2)."""
+    et al. 2021, arXiv:2104.04473, section 2.2); the last stage does the backward of each at once."""
     places, passes = setting.places, setting.passes
     per_place = setting.stages // places
     if setting.schedule == "GPipe":
@@ -260,7 +260,7 @@ def in_flight(setting: Setting) -> tuple[float, ...]:
     if per_place == 1:
         return tuple(float(min(passes, places - place)) for place in range(places))
     most = (2 * (places - 1) + (per_place - 1) * places + 1) / per_place
-    return (min(float(passes), most),) * setting.stages
+    return (*(min(float(passes), most),) * (setting.stages - 1), 1.0)
 
 
 __all__ = ["Front", "Fronts", "in_flight"]

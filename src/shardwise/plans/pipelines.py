@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
+from statistics import fmean
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
@@ -263,14 +264,18 @@ def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[in
 
 
 def _in_flight(how: Pipelining, order: Order) -> tuple[int, ...]:
-    """Per stage the micro-batches whose values it keeps. Stages of a place share what it keeps at once: where the
-    first of them has more than that, a later one has as many fewer."""
-    stages, places = how.num_stages, how.num_places
-    place_of = tuple(how.schedule.place_of(stage, places) for stage in range(stages))
-    nothing = StageSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
-    counted = Work((nothing,) * stages, place_of, how.settings.passes, (1.0,) * stages, (inf,) * places)
-    at_once = counted.peaks(order)
-    return tuple(ceil(at_once[place] / how.schedule.stages_per_place) for place in place_of)
+    """Per stage the micro-batches whose values it keeps at once, if all took equally long. The inner stages of a place
+    are about equal and share its memory: each counts as many as they keep on average."""
+    stages = range(how.num_stages)
+    each = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
+    of_place: dict[int, list[int]] = {}
+    for stage in stages[1:-1]:
+        of_place.setdefault(how.schedule.place_of(stage, how.num_places), []).append(each[stage])
+    return (
+        each[0],
+        *(ceil(fmean(of_place[how.schedule.place_of(stage, how.num_places)])) for stage in stages[1:-1]),
+        each[-1],
+    )
 
 
 def _check_parameters(cut: Cut) -> None:
