@@ -93,7 +93,7 @@ CASES = {
     ),
     "bloom-176b-384": Case(
         gpt(70, 14336, 112, 250880), "a100-80-48x8", 2048, 2048, 6.021e18 / (384 * 156e12),
-        {"stages": 12, "mesh": sw.Mesh(dp=8, tp=4), "micro_batch": 16, "recompute": "full"},
+        {"stages": 12, "mesh": sw.Mesh(dp=8, tp=4), "micro_batch": 16, "recompute": "full", "zero": 1},
         "BigScience 2022 (arXiv:2211.05100), 156 TFLOP/s a GPU, recomputed forward counted as Narayanan et al. 2021 do",
     ),
     "mpt-70b-64": Case(

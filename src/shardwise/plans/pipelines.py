@@ -36,7 +36,7 @@ from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.chosen import Chooser, Chosen, Searched
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
-from shardwise.plans.fronts import Fronts
+from shardwise.plans.fronts import Fronts, rungs_of
 from shardwise.plans.joint import Setting
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
@@ -251,14 +251,17 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
 
 
 def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
-    """The operators of every stage: cut at any operator, where memory costs no time; else, and where levers may be
-    chosen, between blocks, by what the fronts of these say of time under the memory of each stage."""
+    """The operators of every stage: cut at any operator, where memory costs no time; else, where there are prices,
+    between blocks, by what the fronts of these say of time under the memory of each stage."""
     per_place = how.schedule.stages_per_place
     parts, fits = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
-    if fits or not how.fits_itself:
+    if fits or not how.by_price:
         return parts
     settings = replace(how.settings, zero=None)
-    fronts = Fronts(graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments)
+    rungs = rungs_of("auto" if how.fits_itself else how.recompute, how.gathered)
+    fronts = Fronts(
+        graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments, rungs
+    )
     setting = Setting(how.num_stages, how.schedule.name, 0, how.settings.passes)
     return fronts.parts(setting, flying) or parts
 
@@ -330,7 +333,7 @@ def _rebuilt(part: Graph, one: Chosen, choice: Choice, settings: Settings) -> Sp
     spmd = build_spmd(part, rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
     conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
     spmd = replace(spmd, lifetimes=replace(one.spmd.lifetimes, conversions=conversions, once=frozenset()))
-    return in_passes(spmd, settings)
+    return in_passes(spmd, replace(settings, levers=one.levers))
 
 
 def _listed(how: Pipelining, cut: Cut, number: int, one: Chosen, choice: Choice, spmd: Spmd) -> Stage:
