@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -137,18 +138,28 @@ def test_a_machine_that_stands_by_takes_the_place_of_a_lost_one(start: Start, tm
     assert "generation 1: rank 1 of 2" in machines.said(2)
 
 
-def test_a_silent_machine_is_lost(start: Start, tmp_path: Path) -> None:
-    """Where its launcher is stopped, its connections stay open."""
-    machines = start(
-        "step(generation)\nif generation == 0: hang()\n", ranks=1, settings="min_ranks=1, silent_seconds=4"
-    )
+def test_a_silent_machine_is_lost_and_comes_again(start: Start, tmp_path: Path) -> None:
+    """Where its launcher is stopped, its connections stay open. When it wakes up it must not lead a job of its own."""
+    body = """
+step(10 * generation)
+if generation == 0:
+    hang()
+if generation == 1:
+    wait_for("back", 1)
+    step(10 * generation + 1)
+    hang()
+"""
+    machines = start(body, ranks=1, settings="min_ranks=1, silent_seconds=4")
     wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 2)
-    machines.running[1].send_signal(19)
-    wait_until(lambda: machines.running[0].poll() is not None)
-    assert machines.running[0].wait() == 0
+    machines.running[1].send_signal(signal.SIGSTOP)
+    wait_until(lambda: list(tmp_path.glob("step10-*")))
+    machines.running[1].send_signal(signal.SIGCONT)
+    (tmp_path / "back-0").touch()
+    assert machines.codes() == [0, 0]
     assert "machine 1 with rank 1 gave no sign of life for" in machines.said(0)
-    machines.running[1].send_signal(18)  # it sees that the others went on, and where there is none any more, ends
-    wait_until(lambda: "generation 0: rank 1" in machines.said(1))
+    assert "the others went on without this machine, which was silent" in machines.said(1)
+    assert "goes on with 2 ranks" in machines.said(1)
+    assert "which led" not in machines.said(1)
 
 
 def test_too_few_ranks_wait_and_then_end(start: Start, tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 _MOST_BYTES = 1 << 20  # of a line
 _SEND_SECONDS = 5.0
 _FINISH_SECONDS = 2.0
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
 
 
 class Channel:
@@ -52,7 +56,7 @@ class Channel:
     def messages(self, seconds: float = 0.0) -> list[Mapping[str, Any]]:
         """What has come, waiting for it for some time at most. Whoever says what no launcher would is disconnected."""
         found: list[Mapping[str, Any]] = []
-        while not self.gone and select.select([self._socket], [], [], seconds)[0]:
+        while not self.gone and readable([self._socket], seconds):
             seconds = 0.0
             try:
                 data = self._socket.recv(1 << 16)
@@ -84,4 +88,12 @@ class Channel:
         self._socket.close()
 
 
-__all__ = ["Channel"]
+def readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
+    """The descriptors of those that have something to read, waited for at most so long. However many there are."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
+
+
+__all__ = ["Channel", "readable"]

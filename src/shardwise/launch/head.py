@@ -115,6 +115,7 @@ class Head:
             if machine.channel.gone:
                 self._lose(machine, "is gone")
             elif silent > self.course.settings.silent_seconds:
+                machine.channel.send(dropped=True)  # it may hear so later, and come again
                 self._lose(machine, f"gave no sign of life for {silent:.0f} seconds")
         if now > self.beaten + _BEAT_SECONDS:
             self.beaten = now

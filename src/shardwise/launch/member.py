@@ -7,7 +7,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise.errors import LaunchError, problem
-from shardwise.launch.channel import Channel
+from shardwise.launch.channel import Channel, readable
 from shardwise.launch.course import Course, Elastic
 from shardwise.launch.head import EXIT_ALONE, Address, Head
 from shardwise.launch.job import EXIT_INTERRUPTED, say
@@ -26,6 +25,7 @@ _TURN_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
 _TAKE_OVER_SECONDS = 15.0  # for the others to notice as well that the head is lost
 _HELLO_SECONDS = 2.0
+_SURE_SECONDS = 3.0  # several words of the head, who says one twice a second
 _MOST_STRANGERS = 64  # connections that have not said who they are
 
 
@@ -77,9 +77,8 @@ class Station(threading.Thread):
 
     def _turn(self) -> None:
         machines = [] if self.head is None else [one.channel for one in self.head.machines.values()]
-        waiting: list[socket.socket | Channel] = [one for one in (*self._strangers, *machines) if not one.gone]
-        ready = select.select([self._listener, *waiting], [], [], _TURN_SECONDS)[0]
-        if self._listener in ready:
+        waiting = [one for one in (*self._strangers, *machines) if not one.gone]
+        if self._listener.fileno() in readable([self._listener, *waiting], _TURN_SECONDS):
             connection, _ = self._listener.accept()
             self._strangers = [*self._strangers, Channel(connection)][-_MOST_STRANGERS:]
         for stranger in list(self._strangers):
@@ -212,6 +211,8 @@ class Member:
             if message["why"]:
                 say(str(message["why"]))
             return int(message["end"])
+        if "dropped" in message:
+            self._come_again()
         if "machines" in message:
             self.crew = [(int(node), str(address), int(port)) for node, address, port in message["machines"]]
             self.leader, self.number = int(message["head"]), int(message["generation"])
@@ -234,7 +235,7 @@ class Member:
         """Whether this machine's ranks are to end, since others have: the head says so, or is lost."""
         if not self.stopped and self.channel is not None:
             self.inbox += self.channel.messages()
-            told = any("stop" in message or "end" in message for message in self.inbox)
+            told = any({"stop", "end", "dropped"} & message.keys() for message in self.inbox)
             self.stopped = told or self._head_is_lost
         return self.stopped
 
@@ -294,12 +295,25 @@ class Member:
     def _silence(self) -> float:
         return 0.0 if self.channel is None else time.monotonic() - self.channel.heard
 
-    def _follow(self) -> int | None:
-        """The head is lost: find the next one, or be it. The exit code where that must not be."""
-        silent = self.channel is not None and not self.channel.gone
+    def _come_again(self) -> None:
+        """The others went on without this machine: what it was in the job does not count."""
+        say("the others went on without this machine, which was silent; it asks to be taken again")
+        seat = next(((address, port) for node, address, port in self.crew if node == self.leader), None)
+        self.station.seat = seat or self.station.seat
+        self.number, self.crew = -1, []
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self.channel is not None:
             self.channel.close()
         self.channel = self.station.member = None
+
+    def _follow(self) -> int | None:
+        """The head is lost: find the next one, or be it. The exit code where that must not be."""
+        silent = (
+            self._silence > _SURE_SECONDS
+        )  # a connection that broke after some silence may not be the launcher's end
+        self._hang_up()
         if self.number < 0 or self.leader == self.node:  # no generation yet: begin from the start
             return None
         everybody = sorted(self.crew)
