@@ -75,7 +75,8 @@ class Parallel(Split):
         self._has_said_whole = self._has_said_gathered = False
         self._signatures: dict[Any, Signature] = {}
         self._latest: Compiled | None = None
-        self._last_mode: tuple[bool, bool, bool] | None = None
+        self._last_mode: tuple[object, ...] | None = None
+        self._circumstances: tuple[str, ...] = ()  # of this call
         self._start_from(seed, self.device)
         hosts = (settings.host, self._host_ranks)
         hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights)
@@ -274,9 +275,9 @@ class Parallel(Split):
         if batch is not None:
             key = _key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
-        if batch is None and (step is None or self._failed or mode != self._last_mode):
+        if batch is None and (step is None or self._failed or (mode, self._circumstances) != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode
+        self._last_mode = mode, self._circumstances
         self._compared()
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
@@ -332,6 +333,7 @@ class Parallel(Split):
             state = self._state.tensors
             self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
             self._in_passes = {key: step.with_state(state) for key, step in self._in_passes.items()}
+        self._circumstances = self._state.circumstances()
         return flat, spec
 
     @staticmethod
@@ -360,9 +362,9 @@ class Parallel(Split):
             key = _key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
-        if batch is None and (compiled is None or self._failed or mode != self._last_mode):
+        if batch is None and (compiled is None or self._failed or (mode, self._circumstances) != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode
+        self._last_mode = mode, self._circumstances
         self._compared()
         if compiled is None:
             self._ranks.make_sure()
@@ -382,9 +384,10 @@ class Parallel(Split):
 
     def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]) -> Signature:
         """A call in words, for the other ranks."""
+        key = key, self._circumstances
         if key not in self._signatures:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            self._signatures[key] = Signature.of(named, _mode_text(*mode))
+            self._signatures[key] = Signature.of(named, ", ".join([_mode_text(*mode), *self._circumstances]))
         return self._signatures[key]
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -98,7 +98,8 @@ def _check_same(everywhere: Sequence[Signature], *, with_shapes: bool) -> None:
             raise ShardwiseError(
                 problem(
                     f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
-                    fix="call train(), eval(), step() and predict() alike on every rank",
+                    fix="call train(), eval(), step() and predict() alike on every rank, with gradients on or off, and "
+                    "freeze or replace tensors on all of them",
                 )
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
