@@ -178,7 +178,7 @@ class Reference(TorchFunctionMode):
             return replacement(self, *args, **kwargs)
         if not self.widens:
             return func(*args, **kwargs)
-        if func == _DTYPE:
+        if getattr(func, "__self__", None) is _DTYPE:
             self.dtypes.note_read(args[0])
         return self.dtypes.after_cast(func, args, kwargs, widened_call(func, args, kwargs))
 
@@ -416,7 +416,7 @@ CASTS = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.double: torch.float64,
 }
-_DTYPE = torch.Tensor.dtype.__get__
+_DTYPE = torch.Tensor.dtype  # the descriptor
 _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
 
 

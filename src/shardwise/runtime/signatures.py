@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
@@ -82,6 +82,13 @@ def _text(leaf: Any) -> str:
     if isinstance(leaf, frozenset):
         return f"{{{', '.join(sorted(map(_text, leaf)))}}}"
     return "a device" if isinstance(leaf, torch.device) else repr(leaf)
+
+
+def mode_text(training: bool, loss_only: bool, predicts: bool, in_other_mode: Sequence[str]) -> str:
+    """How a module is called, in words: ``train(), step(), bn in eval()``."""
+    what = "step()" if loss_only else "predict()" if predicts else "a call"
+    modes = ("train()", "eval()") if training else ("eval()", "train()")
+    return ", ".join([modes[0], what, *(f"{listed(in_other_mode)} in {modes[1]}" for _ in in_other_mode[:1])])
 
 
 def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
@@ -335,4 +342,4 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return listed + ", ..." * (len(shapes) > _NUM_NAMED)
 
 
-__all__ = ["Batch", "LocalInputs", "Signature", "check_equal"]
+__all__ = ["Batch", "LocalInputs", "Signature", "check_equal", "mode_text"]

@@ -37,7 +37,8 @@ class State:
             for path, owner in module.named_modules()
             for key, child in owner._modules.items()
         ]
-        for path, owner in module.named_modules():
+        self.modules = dict(module.named_modules())
+        for path, owner in self.modules.items():
             for table in (owner._parameters, owner._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
