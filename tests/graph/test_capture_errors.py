@@ -172,6 +172,19 @@ def initial_values(self, x):
 
 
 # function, line below its def, words of the message
+def backward_inside(self, x):
+    loss = x.sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def gradient_of_an_input(self, x):
+    y = x.detach().clone().requires_grad_(True)
+    z = (y * self.weight).tanh().sum()
+    (gradient,) = torch.autograd.grad(z, y, create_graph=True)
+    return gradient.square().sum()
+
+
 CASES = [
     (branch, 1, "depends on the data", "torch.where"),
     (number, 1, "", "torch.where"),
@@ -200,6 +213,8 @@ CASES = [
     (masked_in_numpy, 1, "numpy", "torch.rand"),
     (left_out_by_python, 1, "in Python or numpy", "torch.rand"),
     (write_unfolded, 2, "unfold", "torch.where"),
+    (backward_inside, 2, "backward in forward", "return the loss"),
+    (gradient_of_an_input, 3, "requires_grad_", "what parameters made"),
     (initial_values, 1, "torch.nn.init draws", "__init__"),
 ]
 

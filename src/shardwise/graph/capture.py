@@ -451,9 +451,11 @@ def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor
     if is_fake(data):
         raise CaptureError(
             problem(
-                "the memory of a parameter or buffer is used past autograd (.data)",
+                "the memory of a parameter or buffer is used past autograd (.data), forward makes a tensor of its own "
+                "require a gradient (requires_grad_), or it computes in another thread",
                 source=next((line_of(user) for user in node.users), ""),
-                fix="read it with .detach(); change parameters in the optimizer, not in forward",
+                fix="read it with .detach(), and change parameters in the optimizer; differentiate by what parameters "
+                "made; compute in one thread",
             )
         )
     return data.detach()

@@ -77,6 +77,14 @@ class UserLines(TorchFunctionMode):
                     fix="pass create_graph=True, or take the gradient outside the model",
                 )
             )
+        if func is torch.Tensor.backward and line:
+            raise CaptureError(
+                problem(
+                    "backward in forward: a plan differentiates the loss once, behind the call",
+                    source=line,
+                    fix="return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)",
+                )
+            )
         if func in _TENSOR_HOOKS and line:
             raise CaptureError(
                 problem(
