@@ -339,6 +339,13 @@ def test_the_price_stands_beside_that_of_our_own_plan() -> None:
     assert "under sw.plan's" in str(report)
 
 
+@pytest.mark.parametrize(("devices", "cluster"), [(2, "h100-1x2"), (12, "h100-2x6"), (16, "h100-2x8")])
+def test_a_step_is_priced_for_as_many_devices_as_are_checked(devices: int, cluster: str) -> None:
+    report = sw.check(nn.Linear(4, 4), torch.randn(48, 4), {"fully_shard": []}, devices, loss=lambda y: y.mean())
+    assert report.ok, report
+    assert report.beside.cluster == cluster
+
+
 def test_layouts_are_seen_in_numbers() -> None:
     mesh, whole = sw.Mesh(dp=2, tp=2), torch.randn(8, 12, dtype=torch.float64)
     rows, columns = whole.chunk(2, 0), whole.chunk(2, 1)

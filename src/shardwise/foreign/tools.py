@@ -26,18 +26,19 @@ Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 KNOWN = (
     'give "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
     "DistributedConfig, a plan of torch's parallelize_module ({path: ParallelStyle}), {'fully_shard': [paths]}, an "
-    "accelerate ParallelismConfig, or a function (module, device_mesh) that applies a plan"
+    "accelerate ParallelismConfig, a strategy file of MindSpore as JSON, or a function (module, device_mesh) that "
+    "applies a plan"
 )
 
 
 @dataclass(frozen=True)
 class ForeignPlan:
-    """``kind``: what it is, in words; ``unused``: rules that name nothing in the module; ``notes``: what is done in
-    another way than its tool would."""
+    """``kind``: what it is, in words; ``apply``: the tool's own code (None: the tool is not run); ``unused``: rules
+    that name nothing in the module; ``notes``: what is done in another way than its tool would."""
 
     kind: str
     mesh: Mesh
-    apply: Apply
+    apply: Apply | None
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -219,7 +220,8 @@ def _of_accelerate(module: nn.Module, config: Any, devices: int) -> ForeignPlan:
 
     def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in (tensor, sharded):
-            own = own if part is None else part.apply(own, device_mesh)
+            if part is not None and part.apply is not None:
+                own = part.apply(own, device_mesh)
         return own
 
     notes = (f"fully_shard wraps {listed(blocks)} and the root",) if sharded else ()
