@@ -155,6 +155,16 @@ def test_a_plan_without_a_prediction_says_what_to_do(tmp_path: Path, plan: sw.Pl
         sw.Plan.load(tmp_path / "plan.json").report(tmp_path / "plan.html")
 
 
+def test_outputs_that_no_step_brings_together_are_told_beside_the_collectives(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        net = torch.nn.Linear(64, 65536)
+        batch = torch.randn(64, 64)
+        own = sw.plan(net, batch, sw.Cluster.load("h100-1x4"), mesh=sw.Mesh(dp=4), search="dynamic_programming")
+    own.report(tmp_path / "plan.html")
+    (said,) = (line.strip() for line in str(own).splitlines() if "bring a call's outputs together" in line)
+    assert f"<p>{said}</p>" in text_of(tmp_path / "plan.html")
+
+
 def test_two_plans_stand_side_by_side(plan: sw.Plan, tmp_path: Path) -> None:
     other = planned(mesh=sw.Mesh(tp=4))
     plan.report(tmp_path / "plan.html", other=other)

@@ -22,7 +22,7 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import PlanError, problem
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_figures, format_totals, owner_of, plan_figures
+from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import schedule_of
 from shardwise.report.charts import memory_over, row_name, schedule_rows, timeline
@@ -115,6 +115,7 @@ def _looked_at(plan: Plan, known: Pass | None) -> dict[str, Any]:
         "plan": plan,
         "figures": format_figures(plan),
         "communication": [(name, text) for name, text in _communication(plan).items()],
+        "of_outputs": of_outputs(plan),
         "time": _time(plan, step),
         "messages": [] if step is None else _messages(step, plan),
         "longest": sorted(rows, key=lambda row: -(row.seconds or 0.0))[:MOST_LISTED],
