@@ -24,7 +24,7 @@ from shardwise.train.values import DTYPES
 
 CUT_FROM_BYTES = 2**20
 PIECES_OF_A_SHARE = 4  # what is at most as large as such a piece of a fair share is not cut
-_ALIGNED = 16  # bytes: where the data of a file begins
+ALIGNED = 4096  # bytes: where the data of a file begins, so that a disk takes it from memory as it is
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
@@ -163,8 +163,8 @@ def safetensors_header(header: dict[str, object], placed: Sequence[tuple[int, Pi
         kind = _SAFETENSORS[str(piece.dtype).removeprefix("torch.")]
         header[piece.name] = {"dtype": kind, "shape": piece.sizes, "data_offsets": [start, start + piece.num_bytes]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-(len(text) + 8) // _ALIGNED) * _ALIGNED - 8)
+    text = text.ljust(-(-(len(text) + 8) // ALIGNED) * ALIGNED - 8)
     return len(text).to_bytes(8, "little") + text
 
 
-__all__ = ["Offer", "Piece", "PlannedFile", "offers_of", "safetensors_header", "shared_out"]
+__all__ = ["ALIGNED", "Offer", "Piece", "PlannedFile", "offers_of", "safetensors_header", "shared_out"]
