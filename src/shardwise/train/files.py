@@ -19,9 +19,8 @@ from shardwise.errors import CheckpointError, problem
 from shardwise.layouts.boxes import Box
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, Stored
 from shardwise.train.parts import Part
-from shardwise.train.sharing import ALIGNED, Piece, PlannedFile
+from shardwise.train.sharing import AT_ONCE_BYTES, PAGE_BYTES, Piece, PlannedFile
 
-_WRITTEN_AT_ONCE = 2**23  # bytes
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0: this system has no such thing
 
 
@@ -35,8 +34,8 @@ class Staged:
     @staticmethod
     def empty(file: PlannedFile, *, pinned: bool) -> Staged:
         """At an address from which a disk can take it."""
-        room = torch.empty(file.num_bytes + ALIGNED, dtype=torch.uint8, pin_memory=pinned)
-        first = -room.data_ptr() % ALIGNED
+        room = torch.empty(file.num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        first = -room.data_ptr() % PAGE_BYTES
         return Staged(file, room[first : first + file.num_bytes])
 
     @cached_property
@@ -75,10 +74,10 @@ def write(path: Path, staged: Staged) -> DataFile:
     checksums: list[str] = []
     with path.open("xb", buffering=0) as target:
         _write_all(target.fileno(), memoryview(file.header))
-        for start in range(0, file.num_bytes, _WRITTEN_AT_ONCE):
-            part = data[start : start + _WRITTEN_AT_ONCE]
+        for start in range(0, file.num_bytes, AT_ONCE_BYTES):
+            part = data[start : start + AT_ONCE_BYTES]
             checksums += [f"{zlib.crc32(part[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(part), BLOCK_BYTES)]
-            _write_all(target.fileno(), part, direct=len(part) == _WRITTEN_AT_ONCE)
+            _write_all(target.fileno(), part, direct=len(part) == AT_ONCE_BYTES)
         os.fsync(target.fileno())
     return DataFile(len(file.header), file.num_bytes, "".join(checksums))
 
