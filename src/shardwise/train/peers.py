@@ -33,7 +33,7 @@ import torch.distributed as dist
 from shardwise.errors import CollectiveError, ShardwiseError, problem
 from shardwise.train.agreement import from_all, here
 from shardwise.train.checkpoints import State, share_out
-from shardwise.train.files import Reader, stage
+from shardwise.train.files import Reader, Staged
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
 from shardwise.train.sharing import Offer, Piece, PlannedFile, file_of
 from shardwise.train.snapshots import no_checksums, place
@@ -146,7 +146,7 @@ class Peers:
             files={
                 file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes)) for own in every for file in own
             },
-            tensors=replace(shares, files=every).stored(),
+            tensors=replace(shares, files=every).stored,
             tied=shares.model_names(),
             values={"names": shares.names},
         )
@@ -200,7 +200,7 @@ class Peers:
                     path = self._path(one, slot, copy=copy)
                     _note(path).unlink(missing_ok=True)
                     if not (copy and one.is_sent):
-                        stage(one.file, state.parts, self.buffers[path])
+                        Staged(one.file, self.buffers[path]).fill(state.parts)
                         here_now.append(path)
         for tag, one in enumerate(self.mirrored):
             if one.is_sent and one.writer == self.rank:

@@ -209,7 +209,7 @@ class Recovery:
             metrics={},
             block_bytes=BLOCK_BYTES,
             files={},
-            tensors=self._shares.stored(),
+            tensors=self._shares.stored,
             tied=self._shares.model_names(),
             values={"names": self._shares.names},
         )
