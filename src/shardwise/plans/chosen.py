@@ -15,6 +15,7 @@ from shardwise.plans.pipelining import Pipelining
 from shardwise.plans.refusal import nothing_fits
 from shardwise.programs.spmd import Choice, Lifetimes, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
+from shardwise.progress import doing
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import Search
 from shardwise.search.decide import decide
@@ -65,6 +66,7 @@ class Chooser:
             most[form.key] = max(most.get(form.key, 0), count)
         chosen: list[Chosen] = []
         for part, form in zip(reversed(parts), reversed(forms), strict=True):
+            doing("planning a stage", len(chosen), len(parts))
             chosen.insert(0, self.of(part, most[form.key], limit, chosen[0] if chosen else None))
         return chosen
 

@@ -29,6 +29,7 @@ from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.progress import doing
 from shardwise.rules.bands import EVERYTHING, band_of
 from shardwise.search.levers import blocks_of
 from shardwise.search.micro_batch import Batches
@@ -294,6 +295,7 @@ def joint_search(
             seen.append(one)
             continue
         tries -= 1
+        doing(f"planning {setting}")
         try:
             found = plan_of(setting)
         except PlanError as error:
