@@ -31,7 +31,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.plans.schedule import schedule_of
 from shardwise.plans.stages import Bound, bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
 from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, in_other_mode, leaves_of
@@ -346,7 +346,7 @@ class Pipeline(Split):
             StageWorker(number, number == last, programs[number], passes.sizes, passes.statistics)
             for number in self._stages
         )
-        schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else SCHEDULES[self.schedule.instead]
+        schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else schedule_of(self.schedule.instead)
         by_number = {worker.number: worker for worker in workers}
         scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._group)
         return _Ready(captured, passes, bounds[max(bounds)], workers, scheduled)
@@ -359,7 +359,7 @@ class Pipeline(Split):
         if not self._has_said_instead and dist.get_rank() == 0:
             warnings.warn(f"{fault}: such a step runs as {self.schedule.instead}", PlanWarning, stacklevel=6)
         self._has_said_instead = True
-        return SCHEDULES[self.schedule.instead]
+        return schedule_of(self.schedule.instead)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
