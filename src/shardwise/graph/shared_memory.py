@@ -15,7 +15,8 @@ def check_memory(module: nn.Module) -> None:
     tensor (tied weights) are no fault, nor are parts of one storage side by side."""
     places: list[tuple[int, int, str]] = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.numel() and tensor.layout == torch.strided and not (tensor.is_meta or is_fake(tensor)):
+        has_memory = not (nn.parameter.is_lazy(tensor) or tensor.is_meta or is_fake(tensor))
+        if has_memory and tensor.layout == torch.strided and tensor.numel():
             start = tensor.data_ptr()
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             places.append((start, start + (last + 1) * tensor.element_size(), name))
