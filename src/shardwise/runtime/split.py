@@ -16,6 +16,7 @@ from shardwise.runtime.calls import Calls
 from shardwise.runtime.hooks import wrapped
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
+_SET_BY_CALLS = frozenset({"_seed", "_failed", "_draws", "_latest", "_last_mode"})  # no parameters, no modules
 
 
 class Split(torch.nn.Module):
@@ -26,6 +27,9 @@ class Split(torch.nn.Module):
     _calls: Calls
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET_BY_CALLS:  # torch asks of every value whether it is a parameter or a module
+            object.__setattr__(self, name, value)
+            return
         if name == "__class__":  # as torch's fully_shard does
             raise wrapped(value.__name__)
         super().__setattr__(name, value)
