@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.costs.live_bytes import LiveBytes
+from shardwise.runtime.initial.materialize import full_tensors
 
 WIDTH, LAYERS, BATCH, STEPS = 256, 12, 16, 3
 LIMIT = 9e6  # bytes of a rank; parameters, gradients and both states of AdamW take 12.6e6
@@ -56,8 +57,10 @@ def on_rank(text: str) -> tuple[list[float], int]:
 
 
 def alone() -> tuple[list[float], int]:
-    torch.manual_seed(SEED)
+    with sw.deferred(seed=SEED):
+        empty = Deep()
     module, losses = Deep(), []
+    module.load_state_dict(dict(full_tensors(empty)))
     optimizer = torch.optim.AdamW(module.parameters())
     for step in range(STEPS):
         loss = module(batch(step))
