@@ -13,13 +13,13 @@ from shardwise.graph.operators import splitmix64
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls
-from shardwise.runtime.hooks import wrapped
+from shardwise.runtime.hooks import StandIn
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset({"_seed", "_failed", "_draws", "_latest", "_last_mode"})  # no parameters, no modules
 
 
-class Split(torch.nn.Module):
+class Split(StandIn):
     """A module that holds this rank's parts of another one's tensors, under their names. The seed is in its state once
     its programs have drawn."""
 
@@ -29,10 +29,8 @@ class Split(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SET_BY_CALLS:  # torch asks of every value whether it is a parameter or a module
             object.__setattr__(self, name, value)
-            return
-        if name == "__class__":  # as torch's fully_shard does
-            raise wrapped(value.__name__)
-        super().__setattr__(name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
