@@ -20,7 +20,7 @@ from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
-from shardwise.graph.trees import check_leaves, flatten, flatten_with_path, is_constant, is_plain_tensor, leaf_name
+from shardwise.graph.trees import check_leaves, flatten_call, flatten_with_path, is_constant, is_plain_tensor, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
@@ -79,7 +79,7 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
     """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
     plain tensors or constants, and for tensors without data."""
-    flat, spec = flatten((args, kwargs))
+    flat, spec = flatten_call(args, kwargs)
     flat = [plain(x) if isinstance(x, WhenRead) else x for x in flat]
     if all(is_constant(x) or (is_plain_tensor(x) and (not x.is_meta or device.type == "meta")) for x in flat):
         return flat, spec

@@ -18,6 +18,7 @@ from shardwise.runtime.calls import Calls
 from shardwise.runtime.hooks import StandIn
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
+_SET_BY_CALLS = frozenset({"_seed", "_failed", "_draws", "_latest", "_last_mode"})  # no parameters, no modules
 
 
 class Split(StandIn):
@@ -26,6 +27,12 @@ class Split(StandIn):
 
     plan: Plan
     _calls: Calls
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET_BY_CALLS:  # torch asks of every value whether it is a parameter or a module
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """As of every module; ``fn`` meets what stands for the model's submodules, and is told so."""
