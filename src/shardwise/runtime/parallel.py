@@ -20,7 +20,17 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import shown_once
-from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned, check_frozen, leaves_of
+from shardwise.runtime.calls import (
+    Call,
+    Calls,
+    Compiled,
+    Mode,
+    Settings,
+    as_planned,
+    check_frozen,
+    in_other_mode,
+    leaves_of,
+)
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -33,7 +43,7 @@ from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, wit
 from shardwise.runtime.repeated import RepeatedStep, scale_of
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
-from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal
+from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal, mode_text
 from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
@@ -75,13 +85,14 @@ class Parallel(Split):
         self._has_said_whole = self._has_said_gathered = False
         self._signatures: dict[Any, Signature] = {}
         self._latest: Compiled | None = None
-        self._last_mode: tuple[bool, bool, bool] | None = None
+        self._last_mode: tuple[object, ...] | None = None
+        self._circumstances: tuple[str, ...] = ()  # of this call
         self._start_from(seed, self.device)
         hosts = (settings.host, self._host_ranks)
         hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
-        self.train(module.training)
+        self.stand_for(module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -187,7 +198,7 @@ class Parallel(Split):
             called: Called = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
             return called
         flat, spec = self._flattened(args, kwargs)
-        mode = (self.training, loss_only, predicts)
+        mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         check = check if check is not None and check.is_due() else None
         seed: torch.Tensor | None = None
@@ -257,7 +268,7 @@ class Parallel(Split):
         flat, spec = self._flattened(args, kwargs)
         named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        mode = (self.training, True, False)
+        mode = (self.training, True, False, in_other_mode(self._state.modules))
         own = key = _key(flat, spec, mode, [x.shape for x in tensors])
         batch = None
         if self._parts is not None:
@@ -274,9 +285,9 @@ class Parallel(Split):
         if batch is not None:
             key = _key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
-        if batch is None and (step is None or self._failed or mode != self._last_mode):
+        if batch is None and (step is None or self._failed or (mode, self._circumstances) != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode
+        self._last_mode = mode, self._circumstances
         self._compared()
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
@@ -332,6 +343,7 @@ class Parallel(Split):
             state = self._state.tensors
             self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
             self._in_passes = {key: step.with_state(state) for key, step in self._in_passes.items()}
+        self._circumstances = self._state.circumstances()
         return flat, spec
 
     @staticmethod
@@ -345,9 +357,7 @@ class Parallel(Split):
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def _program(
-        self, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]
-    ) -> tuple[Compiled, list[torch.Tensor]]:
+    def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Compiled, list[torch.Tensor]]:
         """The program of a call in a mode (training, the loss only, without the loss function), and this rank's part of
         its inputs."""
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
@@ -360,9 +370,9 @@ class Parallel(Split):
             key = _key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
-        if batch is None and (compiled is None or self._failed or mode != self._last_mode):
+        if batch is None and (compiled is None or self._failed or (mode, self._circumstances) != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode
+        self._last_mode = mode, self._circumstances
         self._compared()
         if compiled is None:
             self._ranks.make_sure()
@@ -380,11 +390,12 @@ class Parallel(Split):
         named = zip(batch.shapes, given, strict=False)
         return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
 
-    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]) -> Signature:
+    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
         """A call in words, for the other ranks."""
+        key = key, self._circumstances
         if key not in self._signatures:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            self._signatures[key] = Signature.of(named, _mode_text(*mode))
+            self._signatures[key] = Signature.of(named, ", ".join([mode_text(*mode), *self._circumstances]))
         return self._signatures[key]
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -423,17 +434,10 @@ class Parallel(Split):
         return self.compiled[-1].program
 
 
-def _key(
-    flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool], shapes: Sequence[tuple[int, ...]]
-) -> tuple[Any, ...]:
+def _key(flat: Sequence[Any], spec: Any, mode: Mode, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
     """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
     whole = iter(shapes)
     return *mode, spec, *((next(whole), x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
-
-
-def _mode_text(training: bool, loss_only: bool, predicts: bool) -> str:
-    what = "step()" if loss_only else "predict()" if predicts else "a call"
-    return f"{'train()' if training else 'eval()'}, {what}"
 
 
 def _check_gradients(compiled: Compiled, given: list[torch.Tensor]) -> None:

@@ -31,10 +31,10 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.plans.schedule import schedule_of
 from shardwise.plans.stages import Bound, bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, leaves_of
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, in_other_mode, leaves_of
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import Waiting, exchange_failed
 from shardwise.runtime.guards.protect import protect
@@ -47,7 +47,7 @@ from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.repeated import scale_of
 from shardwise.runtime.shared_parameters import shared_groups
-from shardwise.runtime.signatures import Signature, check_equal
+from shardwise.runtime.signatures import Signature, check_equal, mode_text
 from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
 from shardwise.runtime.stage_replicas import PipelineCheck
@@ -122,7 +122,7 @@ class Pipeline(Split):
         self._state = State(self)
         own_ranks = {number: self._ranks[number] for number in self._stages}
         self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
-        self.train(module.training)
+        self.stand_for(module)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -280,13 +280,11 @@ class Pipeline(Split):
 
     def _call(self, flat: Sequence[Any], spec: Any, *, loss_only: bool, predicts: bool = False) -> tuple[Any, Call]:
         """What tells a call apart, and the call, with tensors on meta; compared among the ranks when it is new."""
-        mode = (self.training, loss_only, predicts)
+        mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         key = (*mode, spec, *((x.shape, x.dtype) if isinstance(x, Tensor) else constant_key(x) for x in flat))
         if key not in self._ready or self._failed:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            what = "step()" if loss_only else "predict()" if predicts else "a call"
-            signature = Signature.of(named, f"{'train()' if self.training else 'eval()'}, {what}")
-            check_equal(signature, self._everyone, self.device)
+            check_equal(Signature.of(named, mode_text(*mode)), self._everyone, self.device)
         self._compared()
         empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in flat]
         return key, Call(unflatten(empty, spec), *mode)
@@ -324,7 +322,7 @@ class Pipeline(Split):
         """The programs of this rank's stages on a schedule; all ranks make the process groups of all stages."""
         # A step of one pass, under a plan of several, has other operators than a pass; a call has outputs.
         is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
-        training = call.training if is_planned else None
+        training = self._calls.mode_of(call) if is_planned else None
         bounds = {
             size: bound(self.plan, graph, prelude=passes.prelude, training=training)
             for size, graph in passes.graphs.items()
@@ -348,7 +346,7 @@ class Pipeline(Split):
             StageWorker(number, number == last, programs[number], passes.sizes, passes.statistics)
             for number in self._stages
         )
-        schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else SCHEDULES[self.schedule.instead]
+        schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else schedule_of(self.schedule.instead)
         by_number = {worker.number: worker for worker in workers}
         scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._group)
         return _Ready(captured, passes, bounds[max(bounds)], workers, scheduled)
@@ -361,7 +359,7 @@ class Pipeline(Split):
         if not self._has_said_instead and dist.get_rank() == 0:
             warnings.warn(f"{fault}: such a step runs as {self.schedule.instead}", PlanWarning, stacklevel=6)
         self._has_said_instead = True
-        return SCHEDULES[self.schedule.instead]
+        return schedule_of(self.schedule.instead)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

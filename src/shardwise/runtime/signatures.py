@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
@@ -84,6 +84,13 @@ def _text(leaf: Any) -> str:
     return "a device" if isinstance(leaf, torch.device) else repr(leaf)
 
 
+def mode_text(training: bool, loss_only: bool, predicts: bool, in_other_mode: Sequence[str]) -> str:
+    """How a module is called, in words: ``train(), step(), bn in eval()``."""
+    what = "step()" if loss_only else "predict()" if predicts else "a call"
+    modes = ("train()", "eval()") if training else ("eval()", "train()")
+    return ", ".join([modes[0], what, *(f"{listed(in_other_mode)} in {modes[1]}" for _ in in_other_mode[:1])])
+
+
 def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
     """Raise ShardwiseError, on all ranks, where they do not make the same call."""
     hands.ask(str(signature))
@@ -98,7 +105,8 @@ def _check_same(everywhere: Sequence[Signature], *, with_shapes: bool) -> None:
             raise ShardwiseError(
                 problem(
                     f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
-                    fix="call train(), eval(), step() and predict() alike on every rank",
+                    fix="call train(), eval(), step() and predict() alike on every rank, with gradients on or off, and "
+                    "freeze or replace tensors on all of them",
                 )
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
@@ -334,4 +342,4 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return listed + ", ..." * (len(shapes) > _NUM_NAMED)
 
 
-__all__ = ["Batch", "LocalInputs", "Signature", "check_equal"]
+__all__ = ["Batch", "LocalInputs", "Signature", "check_equal", "mode_text"]

@@ -13,22 +13,17 @@ from shardwise.graph.operators import splitmix64
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls
-from shardwise.runtime.hooks import wrapped
+from shardwise.runtime.hooks import StandIn
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
 
-class Split(torch.nn.Module):
+class Split(StandIn):
     """A module that holds this rank's parts of another one's tensors, under their names. The seed is in its state once
     its programs have drawn."""
 
     plan: Plan
     _calls: Calls
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":  # as torch's fully_shard does
-            raise wrapped(value.__name__)
-        super().__setattr__(name, value)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
