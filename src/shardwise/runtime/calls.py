@@ -16,6 +16,7 @@ from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, pro
 from shardwise.graph.autocast import check_ambient, no_autocast
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
+from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
@@ -440,13 +441,15 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
         if isinstance(tensor, torch.nn.Parameter):
             empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def in_other_mode(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
     """Of a module and all its submodules, by path, those that are in eval() where it is in train(), or the other way
     round."""
     modes = list(map(_TRAINING, modules.values()))
+    if len(set(modes)) == 1:  # in every call, as a rule
+        return ()
     return tuple(path for path, mode in zip(modules, modes, strict=True) if mode != modes[0])
 
 

@@ -3,11 +3,13 @@ all ranks, another one for every call in training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 
+from shardwise.errors import PlanWarning
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
 from shardwise.layouts.layout import Layout
@@ -24,6 +26,16 @@ class Split(StandIn):
 
     plan: Plan
     _calls: Calls
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
+        """As of every module; ``fn`` meets what stands for the model's submodules, and is told so."""
+        warnings.warn(
+            "apply meets stand-ins of the model's submodules, which hold shards and are of none of their classes "
+            "(isinstance(m, nn.Linear) is False): change the model before sw.parallelize",
+            PlanWarning,
+            stacklevel=2,
+        )
+        return super().apply(fn)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
