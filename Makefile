@@ -36,6 +36,7 @@
 #   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
 #   make bench-compile  seconds of compiling by depth, and bytes kept for backward beside torch.compile (BENCH_ARGS='--layers 2 8')
 #   make bench-checkpoints  what a save costs the step beside it, its stall, and seconds to save and load
+#   make bench-generation  tokens per second of generate on gloo ranks beside one process, greedily and with beams (BENCH_ARGS='--ranks 2 --width 1024')
 #   make bench-planning  how long redistributions take to plan on random layouts (BENCH_ARGS='--pairs 50')
 #   make lint       ruff, mypy and import-linter
 #   make install    only the set-up: .venv with the pinned torch and this project, editable
@@ -46,7 +47,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints sweep sweep-redistribution sweep-search sweep-pipelines sweep-trainer lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 OLDEST := 2.11.0
@@ -164,6 +165,9 @@ bench-search: install
 
 bench-checkpoints: install
 	$(BIN)/python benchmarks/checkpoints.py $(BENCH_ARGS)
+
+bench-generation: install
+	$(BIN)/python benchmarks/generation.py $(BENCH_ARGS)
 
 bench-planning: install
 	$(BIN)/python benchmarks/planning.py $(BENCH_ARGS)

@@ -85,7 +85,7 @@ def compare(run_ranks: RunRanks, name: str, plan: dict[str, Any], part: tuple[in
     expected = texts(built(name).eval())
     assert [own for own, _ in found] == [expected, expected]
     assert found[0][1] == part
-    assert len({tuple(text) for call in expected for text in call}) > 10, "texts differ"
+    assert len({tuple(text) for call in expected for text in call}) > 6, "more than the sequences of one call"
 
 
 def test_an_encoder_and_its_decoder_write_what_one_device_does(run_ranks: RunRanks) -> None:
