@@ -65,6 +65,31 @@ def marked(**marks: int) -> Staged:
     return model
 
 
+@pytest.mark.parametrize("search", ["sharding_propagation", "dynamic_programming"])
+def test_a_strategy_speaks_of_its_operator_where_a_cut_parts_it_from_its_bias(search: str) -> None:
+    """Stage 1 begins with the bias of a linear layer whose strategy names factors of the matmul."""
+
+    def before_bias(graph: Graph, *_: Any) -> tuple[list[list[str]], bool]:
+        names = [op.name for op in graph.ops]
+        at = names.index("blocks.1/add")
+        return [names[:at], names[at:]], True
+
+    strategies = {"blocks.*": "n@tp"}
+    with mock.patch.object(pipelines, "balanced_parts", before_bias):
+        found = plan(mesh=sw.Mesh(tp=2), strategies=strategies, search=search)
+    assert "blocks.1/linear" in found.stages[0].strategies
+    assert "blocks.1/add" in found.stages[1].strategies
+    assert {found.strategies[f"blocks.{i}/linear"] for i in range(4)} == {"n@tp"}
+    assert sw.verify(Staged(), BATCH, found, steps=1).ok
+
+
+def test_a_strategy_of_no_operator_is_refused_in_stages_too() -> None:
+    model = Staged()
+    sw.shard(model.norms, "n@tp")
+    with pytest.raises(sw.ShardwiseError, match="covers no operator"):
+        plan(model, mesh=sw.Mesh(tp=2))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "decreasing": (lambda: plan(marked(norms_1=2, blocks_1=1), stages="marked", devices=3), "blocks.1 is marked with"),
     "missing": (lambda: plan(marked(norms_1=2), stages="marked"), "no module is marked with stage 1"),

@@ -51,7 +51,9 @@ def parallelize(
     several ranks give one, all must be equal. Parameters are kept in the dtype of its precision, with the values that
     they have in the module. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
     calls pass the whole batch on every rank or this rank's part of it, of any size (under a plan of several
-    micro-batches, the batch of a step: a pass takes the same share of every rank's part). ``seed``, ``init``: how
+    micro-batches, the batch of a step: a pass takes the same share of every rank's part, and random numbers are those
+    of one device whose batch is in that order; under stages, the part of this rank's device in
+    ``plan.input_layouts``, which the ranks of that number in all stages pass alike). ``seed``, ``init``: how
     parameters and buffers of a module without values (built under ``sw.deferred`` or on meta) get them
     (``runtime.initial``; by default from the seed given to ``sw.deferred``); those that have values keep them.
     ``init(name, tensor)`` fills the whole tensor, or returns one of its shape and dtype, or NotImplemented: then it
@@ -151,14 +153,7 @@ def _check_pipeline(plan: Plan, size: int, inputs: Inputs, host: Sequence[str], 
                 fix=f"start {plan.num_ranks} ranks, or plan for {size}",
             )
         )
-    asked = [
-        what
-        for what, is_asked in (
-            ('inputs="local"', inputs == "local"),
-            ("host", host),
-        )
-        if is_asked
-    ]
+    asked = [what for what, is_asked in (("host", host),) if is_asked]
     if asked:
         raise PlanError(
             problem(

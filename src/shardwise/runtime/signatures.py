@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,9 +24,11 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.trees import constant_key
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
+from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire
 from shardwise.runtime.communicator import Communicator, Rows
 from shardwise.runtime.hands import hands
@@ -84,6 +86,18 @@ def _text(leaf: Any) -> str:
     return "a device" if isinstance(leaf, torch.device) else repr(leaf)
 
 
+def call_key(flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool], shapes: Sequence[Shape]) -> tuple[Any, ...]:
+    """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
+    whole = iter(shapes)
+    return *mode, spec, *((next(whole), x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
+
+
+def mode_text(training: bool, loss_only: bool, predicts: bool) -> str:
+    """The mode of a call, for a signature."""
+    what = "step()" if loss_only else "predict()" if predicts else "a call"
+    return f"{'train()' if training else 'eval()'}, {what}"
+
+
 def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
     """Raise ShardwiseError, on all ranks, where they do not make the same call."""
     hands.ask(str(signature))
@@ -117,11 +131,15 @@ def _check_same(everywhere: Sequence[Signature], *, with_shapes: bool) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole inputs of which the ranks passed their parts. ``shapes``: by name, whole; ``parts``: per rank, by
-    name."""
+    """The whole inputs of which the ranks passed their parts. ``shapes``: by name, whole; ``parts``: per device of a
+    stage, by name."""
 
     shapes: Mapping[str, Shape]
     parts: tuple[Mapping[str, Shape], ...]
+
+
+# The layouts in which a program takes inputs, by name, and [start, stop) of the samples that it takes.
+Wanted = tuple[Mapping[str, Layout], int, int]
 
 
 class Surprise(Exception):
@@ -129,20 +147,28 @@ class Surprise(Exception):
 
 
 class LocalInputs:
-    """The parts of a batch that the ranks pass. Raises ShardwiseError where the plan splits no input. ``numbers``: what
-    exchanges the integers, on the host, beside all other collectives."""
+    """The parts of a batch that the ranks pass: each that of its device, in the layout of the first stage that reads
+    the input; ranks of all stages with the same device number pass the same. Raises ShardwiseError where the plan
+    splits no input. ``ranks``: those of a place, among which parts are gathered; ``everyone``: all ranks, which agree;
+    ``numbers``: what exchanges the integers, on the host, beside all other collectives."""
 
-    def __init__(self, plan: Plan, ranks: Communicator, numbers: Communicator, device: torch.device) -> None:
-        self.layouts = {entry.name: plan.layouts[entry.name] for entry in plan.inputs}
+    def __init__(
+        self, plan: Plan, ranks: Communicator, everyone: Communicator, numbers: Communicator, device: torch.device
+    ) -> None:
+        self.layouts = plan.input_layouts
         self.planned = {entry.name: entry.shape for entry in plan.inputs}
-        self.ranks, self.numbers, self.device, self.mesh = ranks, numbers, wire(device), plan.mesh
+        self.ranks, self.everyone, self.numbers, self.device = ranks, everyone, numbers, wire(device)
+        places = dict.fromkeys(stage.placement.ranks for stage in plan.stages)
+        device_of = {rank: number for place in places for number, rank in enumerate(place)}
+        self._devices = [device_of[rank] for rank in sorted(device_of)]  # by rank
         self._batches: dict[Combination, Batch] = {}
         # By the digest of this rank's call: the last combination, and whether the one before was the same.
         self._latest: dict[int, tuple[Combination, bool]] = {}
         self._found: Combination | None = None  # that of this call, once it is known
         self._fingerprint = Fingerprint(self.device)
+        self._has_said_gathered = False
         self._wanted: dict[object, list[Shape]] = {}  # of the ranks, by input and parts
-        if plan.mesh.num_devices > 1 and not any(layout.positions for layout in self.layouts.values()):
+        if max(self._devices) and not any(layout.positions for layout in self.layouts.values()):
             shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
             raise ShardwiseError(
                 problem(
@@ -163,7 +189,7 @@ class LocalInputs:
             except Surprise:
                 return run()
         finally:
-            self.ranks.before_next = None
+            self.everyone.before_next = None
 
     def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         """The batch of which this rank passes ``tensors``; every rank asks for it in every call.
@@ -171,12 +197,12 @@ class LocalInputs:
         Raises ShardwiseError, on all ranks, where the parts do not make one.
         """
         if self._found is None:
-            self.numbers.create_groups([self.mesh.sub_axes])  # once, and once more where it comes out of a file
+            self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and once more where it comes out of a file
             own = torch.tensor([signature.digest])
             flight = self.numbers.start_gather(own, "the sizes of the ranks' inputs")
             taken, again = self._latest.get(signature.digest, ((), False))
             if again:
-                self.ranks.before_next = lambda: self._check(flight, taken)
+                self.everyone.before_next = lambda: self._check(flight, taken)
                 return self._batches[taken]
             self._read(flight)
         assert self._found is not None, "it was read"
@@ -187,7 +213,7 @@ class LocalInputs:
         return self._batches[self._found]
 
     def _read(self, flight: Rows) -> None:
-        self.ranks.before_next = None
+        self.everyone.before_next = None
         self._found = tuple(flight.wait().flatten().tolist())
 
     def _check(self, flight: Rows, taken: Combination) -> None:
@@ -202,9 +228,8 @@ class LocalInputs:
         parts = [shapes[name] for shapes in batch.parts]
         case = (name, layout, *parts)
         if case not in self._wanted:
-            ranks = range(self.mesh.num_devices)
-            self._wanted[case] = [layout.local_shape(self.mesh.coordinates(rank)) for rank in ranks]
-            if self._wanted[case] != parts and self.ranks.rank == 0:
+            self._wanted[case] = [layout.local_shape(layout.mesh.coordinates(i)) for i in range(len(parts))]
+            if self._wanted[case] != parts and self.everyone.rank == 0:
                 warnings.warn(
                     f"the parts of {name} have {_listed(parts)}, and the plan splits the whole, "
                     f"{list(batch.shapes[name])}, into {_listed(self._wanted[case])}: it is gathered and divided anew "
@@ -216,31 +241,53 @@ class LocalInputs:
         return shard(self.whole(name, tensor, batch), layout, self.ranks.coordinates)
 
     def is_part(self, name: str, layout: Layout, batch: Batch, start: int, stop: int, samples: int) -> bool:
-        """Whether on every rank the rows of its part that are samples [start, stop), counted in its own part and out of
-        ``samples`` in all, are what the layout of an input of so many samples gives it."""
-        for rank, shapes in enumerate(batch.parts):
+        """Whether on every device the rows of its part that are samples [start, stop), counted in its own part and out
+        of ``samples`` in all, are what the layout of an input of so many samples gives it."""
+        for device, shapes in enumerate(batch.parts):
             first, *rest = shapes[name]
             bounds = [divmod(first * number, samples) for number in (start, stop)]
             part = (bounds[1][0] - bounds[0][0], *rest)
-            if any(left for _, left in bounds) or layout.local_shape(self.mesh.coordinates(rank)) != part:
+            if any(left for _, left in bounds) or layout.local_shape(layout.mesh.coordinates(device)) != part:
                 return False
         return True
+
+    def divides(self, batch: Batch, passes: Passes, wanted: Sequence[Wanted], with_samples: Collection[str]) -> bool:
+        """Whether every pass of a step takes the same share of every rank's part: its programs want that, and what it
+        computes does not depend on the numbers of its samples in the batch. Else rank 0 says once that parts are
+        gathered. ``with_samples``: the inputs that passes divide."""
+        samples = sum(passes.sizes)
+        fault = ""
+        if any(map(numbers_samples, passes.graphs.values())):
+            fault = f"the model computes with the numbers that {samples} samples have in the batch"
+        elif not all(
+            self.is_part(name, layout, batch, *((start, stop) if name in with_samples else (0, samples)), samples)
+            for layouts, start, stop in wanted
+            for name, layout in layouts.items()
+        ):
+            size = f"passes over {passes.sizes[0]}" if len(passes.sizes) > 1 else "those that the programs take"
+            fault = f"the ranks' parts of {samples} samples do not divide into {size}"
+        if fault and not self._has_said_gathered and self.everyone.rank == 0:
+            warnings.warn(f"{fault}: they are gathered and divided anew in every such step", stacklevel=6)
+        self._has_said_gathered |= bool(fault)
+        return not fault
 
     def _agreed(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         prints = {name: int(self._fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
         what = f"the parts of a batch ({signature})"
-        everywhere = gather_objects((signature, prints), self.ranks, self.device, what)
+        everywhere = gather_objects((signature, prints), self.everyone, self.device, what)
         _check_same([own for own, _ in everywhere], with_shapes=False)
-        parts = tuple(own.shapes for own, _ in everywhere)
+        of_ranks = [own.shapes for own, _ in everywhere]
         for name in signature.shapes:
-            self._check_copies(name, parts, [prints[name] for _, prints in everywhere])
+            self._check_copies(name, of_ranks, [prints[name] for _, prints in everywhere])
+        of_devices = dict(zip(self._devices, of_ranks, strict=True))
+        parts = tuple(of_devices[device] for device in range(len(of_devices)))
         return Batch({name: self._whole_shape(name, parts) for name in signature.shapes}, parts)
 
     def _check_copies(self, name: str, parts: Sequence[Mapping[str, Shape]], prints: Sequence[int]) -> None:
         """Ranks that the plan gives the same part of an input must have passed the same."""
         first: dict[tuple[int, ...], int] = {}
         for rank, found in enumerate(prints):
-            leader = first.setdefault(tuple(p for _, p, _ in self._places(name, rank)), rank)
+            leader = first.setdefault(tuple(p for _, p, _ in self._places(name, self._devices[rank])), rank)
             if (prints[leader], parts[leader][name]) == (found, parts[rank][name]):
                 continue
             layout = self.layouts.get(name)
@@ -248,15 +295,15 @@ class LocalInputs:
             raise ShardwiseError(
                 problem(
                     f"ranks {leader} and {rank} pass different {name}, and the plan gives both the same part of it: it "
-                    f"is {text} on {self.mesh}",
-                    fix="choose samples by the coordinates on the axes that split the input "
-                    f'(par.plan.layouts["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with '
-                    "layouts= that split it over all axes",
+                    f"is {text}{'' if layout is None else f' on {layout.mesh}'}",
+                    fix="choose samples by the coordinates on the axes that split the input (par.plan.input_layouts"
+                    f'["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with layouts= that '
+                    "split it over all axes",
                 )
             )
 
-    def _places(self, name: str, rank: int) -> list[tuple[int, int, int]]:
-        """(dim, this rank's position along it, number of positions) for every dim of an input that is split."""
+    def _places(self, name: str, device: int) -> list[tuple[int, int, int]]:
+        """(dim, a device's position along it, number of positions) for every dim of an input that is split."""
         layout = self.layouts.get(name)
         places = []
         for dim, atoms in enumerate(layout.dims if layout is not None else ()):
@@ -271,18 +318,19 @@ class LocalInputs:
                         fix='pass the whole batch on every rank: inputs="global"',
                     )
                 )
-            position, coordinates = 0, self.mesh.coordinates(rank)
+            mesh = layout.mesh
+            position, coordinates = 0, mesh.coordinates(device)
             for axis in axes:
-                position = position * self.mesh.size_of((axis,)) + coordinates[axis]
-            places.append((dim, position, self.mesh.size_of(axes)))
+                position = position * mesh.size_of((axis,)) + coordinates[axis]
+            places.append((dim, position, mesh.size_of(axes)))
         return places
 
     def _sizes(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
         """Per dim of an input the sizes of its parts, in their order. Raises ShardwiseError where parts of ranks that
         hold the same are of different size."""
         sizes: list[dict[int, int]] = [{} for _ in parts[0][name]]
-        for rank, shapes in enumerate(parts):
-            position_of = {dim: position for dim, position, _ in self._places(name, rank)}
+        for device, shapes in enumerate(parts):
+            position_of = {dim: position for dim, position, _ in self._places(name, device)}
             for dim, size in enumerate(shapes[name]):
                 known = sizes[dim].setdefault(position_of.get(dim, 0), size)
                 if known != size:
@@ -312,7 +360,7 @@ class LocalInputs:
         return tuple(map(sum, sizes))
 
     def whole(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The whole input, gathered from the ranks' parts of any size."""
+        """The whole input, gathered from the parts of any size that the ranks of a place have."""
         numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
         padded = tensor.new_zeros(max(numel))
         padded[: tensor.numel()] = tensor.detach().reshape(-1)
@@ -320,12 +368,12 @@ class LocalInputs:
         rows = self.ranks.gather_from_all(sent, f"the parts of {name}").view(tensor.dtype)
         whole = tensor.new_empty(batch.shapes[name])
         starts = [list(accumulate(sizes, initial=0)) for sizes in self._sizes(name, batch.parts)]
-        for rank, row in enumerate(rows):
-            shape = batch.parts[rank][name]
+        for device, row in enumerate(rows):
+            shape = batch.parts[device][name]
             place = whole
-            for dim, position, _ in self._places(name, rank):
+            for dim, position, _ in self._places(name, device):
                 place = place.narrow(dim, starts[dim][position], shape[dim])
-            place.copy_(row[: numel[rank]].view(shape))
+            place.copy_(row[: numel[device]].view(shape))
         return whole
 
 
@@ -334,4 +382,4 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return listed + ", ..." * (len(shapes) > _NUM_NAMED)
 
 
-__all__ = ["Batch", "LocalInputs", "Signature", "check_equal"]
+__all__ = ["Batch", "LocalInputs", "Signature", "Wanted", "call_key", "check_equal", "mode_text"]

@@ -3,17 +3,19 @@ all ranks, another one for every call in training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
+from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
-from shardwise.runtime.calls import Calls
+from shardwise.runtime.calls import Calls, Inputs
 from shardwise.runtime.hooks import wrapped
+from shardwise.runtime.signatures import Signature, mode_text
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
@@ -23,6 +25,7 @@ class Split(torch.nn.Module):
     its programs have drawn."""
 
     plan: Plan
+    inputs: Inputs
     _calls: Calls
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -41,6 +44,11 @@ class Split(torch.nn.Module):
         raise NotImplementedError
 
     @property
+    def position(self) -> int:
+        """The number of this rank's device, on the mesh of every stage that it works on."""
+        raise NotImplementedError
+
+    @property
     def original(self) -> torch.nn.Module:
         """The module that was split, on meta."""
         return self._calls.model
@@ -51,6 +59,8 @@ class Split(torch.nn.Module):
         self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=device))
         self._failed = False  # whether the last call did, here: other ranks may be in the middle of it
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
+        self._signatures: dict[Any, Signature] = {}
+        self._last_mode: tuple[bool, bool, bool] | None = None
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
     def _compared(self) -> None:
@@ -58,6 +68,22 @@ class Split(torch.nn.Module):
         if self._failed:
             self._calls.trials.restart()
         self._failed = False
+
+    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]) -> Signature:
+        """A call in words, for the other ranks."""
+        if key not in self._signatures:
+            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
+            self._signatures[key] = Signature.of(named, mode_text(*mode))
+        return self._signatures[key]
+
+    @staticmethod
+    def _examples(flat: Sequence[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+        """The arguments of a call with tensors of some shapes, on meta."""
+        whole = iter(shapes)
+        examples = [
+            torch.empty(next(whole), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x for x in flat
+        ]
+        return unflatten(examples, spec)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

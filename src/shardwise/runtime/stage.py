@@ -133,11 +133,12 @@ class StageProgram:
 
 @dataclass
 class Step:
-    """What the stages of this rank get for one step. ``inputs``: whole, by name; ``with_samples``: those that
-    micro-batches divide; ``whole``: the values of the prelude; ``scale``: by what the loss is multiplied for
-    backward."""
+    """What the stages of this rank get for one step. ``inputs``: by name, whole, or this rank's part of each
+    (``are_parts``); ``with_samples``: those that micro-batches divide; ``whole``: the values of the prelude; ``scale``:
+    by what the loss is multiplied for backward."""
 
     inputs: Mapping[str, Tensor]
+    are_parts: bool
     with_samples: frozenset[str]
     whole: Mapping[str, Tensor]
     seed: Tensor
@@ -223,10 +224,11 @@ class StageWorker:
             elif source.value in given:
                 tensors.append(given[source.value])
             elif source.kind == "input":
-                whole, layout = step.inputs[source.names[0]], compiled.spmd.layouts[source.value]
+                rows, layout = step.inputs[source.names[0]], compiled.spmd.layouts[source.value]
                 if source.names[0] in step.with_samples and len(self.sizes) > 1:
-                    whole = rows_of_pass(whole, start, size, sum(self.sizes))
-                rows = shard(whole, layout, own.ranks.coordinates) if layout.positions else whole
+                    rows = rows_of_pass(rows, start, size, sum(self.sizes))
+                if layout.positions and not step.are_parts:
+                    rows = shard(rows, layout, own.ranks.coordinates)
                 tensors.append(rows.to(step.device))
             else:
                 tensors.append(step.seed if position == compiled.seed else _there(tensor, source.names[0]))
