@@ -155,8 +155,6 @@ class Parallel(Split):
         measured, twice. Gradients, buffers and random numbers are afterwards as before; optimizers are not asked."""
         if steps < 1:
             raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
-        held, buffers = [*self.parameters(), *self.buffers()], [b.clone() for b in self.buffers()]
-        gradients, seed, draws = [p.grad for p in self.parameters()], self._seed.clone(), self._draws
 
         def step() -> None:
             self.zero_grad()
@@ -167,15 +165,12 @@ class Parallel(Split):
             return self._latest.runs
 
         replicas, self._replicas = self._replicas, None  # a checked step is another one
+        held = [*self.parameters(), *self.buffers()]
         try:
-            return profile_step(step, taken, self.plan, held, self.device, steps)
+            with self._unchanged():
+                return profile_step(step, taken, self.plan, held, self.device, steps)
         finally:
-            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in zip(self.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
-            self._seed, self._draws, self._replicas = seed, draws, replicas
+            self._replicas = replicas
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
@@ -43,6 +43,7 @@ from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
+from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
 from shardwise.runtime.shared_parameters import shared_groups
 from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal
@@ -88,6 +89,7 @@ class Pipeline(Split):
         self._calls = calls
         self._calls_of = [calls.of_stage(plan.alone(i), ranks) for i, ranks in enumerate(self._ranks)]
         self._ready: dict[Any, Ready] = {}
+        self._latest: Ready | None = None
         self._has_said_instead = False
         self._start_from(seed, self.device)
         self._parts = None
@@ -144,7 +146,7 @@ class Pipeline(Split):
         place_states(self, self.plan.optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}, "_signatures": {}}  # a copy makes its own programs
+        return {**self.__dict__, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy makes its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -214,14 +216,28 @@ class Pipeline(Split):
         Every tensor is whole on every rank, without gradients."""
         return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
 
-    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> NoReturn:
-        """Raises PlanError: a rank's stages are measured by themselves, without the others."""
-        raise PlanError(
-            problem(
-                "a plan of stages is not profiled: its stages wait for each other, which belongs to no operator",
-                fix="shardwise run --alone RANK PLAN MODEL measures the stages of a rank",
-            )
-        )
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> PipelineProfile:
+        """A training step on this batch, measured and laid over the simulated one: what stages take and how long they
+        wait, and every stage operator by operator. Called on every rank; ``steps``: how many are measured, twice.
+        Gradients, buffers and random numbers are afterwards as before; optimizers are not asked."""
+        if steps < 1:
+            raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
+
+        def step() -> None:
+            self.zero_grad()
+            self.step(*args, **kwargs)
+
+        def taken() -> Ready:
+            assert self._latest is not None, "a step has run"
+            return self._latest
+
+        replicas, self._replicas = self._replicas, None  # a checked step is another one
+        own = {number: self._ranks[number] for number in self._stages}
+        try:
+            with self._unchanged():
+                return profile_pipeline(step, taken, self.plan, own, self.device, steps)
+        finally:
+            self._replicas = replicas
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         self._everyone.calls += 1
@@ -313,7 +329,8 @@ class Pipeline(Split):
                 if dist.get_rank() == 0:
                     announce_statistics(sorted(passes.statistics), stacklevel=5)
             self._ready[key] = self._made(captured, passes, call)
-        return self._ready[key], batch
+        ready = self._latest = self._ready[key]
+        return ready, batch
 
     def _samples(self, call: Call) -> int | None:
         named = {leaf_name(path): x for path, x in flatten_with_path(call.arguments)[0] if isinstance(x, Tensor)}

@@ -3,7 +3,8 @@ all ranks, another one for every call in training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,21 @@ class Split(torch.nn.Module):
         if self._failed:
             self._calls.trials.restart()
         self._failed = False
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Steps that are tried out: afterwards gradients, buffers and random numbers are as they were."""
+        buffers = [buffer.clone() for buffer in self.buffers()]
+        gradients, seed, draws = [p.grad for p in self.parameters()], self._seed.clone(), self._draws
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in zip(self.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            self._seed, self._draws = seed, draws
 
     def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]) -> Signature:
         """A call in words, for the other ranks."""

@@ -151,7 +151,8 @@ class StageWorker:
     """A stage as a schedule asks for it (``torch_schedules.Worker``). ``sizes``: the samples of every micro-batch;
     ``programs``: by size; ``statistics``: names of the buffers that every micro-batch writes.
 
-    ``outputs``: of calls without backward, what the stage delivers. What a step does once is done ahead of the first
+    ``outputs``: of calls without backward, what the stage delivers; ``given``: the tensors of its first micro-batch,
+    where it ``remembers`` them. What a step does once is done ahead of the first
     micro-batch of a size, and at the ``end``.
     """
 
@@ -164,6 +165,8 @@ class StageWorker:
     keeps: bool = True
     check: ReplicaCheck | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    remembers: bool = False
+    given: list[Tensor] = field(default_factory=list)
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
     _running: dict[int, Running] = field(default_factory=dict)  # by size
     _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -183,6 +186,8 @@ class StageWorker:
         own = self.programs[self.sizes[micro_batch]]
         compiled = own.compiled
         tensors = self._tensors(own, micro_batch, received)
+        if self.remembers and micro_batch == 0:
+            self.given = [x if x.requires_grad else x.clone() for x in tensors]
         with torch.no_grad():
             if self.keeps:
                 given = list(tensors)
