@@ -101,7 +101,7 @@ def parallelize(
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
-        _check_pipeline(agreed, size, inputs, host, compile)
+        _check_pipeline(agreed, size, compile)
         if schedule_of(agreed.schedule, agreed.order).splits_backward:
             compile = False
     else:
@@ -143,7 +143,7 @@ def _check_ranks(plan: Plan, size: int) -> None:
         )
 
 
-def _check_pipeline(plan: Plan, size: int, inputs: Inputs, host: Sequence[str], compile: Compile | None) -> None:
+def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
     """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
@@ -151,15 +151,6 @@ def _check_pipeline(plan: Plan, size: int, inputs: Inputs, host: Sequence[str], 
             problem(
                 f"the plan is for {plan.num_ranks} devices ({places}); {size} ranks are running",
                 fix=f"start {plan.num_ranks} ranks, or plan for {size}",
-            )
-        )
-    asked = [what for what, is_asked in (("host", host),) if is_asked]
-    if asked:
-        raise PlanError(
-            problem(
-                f"under a plan of stages there is no {listed(asked)}: an input is read by the ranks of some stages "
-                "alone, and ranks of the others have no part of it; tables on the host have not been tried",
-                fix="pass the whole batch on every rank and leave these out, or plan without stages",
             )
         )
     if compile is True and schedule_of(plan.schedule, plan.order).splits_backward:

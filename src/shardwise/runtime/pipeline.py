@@ -82,12 +82,16 @@ class Pipeline(Split):
         self._position = own_place.index(rank)
         self._stages = [number for number, stage in enumerate(plan.stages) if stage.placement.ranks == own_place]
         self._group = position_groups(self._places)[self.position]
-        self._ranks = [Communicator(stage.placement, name) for stage in plan.stages]
-        self._shared = shared_groups(plan, own_place, self.position)
+        self._ranks = self._host_ranks = [Communicator(stage.placement, name) for stage in plan.stages]
+        if settings.host and self.device.type != "cpu":
+            self._host_ranks = [Communicator(stage.placement, name, backend="gloo") for stage in plan.stages]
+        self._shared = shared_groups(plan, own_place, self.position, settings.host)
         self._faults = StageFaults(plan, self._stages, self.position, self._everyone)
         calls = Calls(module, plan, settings, self._everyone, self._everyone)
         self._calls = calls
-        self._calls_of = [calls.of_stage(plan.alone(i), ranks) for i, ranks in enumerate(self._ranks)]
+        self._calls_of = [
+            calls.of_stage(plan.alone(i), *own) for i, own in enumerate(zip(self._ranks, self._host_ranks, strict=True))
+        ]
         self._ready: dict[Any, Ready] = {}
         self._latest: Ready | None = None
         self._has_said_instead = False
@@ -96,9 +100,11 @@ class Pipeline(Split):
         if self.inputs == "local":
             numbers = Communicator(self._everyone.place, name, backend="gloo")
             self._parts = LocalInputs(plan, self._ranks[self._stages[0]], self._everyone, numbers, self.device)
-        for ranks in self._ranks:  # of all devices of a stage: parameters are gathered for hooks over it
-            ranks.create_groups([ranks.mesh.sub_axes])
-        own = Own(self.layouts, self._ranks[self._stages[0]], self._everyone, frozenset(), self._everyone, self._names)
+        for ranks in dict.fromkeys((*self._ranks, *self._host_ranks)):
+            ranks.create_groups([ranks.mesh.sub_axes])  # of all of a stage: parameters are gathered for hooks over it
+        first = self._stages[0]
+        hosts = (settings.host, self._host_ranks[first])
+        own = Own(self.layouts, self._ranks[first], self._everyone, *hosts, self._names)
         hold(self, module, plan, own, self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
@@ -143,7 +149,7 @@ class Pipeline(Split):
         own = self.plan.stages[self._stages[0]].placement.ranks
         elsewhere = frozenset(name for name in self._shared if first[name] != own)
         protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
-        place_states(self, self.plan.optimizer)
+        place_states(self, self.plan.optimizer, self._calls.settings.host)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy makes its own programs
@@ -350,6 +356,8 @@ class Pipeline(Split):
         state = {**self._state.tensors, SEED: self._seed}
         programs: dict[int, dict[int, StageProgram]] = {number: {} for number in self._stages}
         for size, one in bounds.items():
+            for calls, spmd in zip(self._calls_of, one.spmds, strict=True):
+                calls.check_hosted(spmd)  # on all ranks alike
             for number, (calls, spmd) in enumerate(zip(self._calls_of, one.spmds, strict=True)):
                 calls.create_groups(spmd)
                 if number in programs:

@@ -18,16 +18,17 @@ def shared_places(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     return {name: tuple(ranks) for name, ranks in places.items() if len(ranks) > 1}
 
 
-def shared_groups(plan: Plan, own: tuple[int, ...], position: int) -> dict[str, Any]:
+def shared_groups(plan: Plan, own: tuple[int, ...], position: int, host: frozenset[str]) -> dict[str, Any]:
     """Parameter that several places have, ``own`` among them -> the process group of the ranks with the shard of a
-    position. All ranks make all groups."""
-    groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+    position. ``host``: names of the tables on the CPU, whose groups are gloo's. All ranks make all groups."""
+    groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}
     found: dict[str, Any] = {}
     for name, places in shared_places(plan).items():
-        if places not in groups:
-            groups[places] = position_groups(places)[position]
+        key = places, name in host
+        if key not in groups:
+            groups[key] = position_groups(places, "gloo" if name in host else None)[position]
         if own in places:
-            found[name] = groups[places]
+            found[name] = groups[key]
     return found
 
 

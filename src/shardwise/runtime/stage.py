@@ -126,9 +126,9 @@ class StageProgram:
     @cached_property
     def halves(self) -> tuple[tuple[Program, fx.GraphModule], tuple[Program, fx.GraphModule]]:
         """Backward for cotangents, and for weights."""
-        device = next((tensor.device for tensor in self.compiled.tensors if tensor is not None), torch.device("cpu"))
+        whole = self.compiled.runs.emitted
         first, second = split_backward(self.program)
-        return (first, emit_backward(first, self.ranks, device)), (second, emit_backward(second, self.ranks, device))
+        return (first, emit_backward(first, self.ranks, whole)), (second, emit_backward(second, self.ranks, whole))
 
 
 @dataclass

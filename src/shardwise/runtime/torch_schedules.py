@@ -349,9 +349,11 @@ def _numbered(actions: Sequence[Action]) -> list[Action]:
     return numbered
 
 
-def position_groups(places: Sequence[Sequence[int]]) -> list[Any]:
-    """Per position the group of the ranks that have it in every place; all ranks make all of them."""
-    return [dist.new_group(sorted(ranks), timeout=group_timeout()) for ranks in zip(*places, strict=True)]
+def position_groups(places: Sequence[Sequence[int]], backend: str | None = None) -> list[Any]:
+    """Per position the group of the ranks that have it in every place; all ranks make all of them. ``backend``: another
+    one than that of all ranks."""
+    positions = zip(*places, strict=True)
+    return [dist.new_group(sorted(ranks), timeout=group_timeout(), backend=backend) for ranks in positions]
 
 
 __all__ = ["Scheduled", "Timed", "Worker", "order_of", "position_groups"]
