@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -88,6 +89,34 @@ def test_a_strategy_of_no_operator_is_refused_in_stages_too() -> None:
     sw.shard(model.norms, "n@tp")
     with pytest.raises(sw.ShardwiseError, match="covers no operator"):
         plan(model, mesh=sw.Mesh(tp=2))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def test_statistics_of_micro_batches_are_announced() -> None:
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    with pytest.warns(sw.PlanWarning, match=r"layers\.0\.1.*every micro-batch"):
+        found = sw.plan(Normed(), batch, 2, stages=2, micro_batch=4, search="sharding_propagation")
+    assert found.micro_batches == 2
+    assert sw.verify(Normed(), batch, found, steps=2).ok
+
+
+def test_what_is_sent_is_compared_with_what_is_listed() -> None:
+    found = plan(mode="data_parallel")
+    first, second = found.stages
+    assert sw.verify(Staged(), BATCH, found, steps=1).ok
+    for wrong in (first.sends[1:], (replace(first.sends[0], layout="bool[2, 5]"), *first.sends[1:])):
+        with pytest.raises(sw.PlanError, match=r"not the one that the plan lists: stage 0 sends .* and lists"):
+            sw.verify(Staged(), BATCH, replace(found, stages=(replace(first, sends=wrong), second)), steps=1)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -158,3 +158,47 @@ def test_parts_of_other_stages_are_the_same_parts(run_ranks: RunRanks) -> None:
         text = found.pop("said")
         assert "ranks 1 and 3 pass different" in text, text
         assert max(found.values()) < TOLERANCE, found
+
+
+def planned_part(par: Any, name: str, x: Tensor) -> Tensor:
+    """The samples of an input that this rank's device has."""
+    layout, position, count = par.plan.input_layouts[name], 0, 1
+    for atom in layout.dims[0]:
+        for axis in atom.axes:
+            size = layout.mesh.size_of((axis,))
+            position, count = position * size + layout.mesh.coordinates(par.position)[axis], count * size
+    return x.chunk(count)[position]
+
+
+def different_parts(stages: int) -> dict[str, Any]:
+    """Labels are passed whole, ids in parts; or both in halves, along different axes."""
+    torch.manual_seed(0)
+    model, found = Staged().double(), {}
+    for name, layouts, mesh in (
+        ("whole labels", {"args[0]": "[4@dp, 5]", "args[1]": "[4, 5]"}, {"dp": 4 // stages}),
+        ("other halves", {"args[0]": "[4@dp, 5]", "args[1]": "[4@tp, 5]"}, {"dp": 2, "tp": 2}),
+    ):
+        if stages > 1 and "tp" in mesh:
+            continue  # a stage has two devices
+        plan = None
+        if dist.get_rank() == 0:
+            asked: dict[str, Any] = {"stages": stages} if stages > 1 else {}
+            asked |= {"micro_batch": 4, "mesh": sw.Mesh(**mesh), "search": "sharding_propagation", "layouts": layouts}
+            plan = sw.plan(model, staged_batch(8), 4, **asked)
+        par = sw.parallelize(copy.deepcopy(model), plan, inputs="local")
+        for seed in range(3):
+            batch = staged_batch(8, seed)
+            parts = [planned_part(par, f"args[{i}]", x) for i, x in enumerate(batch)]
+            assert (len(parts[0]) < 8, len(parts[1]) < 8) == (True, name == "other halves")
+            loss, said = said_of(lambda par=par, parts=parts: par.step(*parts))
+            found[f"{name} {seed}"] = abs(float(loss - model(*batch)[0].detach()))
+            is_said = dist.get_rank() == 0 and seed == 0 and name == "whole labels"
+            assert [text.partition(" of")[0] for text in said] == ["inputs"] * is_said
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_inputs_in_different_parts_are_the_same_samples(stages: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(different_parts, 4, stages, time_limit_seconds=240.0):
+        assert len(found) == (6 if stages == 1 else 3)
+        assert max(found.values()) < TOLERANCE, found

@@ -99,6 +99,8 @@ def with_schedules(names: list[str]) -> dict[str, float]:
             assert kept == ([4] if name == "GPipe" else [2 if first else 1]), (name, kept)
         if name == "1F1B":
             check_calls(par, reference)
+            check_accumulated(par, reference)
+            check_predicted()
             check_scaled(par, reference)
             check_compiled(par.plan, reference)
         if name == "Solved":
@@ -151,6 +153,52 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
     split.requires_grad_(True)
     with pytest.raises(sw.ShardwiseError, match="was frozen when the module was split"):
         split.step(*staged_batch(8))
+
+
+def check_accumulated(par: Pipeline, reference: torch.nn.Module) -> None:
+    """Gradients of two steps, of several sizes, add up."""
+    par.zero_grad()
+    reference.zero_grad()
+    for batch in (staged_batch(8, seed=1), staged_batch(5, seed=2)):
+        par.step(*batch)
+        loss, _ = reference(*batch)
+        loss.backward()
+    want = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in par.named_parameters():
+        assert float((parameter.grad - want[name]).abs().max()) < TOLERANCE, name
+    par.zero_grad()
+
+
+class Scores(torch.nn.Module):
+    """Returns scores; the loss is given beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        first = x
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"scores": x, "first": first > 0, "classes": 6}
+
+
+def squared(output: dict[str, Any], wanted: Tensor) -> Tensor:
+    return torch.nn.functional.mse_loss(output["scores"], wanted)
+
+
+def check_predicted() -> None:
+    """What the module returns, without its loss: tensors of several stages, and what is no tensor."""
+    module, x = Scores().double(), torch.randn(8, 6).double()
+    plan = sw.plan(module, (x, x), 2, loss=squared, stages=2, micro_batch=2) if dist.get_rank() == 0 else None
+    par = sw.parallelize(copy.deepcopy(module), plan, loss=squared)
+    for size in (8, 3):
+        found, want = par.predict(x[:size]), module(x[:size])
+        assert float((found["scores"] - want["scores"]).abs().max()) < TOLERANCE
+        assert torch.equal(found["first"], want["first"])
+        assert found["classes"] == 6
+    loss = par.step(x, x)
+    assert abs(float(loss) - float(squared(module(x), x))) < TOLERANCE
 
 
 def check_dropout(schedule: str, stages: int) -> None:

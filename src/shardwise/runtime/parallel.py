@@ -285,7 +285,7 @@ class Parallel(Split):
         if (
             self._parts is not None
             and batch is not None
-            and not self._parts.divides(batch, step.passes, self._wanted(step, batch), split)
+            and not self._parts.divides(batch, step.passes, lambda whole: self._wanted(step, whole), split)
         ):
             given = {name: self._parts.whole(name, x, batch) for name, x in given.items()}
             batch = None

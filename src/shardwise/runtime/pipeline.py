@@ -408,7 +408,7 @@ class Pipeline(Split):
         seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
         if batch is not None and self._parts is not None:
             tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-            if not self._parts.divides(batch, ready.passes, ready.wanted, split):
+            if not self._parts.divides(batch, ready.passes, lambda _: ready.wanted, split):
                 tensors = {name: self._parts.whole(name, tensor, batch) for name, tensor in tensors.items()}
                 batch = None
         whole = self._whole(ready, tensors, batch)

@@ -167,7 +167,8 @@ class LocalInputs:
         self._found: Combination | None = None  # that of this call, once it is known
         self._fingerprint = Fingerprint(self.device)
         self._has_said_gathered = False
-        self._wanted: dict[object, list[Shape]] = {}  # of the ranks, by input and parts
+        self._is_own: dict[object, bool] = {}  # by input, layout and parts
+        self._faults: dict[tuple[int, int], tuple[Batch, Passes, str]] = {}
         if max(self._devices) and not any(layout.positions for layout in self.layouts.values()):
             shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
             raise ShardwiseError(
@@ -227,16 +228,17 @@ class LocalInputs:
         share of the whole, which is gathered."""
         parts = [shapes[name] for shapes in batch.parts]
         case = (name, layout, *parts)
-        if case not in self._wanted:
-            self._wanted[case] = [layout.local_shape(layout.mesh.coordinates(i)) for i in range(len(parts))]
-            if self._wanted[case] != parts and self.everyone.rank == 0:
+        if case not in self._is_own:
+            wanted = [layout.local_shape(layout.mesh.coordinates(device)) for device in range(len(parts))]
+            self._is_own[case] = wanted == parts and self._is_passed(name, layout, batch)
+            if not self._is_own[case] and self.everyone.rank == 0:
                 warnings.warn(
                     f"the parts of {name} have {_listed(parts)}, and the plan splits the whole, "
-                    f"{list(batch.shapes[name])}, into {_listed(self._wanted[case])}: it is gathered and divided anew "
-                    "in every such call",
+                    f"{list(batch.shapes[name])}, into {_listed(wanted)}: it is gathered and divided anew in every "
+                    "such call",
                     stacklevel=9,  # of par.step
                 )
-        if self._wanted[case] == parts:
+        if self._is_own[case]:
             return tensor
         return shard(self.whole(name, tensor, batch), layout, self.ranks.coordinates)
 
@@ -249,27 +251,45 @@ class LocalInputs:
             part = (bounds[1][0] - bounds[0][0], *rest)
             if any(left for _, left in bounds) or layout.local_shape(layout.mesh.coordinates(device)) != part:
                 return False
-        return True
+        return self._is_passed(name, layout, batch)
 
-    def divides(self, batch: Batch, passes: Passes, wanted: Sequence[Wanted], with_samples: Collection[str]) -> bool:
-        """Whether every pass of a step takes the same share of every rank's part: its programs want that, and what it
-        computes does not depend on the numbers of its samples in the batch. Else rank 0 says once that parts are
-        gathered. ``with_samples``: the inputs that passes divide."""
+    def _is_passed(self, name: str, layout: Layout, batch: Batch) -> bool:
+        """Whether a layout gives every device the part of an input that its rank passes, whatever their sizes."""
+        return all(_block(layout, device) == self._places(name, device) for device in range(len(batch.parts)))
+
+    def divides(
+        self, batch: Batch, passes: Passes, wanted: Callable[[Batch], Sequence[Wanted]], with_samples: Collection[str]
+    ) -> bool:
+        """Whether every pass of a step can take the same share of every rank's part. Else rank 0 says once that parts
+        are gathered. ``wanted``: what the programs of the step take; ``with_samples``: the inputs that passes divide.
+        """
+        case = id(batch), id(passes)
+        if case not in self._faults:
+            self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
+        *_, fault = self._faults[case]
+        if fault and not self._has_said_gathered and self.everyone.rank == 0:
+            warnings.warn(f"{fault}: they are gathered and divided anew in every such step", stacklevel=6)
+        self._has_said_gathered |= bool(fault)
+        return not fault
+
+    def _fault(self, batch: Batch, passes: Passes, wanted: Sequence[Wanted], with_samples: Collection[str]) -> str:
+        """Why passes can not take shares of the ranks' parts, or nothing: they must have the same samples of every
+        input, want them on these devices, and compute nothing with their numbers in the batch."""
         samples = sum(passes.sizes)
-        fault = ""
         if any(map(numbers_samples, passes.graphs.values())):
-            fault = f"the model computes with the numbers that {samples} samples have in the batch"
-        elif not all(
+            return f"the model computes with the numbers that {samples} samples have in the batch"
+        rows = {name: self._sizes(name, batch.parts)[0] for name in batch.shapes if name in with_samples}
+        if len(passes.sizes) > 1 and len(set(map(tuple, rows.values()))) > 1:
+            shown = ", ".join(f"{name} {sizes}" for name, sizes in rows.items())
+            return f"inputs of {samples} samples are passed in different parts ({shown}), so passes can not divide them"
+        if not all(
             self.is_part(name, layout, batch, *((start, stop) if name in with_samples else (0, samples)), samples)
             for layouts, start, stop in wanted
             for name, layout in layouts.items()
         ):
             size = f"passes over {passes.sizes[0]}" if len(passes.sizes) > 1 else "those that the programs take"
-            fault = f"the ranks' parts of {samples} samples do not divide into {size}"
-        if fault and not self._has_said_gathered and self.everyone.rank == 0:
-            warnings.warn(f"{fault}: they are gathered and divided anew in every such step", stacklevel=6)
-        self._has_said_gathered |= bool(fault)
-        return not fault
+            return f"the ranks' parts of {samples} samples do not divide into {size}"
+        return ""
 
     def _agreed(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         prints = {name: int(self._fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
@@ -305,24 +325,14 @@ class LocalInputs:
     def _places(self, name: str, device: int) -> list[tuple[int, int, int]]:
         """(dim, a device's position along it, number of positions) for every dim of an input that is split."""
         layout = self.layouts.get(name)
-        places = []
-        for dim, atoms in enumerate(layout.dims if layout is not None else ()):
-            axes = [axis for atom in atoms for axis in atom.axes]
-            if not axes:
-                continue
-            assert layout is not None
-            if any(atom.axes for atom in atoms[1:]) or layout.windows:
-                raise ShardwiseError(
-                    problem(
-                        f'inputs="local", and the part of {name} that a rank computes is no block: {layout}',
-                        fix='pass the whole batch on every rank: inputs="global"',
-                    )
+        places = [] if layout is None else _block(layout, device)
+        if places is None:
+            raise ShardwiseError(
+                problem(
+                    f'inputs="local", and the part of {name} that a rank computes is no block: {layout}',
+                    fix='pass the whole batch on every rank: inputs="global"',
                 )
-            mesh = layout.mesh
-            position, coordinates = 0, mesh.coordinates(device)
-            for axis in axes:
-                position = position * mesh.size_of((axis,)) + coordinates[axis]
-            places.append((dim, position, mesh.size_of(axes)))
+            )
         return places
 
     def _sizes(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
@@ -375,6 +385,23 @@ class LocalInputs:
                 place = place.narrow(dim, starts[dim][position], shape[dim])
             place.copy_(row[: numel[device]].view(shape))
         return whole
+
+
+def _block(layout: Layout, device: int) -> list[tuple[int, int, int]] | None:
+    """(dim, a device's position along it, number of positions) for every dim that is split; None: a device has no
+    block."""
+    mesh, places = layout.mesh, []
+    coordinates = mesh.coordinates(device)
+    for dim, atoms in enumerate(layout.dims):
+        axes = [axis for atom in atoms for axis in atom.axes]
+        if axes and (layout.windows or any(atom.axes for atom in atoms[1:])):
+            return None
+        position = 0
+        for axis in axes:
+            position = position * mesh.size_of((axis,)) + coordinates[axis]
+        if mesh.size_of(axes) > 1:
+            places.append((dim, position, mesh.size_of(axes)))
+    return places
 
 
 def _listed(shapes: Sequence[Shape]) -> str:
