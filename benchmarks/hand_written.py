@@ -6,6 +6,11 @@ column-parallel layer runs while the gradient of the weight is computed, and the
 
 Data parallelism is that of DistributedDataParallel (Li et al., 2020) without its generality: gradients are joined in
 buckets, and a bucket is reduced as soon as its last gradient is there.
+
+ZeRO 1 (Rajbhandari et al., 2020) is as little work as it can be on gloo. The parameters of a bucket are views of one
+flat tensor, of which every rank updates a contiguous part, wherever that cuts parameters: nothing is copied before or
+after the parts are gathered. Gradients go to the rank that updates them, which adds them up: gloo's own reduce-scatter
+reduces everything everywhere. No rank sends to itself.
 """
 
 from __future__ import annotations
@@ -188,21 +193,26 @@ def make_tensor_parallel(model: Transformer, group: Group) -> Transformer:
     return model
 
 
+def _in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in reversed(list(parameters)):  # about the order in which gradients come
+        num_bytes = parameter.numel() * parameter.element_size()
+        if size and size + num_bytes > (FIRST_BUCKET_BYTES if len(buckets) == 1 else BUCKET_BYTES):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += num_bytes
+    return buckets
+
+
 class Buckets:
     """Sums gradients over the group while the backward runs. ``wait`` after it: ``.grad`` are then parts of buckets."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
         self.group = group
-        self._buckets: list[list[nn.Parameter]] = [[]]
+        self._buckets = _in_buckets(parameters)
         self._pending: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
-        size = 0
-        for parameter in reversed(list(parameters)):  # about the order in which gradients come
-            num_bytes = parameter.numel() * parameter.element_size()
-            if size and size + num_bytes > (FIRST_BUCKET_BYTES if len(self._buckets) == 1 else BUCKET_BYTES):
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1].append(parameter)
-            size += num_bytes
         self._missing = [len(bucket) for bucket in self._buckets]
         self._flat = [torch.cat([torch.empty_like(p).flatten() for p in bucket]) for bucket in self._buckets]
         for index, bucket in enumerate(self._buckets):
@@ -225,3 +235,62 @@ class Buckets:
             for parameter, part in zip(bucket, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
         self._pending.clear()
+
+
+class ShardedBucket:
+    """Some parameters of which this rank updates one part, ``shard``: a row of them all, one behind the other."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: Group, number: int) -> None:
+        self.parameters, self.group, self.number = parameters, group, number
+        size, rank = group.size(), group.rank()
+        sizes = [parameter.numel() for parameter in parameters]
+        self.length, padded = sum(sizes), -(-sum(sizes) // size) * size
+        whole = torch.cat([*(p.detach().flatten() for p in parameters), torch.zeros(padded - self.length)])
+        for parameter, part in zip(parameters, whole[: self.length].split(sizes), strict=True):
+            parameter.data = part.view_as(parameter)
+            parameter.register_post_accumulate_grad_hook(lambda _: self._arrived())
+        self._values, self._gradients = whole.view(size, -1), torch.zeros(size, padded // size)
+        self._others = [other for other in range(size) if other != rank]
+        self._received = torch.empty(size - 1, padded // size)
+        self.shard = nn.Parameter(self._values[rank])
+        self._missing, self._works = len(parameters), list[Any]()
+
+    def _arrived(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            gradients = [parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None]
+            torch.cat(gradients, out=self._gradients.view(-1)[: self.length])
+            self._missing = len(self.parameters)
+            sent = {other: self._gradients[other] for other in self._others}
+            self._exchange(sent, dict(zip(self._others, self._received, strict=True)))
+
+    def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
+        for other in self._others:
+            self._works.append(dist.isend(sent[other], group=self.group, group_dst=other, tag=self.number))
+            self._works.append(dist.irecv(received[other], group=self.group, group_src=other, tag=self.number))
+
+    def arrive(self) -> None:
+        """Wait for what is under way."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def add_up(self) -> None:
+        """Gradients of other ranks have arrived: the shard has the sum."""
+        self.arrive()
+        own = self._gradients[self.group.rank()]
+        for row in self._received:
+            own.add_(row)
+        self.shard.grad = own
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gather(self) -> None:
+        """Tell the other ranks what the shard is now."""
+        own = self.shard.detach()
+        self._exchange(dict.fromkeys(self._others, own), {other: self._values[other] for other in self._others})
+
+
+def sharded_buckets(parameters: Iterable[nn.Parameter], group: Group) -> list[ShardedBucket]:
+    """Parameters in buckets, in the order in which their gradients come."""
+    return [ShardedBucket(bucket, group, number) for number, bucket in enumerate(_in_buckets(parameters))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,15 @@ def test_planning_says_what_it_does_on_a_terminal(terminal: Terminal, monkeypatc
     assert said[-1] == "simulating candidates"
     plain = re.sub(r"\x1b\[[\d;?]*\w", "", terminal.getvalue())
     assert re.search(r"planning: \d+ s", plain)
+
+
+def test_work_that_says_nothing_shows_its_name(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 0.05)
+    with progress.shown("something silent"):
+        patience = time.monotonic() + 60.0
+        while "something silent" not in terminal.getvalue():
+            assert time.monotonic() < patience, "nothing appeared while it ran"
+            time.sleep(0.05)
 
 
 def test_short_work_leaves_no_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

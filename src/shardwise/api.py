@@ -29,7 +29,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.bind import program_of
 from shardwise.plans.example import Captures, Example, Trials, planned_graph
-from shardwise.plans.fronts import RUNGS, Fronts
+from shardwise.plans.fronts import Fronts, rungs_of
 from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of, tries_of
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelines import pipeline_of
@@ -52,7 +52,7 @@ from shardwise.search.auto import PRICED_SEARCHES, PricedSearch, Search
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
 from shardwise.search.kept import Kept, keep
-from shardwise.search.levers import OFFLOADS, Gathered, Levers, Offload
+from shardwise.search.levers import OFFLOADS, Levers, Offload
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.modes import MODES, Mode
@@ -166,7 +166,7 @@ def plan(
             nothing_said = mode == "auto" and not annotations and not graph.constraints
             search = "dynamic_programming" if nothing_said else "sharding_propagation"
         stage = Zero.of(zero)
-        gathered: Gathered = "again" if stage is not None and stage.stage == 3 else "held"
+        gathered = "held" if stage is None else stage.gathered
         by_price = mode == "auto" and search in PRICED_SEARCHES
 
         def planned_with(
@@ -272,7 +272,7 @@ def plan(
                 if not fronts:
                     whole = step_graph(graph if samples == step else call.graph(step))
                     priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
-                    rungs = RUNGS if recompute == "auto" else ((recompute, gathered),)
+                    rungs = rungs_of(recompute, None if stage is None else gathered)
                     fronts.append(Fronts(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs))
                 return fronts[0].seconds(own)
 

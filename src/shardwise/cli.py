@@ -10,6 +10,7 @@ and ``check`` ask about models and plans (``commands.plans``).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,7 @@ from shardwise.progress import shown
 
 EXIT_USAGE = 2
 EXIT_BUILD = 1
+EXIT_PIPE = 141  # as shells say it of a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,12 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         code: int = chosen.execute(chosen)
+        sys.stdout.flush()
     except ShardwiseError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BuildError as error:
         error.show()
         return EXIT_BUILD
+    except BrokenPipeError:  # whoever read the output has enough of it: head, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
     return code
 
 

@@ -7,6 +7,7 @@ longer.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,12 +52,15 @@ def shown(what: str) -> Iterator[None]:
     start = time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, visible=False)
-        display = _Display(lambda text: progress.update(task, description=text, visible=display.is_late))
-        token = _listener.set(display)
+        appears = threading.Timer(SHOWN_AFTER_SECONDS, lambda: progress.update(task, visible=True))
+        appears.daemon = True
+        appears.start()
+        token = _listener.set(_Display(lambda text: progress.update(task, description=text)))
         try:
             yield
         finally:
             _listener.reset(token)
+            appears.cancel()
     seconds = time.monotonic() - start
     if seconds > SHOWN_AFTER_SECONDS:
         console.print(f"{what}: {seconds:.0f} s", style="dim")
@@ -67,11 +71,7 @@ class _Display:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
-        self.start = self.counted = time.monotonic()
-
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() - self.start > SHOWN_AFTER_SECONDS
+        self.counted = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()

@@ -15,6 +15,8 @@ CONTENDERS = {
     "trivial": ["plain PyTorch", "plain PyTorch, again", "ours"],
     "tp": ["hand written", "hand written, again", "DTensor", "ours"],
     "dp": ["hand written", "hand written, again", "DDP", "FSDP2", "ours"],
+    "zero-1": ["DDP", "DDP, again", "hand written", "ours"],
+    "zero-3": ["DDP", "DDP, again", "FSDP2", "ours"],
 }
 
 

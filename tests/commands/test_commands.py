@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +36,10 @@ wrong = {"0": ColwiseParallel()}
 
 def broken():
     return widths(3)
+
+
+def empty():
+    return nn.Linear(2, 2), None
 
 
 def widths(count):
@@ -293,6 +299,16 @@ def test_json_is_one_document_whose_numbers_are_those_of_the_library(
     assert all(one["levels"] for one in json.loads(capsys.readouterr().out))
 
 
+def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
+    command = (sys.executable, "-m", "shardwise.cli", "clusters", "h100")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()  # before it writes: it has yet to start
+        assert running.stderr.read() == ""
+    assert running.returncode == 141
+
+
 def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     for shell in ("bash", "zsh"):
         with pytest.raises(SystemExit) as ended:
@@ -306,6 +322,8 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
     ("arguments", "said"),
     [
         (("plan", "net.py:build", "--cluster", "2", "--memory", "0"), "memory_bytes is 0"),
+        (("plan", "net.py:empty", "--cluster", "h100-1x2"), "the example inputs are None"),
+        (("check", "net.py:build", "--plan", "plan.json"), "a plan of shardwise, not of another tool"),
         (
             ("plan", "net.py:build", "--cluster", "2", "--global-batch", str(10**21)),
             "at most 1,099,511,627,776 samples",

@@ -309,13 +309,27 @@ def test_ranks_at_different_exchanges_are_an_answer_and_leave_nothing_behind() -
         ({"model.norm": "colwize"}, "transformers has no style colwize"),
         ({"fully_shard": ["nothing.*"]}, "names nothing"),
         ({"fully_shard": [], "reshard": True}, "has no setting reshard"),
+        ({"fully_shard": 3}, "fully_shard is 3"),
+        ({"fully_shard": [1]}, "fully_shard is"),
         (17, "17 is no plan that is known"),
+        (torch.ones(2), "is no plan that is known"),
+        ({"format": "shardwise-plan"}, "a plan of shardwise, not of another tool"),
     ],
 )
 def test_bad_plans_are_one_sentence_and_the_mend(plan: Any, says: str) -> None:
     with pytest.raises(sw.ShardwiseError, match=says) as caught:
         check(llama(), texts(), plan, 2)
     assert "fix:" in str(caught.value)
+
+
+def test_a_mesh_without_the_axis_that_a_plan_needs_is_refused_at_once() -> None:
+    for plan, mesh, what in (
+        (megatron(), sw.Mesh(dp=2), "tensor"),
+        ({"fully_shard": "layers.*"}, sw.Mesh(tp=2), "data"),
+    ):
+        with pytest.raises(sw.ShardwiseError, match=f"has no axis for {what} parallelism"):
+            check(net(), batch(), plan, 2, mesh=mesh)
+    assert check(net(), batch(), {"fully_shard": "layers.*"}, 2).ok
 
 
 def test_what_cannot_be_run_is_said() -> None:
@@ -337,6 +351,13 @@ def test_the_price_stands_beside_that_of_our_own_plan() -> None:
     assert report.beside.messages.num_bytes == 2 * (2 + 4) * 4 * 8 * WIDTH * 4
     assert report.beside.own.prediction.step_seconds > 0
     assert "under sw.plan's" in str(report)
+
+
+@pytest.mark.parametrize(("devices", "cluster"), [(2, "h100-1x2"), (12, "h100-2x6"), (16, "h100-2x8")])
+def test_a_step_is_priced_for_as_many_devices_as_are_checked(devices: int, cluster: str) -> None:
+    report = sw.check(nn.Linear(4, 4), torch.randn(48, 4), {"fully_shard": []}, devices, loss=lambda y: y.mean())
+    assert report.ok, report
+    assert report.beside.cluster == cluster
 
 
 def test_layouts_are_seen_in_numbers() -> None:

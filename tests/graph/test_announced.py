@@ -109,3 +109,18 @@ def test_a_loss_whose_backward_has_no_kernel_without_memory_is_planned():
     net, x, y = nn.Linear(4, 6), torch.randn(8, 4), torch.randint(6, (8,))
     plan = sw.plan(net, (x, y), 4, loss=F.multi_margin_loss)
     assert sw.verify(net, (x, y), plan, loss=F.multi_margin_loss).ok
+
+
+READS_BITS = {
+    "of a parameter": lambda self, x: x @ self.weight * (self.weight.detach().view(torch.int32) & 1),
+    "of what is computed": lambda self, x: (y := x @ self.weight) * (y.detach().view(torch.int32) & 1),
+    "as a float": lambda self, x: x @ self.weight * torch.ones(4, 4, dtype=torch.int32).view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", READS_BITS)
+def test_bits_of_numbers_that_a_verification_widens_are_refused_by_it_and_planned(name):
+    net, x = Calls(READS_BITS[name]), torch.ones(4, 4)
+    plan = sw.plan(net, x, 2, mesh=sw.Mesh(dp=2))
+    with pytest.raises(sw.ShardwiseError, match=r"(?s)reads the bits of .* as .*test_announced.py.*verify the model"):
+        sw.verify(net, x, plan)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random as python_random
 import re
+from contextlib import suppress
 from threading import Event, Thread
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from graph.against_eager import check_against_eager
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture, capture_function
 
@@ -169,6 +172,19 @@ def initial_values(self, x):
 
 
 # function, line below its def, words of the message
+def backward_inside(self, x):
+    loss = x.sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def gradient_of_an_input(self, x):
+    y = x.detach().clone().requires_grad_(True)
+    z = (y * self.weight).tanh().sum()
+    (gradient,) = torch.autograd.grad(z, y, create_graph=True)
+    return gradient.square().sum()
+
+
 CASES = [
     (branch, 1, "depends on the data", "torch.where"),
     (number, 1, "", "torch.where"),
@@ -197,6 +213,8 @@ CASES = [
     (masked_in_numpy, 1, "numpy", "torch.rand"),
     (left_out_by_python, 1, "in Python or numpy", "torch.rand"),
     (write_unfolded, 2, "unfold", "torch.where"),
+    (backward_inside, 2, "backward in forward", "return the loss"),
+    (gradient_of_an_input, 3, "requires_grad_", "what parameters made"),
     (initial_values, 1, "torch.nn.init draws", "__init__"),
 ]
 
@@ -209,6 +227,67 @@ def test_the_error_names_the_line_and_the_mend(function, below, what, mend):
     assert f"test_capture_errors.py:{function.__code__.co_firstlineno + below}" in message, message
     assert re.search(what, message), message
     assert re.search(mend, message.partition("fix:")[2]), message
+
+
+CAUGHT = {  # how data is read, and what the error calls it
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int(x.sum()),
+    "complex": lambda x: complex(x.sum()).real,
+    "index": lambda x: [1.0, 2.0][x.sum().long()],
+    "format": lambda x: len(f"{x.sum():.3f}"),
+    "numpy": lambda x: float(x.detach().numpy().sum()),
+    "array": lambda x: float(np.asarray(x.detach()).sum()),
+    "bool": lambda x: 2.0 if (x > 0).all() else 1.0,
+    "contains": lambda x: float(0.0 in x),
+    "allclose": lambda x: float(torch.allclose(x, 2 * x)),
+    "equal": lambda x: float(torch.equal(x, 2 * x)),
+    "data_ptr": lambda x: x.data_ptr() % 7,
+    "deepcopy": lambda x: copy.deepcopy(x.detach()).sum(),
+    "dlpack": lambda x: torch.from_dlpack(x.detach()).sum(),
+}
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_data_that_a_model_tries_to_read_is_refused_though_it_catches_the_error(name):
+    def tries(self, x):
+        try:
+            factor = CAUGHT[name](x)
+        except Exception:
+            factor = 1.0
+        return x * factor
+
+    with pytest.raises(CaptureError, match=rf"(?s){name} reads the data of a tensor.*fix:.*keep it a tensor"):
+        capture(Calls(tries), (torch.ones(4),))
+
+
+def test_what_capture_refuses_is_refused_though_the_model_catches_it():
+    def tries(self, x):
+        with suppress(Exception):
+            x.register_hook(lambda gradient: gradient * 0)
+        return x * 2
+
+    with pytest.raises(CaptureError, match="register_hook in forward"):
+        capture(Calls(tries), (torch.ones(4),))
+
+
+def test_an_error_that_one_device_raises_as_well_is_the_models_own():
+    def tries(self, x):
+        try:
+            y = x.t().view(-1)
+        except (RuntimeError, ValueError):
+            y = x.t().reshape(-1)
+        with suppress(Exception):
+            x @ x
+        return y * 2
+
+    check_against_eager(Calls(tries), torch.arange(8.0, dtype=torch.float64).reshape(2, 4))
+
+
+def test_a_sparse_tensor_is_refused_by_name():
+    with pytest.raises(
+        CaptureError, match=r"(?s)to_sparse makes a sparse tensor.*test_capture_errors.py.*keep it dense"
+    ):
+        capture(Calls(lambda self, x: x.to_sparse().sum()), (torch.eye(4),))
 
 
 @pytest.mark.parametrize("seed", [0, 1])  # one for each branch

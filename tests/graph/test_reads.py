@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import os
 import random
 import secrets
+import threading
 import time
 import uuid
 import warnings
@@ -39,6 +41,7 @@ REFUSED = {
     "the clock (datetime.now)": lambda: datetime.datetime.now().timestamp() * 1e3,
     "the system (os.urandom)": lambda: float(secrets.randbits(64)),
     "the system (os.urandom) ": lambda: uuid.uuid4().int / 2**128,
+    "the clock (uuid.uuid1)": lambda: float(uuid.uuid1().int),
     "a generator of random numbers (random.Random)": lambda: PYTHONS.random(),
     "a generator of random numbers (numpy.random)": lambda: float(GENERATOR.random()),
     "the system (os.urandom)  ": lambda: float(np.random.default_rng().random()),
@@ -56,6 +59,8 @@ ANNOUNCED = {
     "os.environ": lambda: 2.0 if "SHARDWISE_NOT_SET" in os.environ else 1.0,
     "os.environ ": lambda: float(os.getenv("SHARDWISE_NOT_SET", "1")),
     "the system (os.getpid)": lambda: float(os.getpid()),
+    "the system (os.getcwd)": lambda: float(len(os.getcwd())),
+    "the system (threading.get_ident)": lambda: float(threading.get_ident() % 7),
     "a file": lambda: float(len(HERE.read_text())),
     "the clock (date.today)": lambda: float(datetime.date.today().year),
     "the seed of random numbers (torch.initial_seed)": lambda: float(torch.initial_seed()),
@@ -79,6 +84,25 @@ def test_a_generator_that_every_call_makes_anew_and_time_that_nobody_reads_are_n
         warnings.simplefilter("error")
         capture(Scaled(same_numbers_in_every_call), (torch.randn(2, 4),))
         capture(Scaled(lambda: names["time"]), (torch.randn(2, 4),))
+
+
+def test_what_the_garbage_collectors_callbacks_read_is_not_the_models():
+    def called(phase, info):
+        time.perf_counter()
+
+    def collects():
+        return float(len(gc.get_referents([object() for _ in range(9)]))) + 0 * len(os.sep)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(called)
+    gc.set_threshold(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            capture(Scaled(lambda: collects() if time.perf_counter else 0.0), (torch.randn(2, 4),))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(called)
 
 
 def seeded():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from graph import another_file
 from shardwise.errors import CaptureError, CaptureWarning
 from shardwise.graph.capture import capture
 
@@ -145,6 +146,52 @@ def counted_on_the_function(self, x):
     return (x * counted_on_the_function.calls).sum()
 
 
+class Meter:
+    count = 0
+
+
+METER, ELSEWHERE = Meter(), nn.Linear(2, 2)
+
+
+def counted_in_another_module(self, x):
+    ELSEWHERE.count = getattr(ELSEWHERE, "count", 0) + 1
+    return (x * ELSEWHERE.count).sum()
+
+
+def counted_in_an_object_of_the_file(self, x):
+    METER.count += 1
+    return (x * METER.count).sum()
+
+
+def counted_in_another_class(self, x):
+    Meter.count += 1
+    return (x * Meter.count).sum()
+
+
+def counted_by_a_helper(self, x):
+    return (x * ticks()).sum()
+
+
+def ticks():
+    ticks.count = getattr(ticks, "count", 0) + 1
+    return ticks.count
+
+
+def counted_in_another_file(self, x):
+    another_file.COUNT += 1
+    return (x * another_file.COUNT).sum()
+
+
+def in_a_closure_over_an_object():
+    meter = Meter()
+
+    def counted_in_an_object(self, x):
+        meter.total = getattr(meter, "total", 0) + 1
+        return (x * meter.total).sum()
+
+    return counted_in_an_object
+
+
 def in_a_closure():
     box = [0]
 
@@ -170,6 +217,33 @@ def replaces_a_parameter(self, x):
     return x.sum()
 
 
+def registers_a_buffer(self, x):
+    self.register_buffer("new", x.detach().mean(0))
+    return (x * self.new).sum()
+
+
+def registers_a_table(self, x):
+    self.inner.register_buffer("table", torch.arange(4.0), persistent=False)
+    return (x * self.inner.table).sum()
+
+
+def drops_a_buffer(self, x):
+    y = x if self.ema is None else x + self.ema
+    self.ema = None
+    return y.sum()
+
+
+def deletes_a_buffer(self, x):
+    y = x + self.ema if hasattr(self, "ema") else x
+    del self.ema
+    return y.sum()
+
+
+def lengthens_a_buffer(self, x):
+    self.ema = torch.cat([self.ema, torch.ones(1)])
+    return (x * self.ema[:4]).sum()
+
+
 def hooks_a_module(self, x):
     self.inner.register_full_backward_hook(lambda module, before, after: (before[0] * 0,))
     return x.sum()
@@ -180,10 +254,21 @@ REFUSED = {
     counted_in_a_default: "counted_in_a_default: box[0] (",
     counted_on_the_function: "counted_on_the_function: calls (",
     in_a_closure(): "counted_in_a_closure: box[0] (",
-    freezes: "what is trained: inner.weight (a parameter [4, 4] -> a frozen parameter [4, 4])",
-    adds_a_parameter: "what is trained: extra (nothing -> a parameter [4])",
-    replaces_a_parameter: "what is trained: inner.weight",
-    hooks_a_module: "what is trained: backward hooks of inner (0 -> 1)",
+    counted_in_another_module: "Linear.count (",
+    counted_in_an_object_of_the_file: "Meter.count (",
+    counted_in_another_class: "Meter.count (",
+    counted_by_a_helper: "ticks: count (",
+    counted_in_another_file: "graph.another_file.COUNT (",
+    in_a_closure_over_an_object(): "counted_in_an_object: meter.total (",
+    registers_a_buffer: "parameters, buffers or hooks: new (nothing -> a buffer [4])",
+    registers_a_table: "parameters, buffers or hooks: inner.table (nothing -> a buffer [4])",
+    drops_a_buffer: "parameters, buffers or hooks: ema (a buffer [4] -> nothing)",
+    deletes_a_buffer: "parameters, buffers or hooks: ema (a buffer [4] -> nothing)",
+    lengthens_a_buffer: "parameters, buffers or hooks: ema (a buffer [4] -> a buffer [5])",
+    freezes: "parameters, buffers or hooks: inner.weight (a parameter [4, 4] -> a frozen parameter [4, 4])",
+    adds_a_parameter: "parameters, buffers or hooks: extra (nothing -> a parameter [4])",
+    replaces_a_parameter: "parameters, buffers or hooks: inner.weight",
+    hooks_a_module: "parameters, buffers or hooks: backward hooks of inner (0 -> 1)",
     scaled_by_counter: "calls (0 -> 1)",
     warmed_up: "calls (0 -> 1)",
     counted_in_a_dict: "inner.seen['calls'] (0 -> 1)",

@@ -64,6 +64,13 @@ CALLS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
+REFUSED: dict[str, Any] = {
+    "prefill_chunk_size": 3,
+    "prompt_lookup_num_tokens": 2,
+    "penalty_alpha": 0.6,
+    "output_attentions": True,
+    "cache_implementation": "static",
+}
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 
 
@@ -73,6 +80,17 @@ def texts(model: Any) -> list[list[list[int]]]:
         torch.manual_seed(7)
         found.append(model.generate(**prompts(length), **settings, pad_token_id=0).tolist())
     return found
+
+
+def beams(model: Any) -> list[Any]:
+    """Two beams of one prompt: what comes behind follows from which rows go on."""
+    long = model.generate(**prompts(9, 1), max_new_tokens=8, num_beams=2, do_sample=False, pad_token_id=0)
+    torch.manual_seed(7)
+    more = {"num_return_sequences": 2, "length_penalty": 0.3, "early_stopping": True, "do_sample": True}
+    return [
+        long.tolist(),
+        model.generate(**prompts(5, 1), max_new_tokens=8, num_beams=2, pad_token_id=0, **more).tolist(),
+    ]
 
 
 def on_ranks() -> dict[str, Any]:
@@ -90,10 +108,11 @@ def on_ranks() -> dict[str, Any]:
         writer = generation.generator(par, batch_size=2, max_length=24, chunk=8)
     with pytest.raises(sw.ShardwiseError, match="3 sequences of 5 tokens"):
         writer.generate(**prompts(5, 3), max_new_tokens=2)
-    with pytest.raises(sw.ShardwiseError, match="beams are not searched"):
-        writer.generate(**prompts(5, 1), num_beams=2, max_new_tokens=2)
-    with pytest.raises(sw.ShardwiseError, match="3 tokens at once behind 3 others"):
-        writer.generate(**prompts(6), prefill_chunk_size=3, max_new_tokens=4, do_sample=False)
+    for name, value in REFUSED.items():
+        with pytest.raises(sw.ShardwiseError, match=f"the generator has no {name}"):
+            writer.generate(**prompts(6), max_new_tokens=4, do_sample=False, **{name: value})
+    with pytest.raises(sw.ShardwiseError, match="has no encoder"):
+        generation.generator(par, batch_size=2, max_length=24, source_length=8)
     before = texts(writer)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.5)
     par.step(**batch)
@@ -114,6 +133,7 @@ def on_ranks() -> dict[str, Any]:
         "single": single.generate(**prompts(13, 1), **GREEDY).tolist(),
         "before": before,
         "after": after,
+        "beams": beams(writer),
         "programs": len(steps[0].compiled),
         "keys": tuple(steps[0].get_buffer("keys_1").shape),
     }
@@ -137,3 +157,4 @@ def test_ranks_generate_what_one_device_does(run_ranks: RunRanks) -> None:
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     assert found[0]["after"] == texts(model)
     assert found[0]["after"] != found[0]["before"]
+    assert found[0]["beams"] == beams(model)

@@ -24,9 +24,8 @@ import pytest
 from launch.jobs import PROMPTLY, Job, gone
 from shardwise.cli import main
 from shardwise.errors import LaunchError
-from shardwise.hosts import Host
 from shardwise.launch import elastic, watching, zygote
-from shardwise.launch.elastic import Elastic
+from shardwise.launch.course import Elastic
 from shardwise.launch.watching import Watch
 from shardwise.runtime.pages import Page, Seen
 
@@ -330,22 +329,19 @@ def test_numbers_that_cannot_be_are_refused(job: Job, settings: dict[str, Any], 
         job("", 2, elastic=Elastic(**settings))
 
 
-def test_options_without_elastic_and_several_machines_are_refused(
-    job: Job, script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_options_without_elastic_are_refused(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2", "--spares", "1", script("")]) == 2
     assert "are of elastic jobs" in capfd.readouterr().err
-    with pytest.raises(LaunchError, match="--elastic watches the ranks of one machine, and there are 2"):
-        job("", None, hosts=[Host("a", (0,)), Host("b", (1,))], node_rank=0, elastic=Elastic())
 
 
 def test_the_command_line_says_the_settings(monkeypatch: pytest.MonkeyPatch, script: Callable[[str], str]) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("shardwise.cli.launch", lambda *_, **options: seen.append(options["elastic"]) or 0)
     options = "--elastic --min-ranks 1 --spares 2 --max-failures 5 --silent-after 3 --idle-after 60 --preload a,b.c"
+    options += " --wait-for-machines 7"
     main(["run", "-n", "2", *options.split(), script("")])
     main(["run", "-n", "2", script("")])
-    assert seen == [elastic.Elastic(1, 2, 5, 3.0, 60.0, ("a", "b.c")), None]
+    assert seen == [Elastic(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c")), None]
 
 
 def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:

@@ -96,6 +96,10 @@ def trained(net: Net, kind: str, data: list[Any], groups: Any = None) -> list[An
     return seen.losses
 
 
+def evaluated(net: Net, data: list[Any]) -> dict[str, Any]:
+    return ms.Model(net, loss_of("mean"), metrics={"loss", "mse"}).eval(data)
+
+
 def on_rank(folder: str) -> dict[str, dict[str, Any]]:
     rank, found = dist.get_rank(), {}
     for name, (settings, strategies, kind, whole) in CASES.items():
@@ -110,7 +114,7 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
             "parameters": {own: p.detach().clone() for own, p in net.named_parameters()},
             "layouts": {own: None if h is None else h.layout for own, h in held.items()},
             "predicted": ms.Model(net).predict(data[0][0]),
-            "loss": ms.Model(net, loss_of("mean"), metrics={"loss"}).eval(data)["loss"],
+            "metrics": evaluated(net, data),
         }
         if name == "semi":
             path = f"{folder}/{rank}/net.ckpt"
@@ -134,11 +138,17 @@ def test_all_modes_train_as_one_process_does(run_ranks: RunRanks, tmp_path: Path
     for kind in ("mean", "rows"):
         net = Net()
         losses = trained(net, kind, batches())
-        alone[kind] = (losses, dict(net.named_parameters()), net(batches()[0][0]))
+        alone[kind] = (losses, dict(net.named_parameters()), net(batches()[0][0]), evaluated(net, batches()))
     for name, (settings, _, kind, whole) in CASES.items():
-        losses, parameters, output = alone[kind]
+        losses, parameters, output, metrics = alone[kind]
         if "mean of gradients" in name:
-            losses, parameters, output = alone_with_mean_gradients(ranks[0][name]["layouts"])
+            losses, parameters, output, metrics = alone_with_mean_gradients(ranks[0][name]["layouts"])
+        whole_loss = [own[name]["metrics"]["loss"] for own in ranks]
+        one_loss = settings["parallel_mode"] in ("semi_auto_parallel", "auto_parallel")
+        close(whole_loss if one_loss else [np.mean(whole_loss)], [metrics["loss"]] * (RANKS if one_loss else 1), name)
+        close(
+            [np.mean([own[name]["metrics"]["mse"] for own in ranks])], [metrics["mse"]], f"{name}: of each rank's rows"
+        )
         for rank, found in enumerate(own[name] for own in ranks):
             told = f"{name}, rank {rank}"
             if kind == "rows":  # this rank's rows
@@ -172,7 +182,7 @@ def alone_with_mean_gradients(layouts: dict[str, Any]) -> tuple[Any, ...]:
     assert set(copies.values()) == {2, 4}
     groups = [{"params": [p], "lr": 0.05 / copies[own]} for own, p in net.named_parameters()]
     losses = trained(net, "mean", batches(), groups)
-    return losses, dict(net.named_parameters()), net(batches()[0][0])
+    return losses, dict(net.named_parameters()), net(batches()[0][0]), evaluated(net, batches())
 
 
 def close(found: Any, want: Any, told: str) -> None:

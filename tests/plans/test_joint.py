@@ -6,8 +6,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +18,7 @@ from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.plans import joint
-from shardwise.plans.joint import Floor, Joint, Setting
+from shardwise.plans.joint import Floor, Joint, Setting, least_share
 from shardwise.plans.schedule import schedule_of
 from shardwise.rules.bands import Band
 from shardwise.runtime.torch_schedules import order_of
@@ -118,6 +120,40 @@ def test_no_order_of_stages_is_below_the_bound(stages: int, passes: int) -> None
         shares = (work / work.sum() * stages / passes).tolist()  # of a micro-batch, one second a place on average
         parts = [StageSeconds(own / 3, own / 3, own / 3, 0.0, 0.0) for own in shares]
         assert simulate_pipeline(order, parts).seconds >= bound * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("passes", [2, 4, 8])
+@pytest.mark.parametrize("places", [2, 4])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "Interleaved1F1B:3", "LoopedBFS"])
+def test_no_order_of_several_stages_on_a_place_is_below_the_bound(name: str, places: int, passes: int) -> None:
+    """Whatever the shares are: at random, and with nearly nothing to do in the first round."""
+    generator = torch.Generator().manual_seed(places * 10 + passes)
+    schedule = schedule_of(name)
+    stages = places * schedule.stages_per_place
+    bound = Floor(1.0, 0, 0.0).bound(Setting(stages, schedule.name, 1, passes))
+    assert bound > 1.0, "there is a wait"
+    order = order_of(schedule, places, passes)
+    for trial in range(30):
+        work = torch.rand(stages, generator=generator).double() ** (1 + trial % 3) + 1e-6
+        work[:places] *= 10.0 ** -(trial % 4)
+        shares = (work / work.sum() * places / passes).tolist()
+        parts = [StageSeconds(own / 3, own / 3, own / 3, 0.0, 0.0) for own in shares]
+        assert simulate_pipeline(order, parts).seconds >= bound * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(("places", "rounds", "passes"), [(2, 1, 4), (4, 2, 4), (3, 3, 9), (8, 2, 8), (4, 2, 1)])
+def test_the_bound_is_the_least_of_all_divisions(places: int, rounds: int, passes: int) -> None:
+    """The same as a linear program: the seconds of all stages, and a step that is as long as every sum."""
+    stages = places * rounds
+    sums = np.zeros((stages, stages + 1))
+    for stage in range(stages):
+        sums[stage, :stage] = 1
+        sums[stage, stage:stages:places] += passes
+    sums[:, -1] = -1
+    found = linprog(
+        [*[0.0] * stages, 1.0], sums, np.zeros(stages), [[*[1.0] * stages, 0.0]], [1.0], [(0, None)] * (stages + 1)
+    )
+    assert least_share(places, stages, passes) == pytest.approx(found.fun, rel=1e-9)
 
 
 class Windowed(nn.Module):

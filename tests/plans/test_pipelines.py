@@ -132,6 +132,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "devices that do not divide": (lambda: plan(stages=3), "4 / 3 = 1.333"),
     "too few micro-batches": (lambda: plan(stages=4, micro_batch=4), "4 stages needs 4 micro-batches, and there are 2"),
     "an unknown schedule": (lambda: plan(schedule="2F2B"), "one of GPipe, 1F1B, LoopedBFS"),
+    "a number for a schedule of one stage": (lambda: plan(schedule="1F1B:2"), "no other number of them"),
+    "a number for a fold": (lambda: plan(stages=6, schedule="ZBVZeroBubble:3"), "LoopedBFS, Interleaved1F1B"),
+    "no number": (lambda: plan(stages=4, schedule="LoopedBFS:"), "does not say how many stages a place has"),
+    "one stage of a loop": (lambda: plan(schedule="LoopedBFS:1"), "a whole number from 2: LoopedBFS:4"),
+    "stages that fill no loop": (lambda: plan(stages=4, schedule="LoopedBFS:3"), "4 stages are 1.33333 places"),
     "a schedule without stages": (lambda: plan(stages=None, schedule="GPipe"), "there are none"),
     "an odd number for a loop": (lambda: plan(stages=3, schedule="LoopedBFS"), "3 stages are 1.5 places"),
     "a mesh of all devices": (lambda: plan(mesh=sw.Mesh(dp=4)), "a stage has 2"),
@@ -261,7 +266,11 @@ def test_stages_fit_with_the_layouts_in_which_they_meet() -> None:
 # -------------------------------------------------------------------------------------------------------------- orders
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_stages_on_a_place_are_what_a_loop_has() -> None:
+    assert schedule_of("interleaved1f1b:2") == schedule_of("Interleaved1F1B")
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "LoopedBFS:3", "Interleaved1F1B:4", "InterleavedZeroBubble:3"])
 def test_torchs_orders_do_everything_once(name: str) -> None:
     schedule = schedule_of(name.upper())
     order = order_of(schedule, 3, 9)
@@ -288,6 +297,14 @@ def test_bubbles_are_those_of_the_literature() -> None:
         assert step.in_flight == ((16,) * 4 if name == "GPipe" else (4, 3, 2, 1))
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_more_stages_on_a_place_leave_smaller_bubbles(count: int) -> None:
+    """(p - 1) / (v m + p - 1): Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, as a share of the step."""
+    order = order_of(schedule_of(f"Interleaved1F1B:{count}"), 4, 16)
+    step = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * 4 * count)
+    assert step.bubbles == pytest.approx(3 / (16 * count + 3))
+
+
 # --------------------------------------------------------------------------------------------------------------- proof
 
 
@@ -305,6 +322,17 @@ def test_a_pipeline_is_proven(dropped: tuple[Staged, sw.Plan]) -> None:
     kinds = {difference.kind for difference in report.differences}
     assert kinds == {"loss", "gradient", "parameter"}
     assert {d.name for d in report.differences if d.kind == "parameter"} == set(dict(dropped[0].named_parameters()))
+
+
+def test_more_than_two_stages_on_a_place_are_proven_and_kept_in_the_file() -> None:
+    torch.manual_seed(0)
+    model = Staged(dropout=0.2)
+    found = plan(model, schedule="interleaved1f1b:3", stages=6, search="dynamic_programming")
+    assert found.schedule == "Interleaved1F1B:3"
+    assert [stage.placement.ranks[0] for stage in found.stages] == [0, 2, 0, 2, 0, 2]
+    assert sw.Plan.from_json(found.to_json()) == found
+    report = sw.verify(model, BATCH, found)
+    assert report.ok, str(report)
 
 
 class Pooled(nn.Module):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debia
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two pages: a plan beside another one, and a pipeline."""
+    """Two pages: a plan beside another one, and a pipeline beside another one."""
     found = tmp_path_factory.mktemp("pages")
     with torch.device("meta"):
         batch = torch.randn(32, 64), torch.zeros(32, dtype=torch.int64)
@@ -30,8 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         first = sw.plan(Net(), batch, cluster, search="dynamic_programming", mesh=sw.Mesh(dp=2, tp=2))
         other = sw.plan(Net(), batch, cluster, search="dynamic_programming", mesh=sw.Mesh(tp=4))
         staged = sw.plan(Net(), batch, cluster, search="dynamic_programming", stages=2, micro_batch=8)
+        interleaved = sw.plan(
+            Net(), batch, cluster, search="dynamic_programming", stages=4, schedule="Interleaved1F1B", micro_batch=8
+        )
     first.report(found / "plan.html", other=other)
-    staged.report(found / "staged.html")
+    staged.report(found / "staged.html", other=interleaved)
     return found
 
 
@@ -121,4 +124,25 @@ def test_it_answers_to_the_mouse_and_to_keys(browser: Any, folder: Path) -> None
     operator.locator("a").first.click()
     target = page.evaluate("document.activeElement.parentElement.dataset.name")
     assert target in operator.locator("a").all_text_contents()
+    page.close()
+
+
+def test_pipelines_stand_side_by_side_and_say_why(browser: Any, folder: Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((folder / "staged.html").as_uri())
+    beside = page.locator("table.beside")
+    assert beside.locator("th", has_text="step").first.is_visible()
+    assert len(beside.locator("tr").all()) > 3
+    changes = page.locator("details.changes summary").all_text_contents()
+    assert any(text.startswith("cuts") for text in changes), changes
+    for own in ("own", "other"):
+        assert page.locator(f"#{own}-schedule .box").count() > 4
+    for number, name in ((0, "layers.0/linear"), (1, "head/linear")):
+        operators = page.locator(f"#own-{number}-operators + section.graph")
+        operators.locator("input").fill(name)
+        operator = operators.locator(".op").filter(has_text=name).first
+        operator.locator("summary").focus()
+        page.keyboard.press("Enter")
+        assert operator.locator("table.why tr.chosen").is_visible()
+        assert operator.locator("table.why tr").count() > 2
     page.close()

@@ -264,14 +264,28 @@ def calls_of_one_rank_alone(case: str) -> str:
     par.step(x, y)  # both are known to all
     if case == "mode" and is_odd:
         par.eval()
+    if case == "replaced" and is_odd:
+        par.up.weight = nn.Parameter(2 * par.up.weight.detach())
+    if case == "frozen" and is_odd:
+        par.up.weight.requires_grad_(False)
     x = x.to("meta") if case == "device" and is_odd else x
     whole = case != "shape" or not is_odd
-    message = said(lambda: par.step(x, y) if whole else par.step(x[cut], y[cut]), Exception)
+    with torch.set_grad_enabled(not (case == "no_grad" and is_odd)):
+        message = said(lambda: par.step(x, y) if whole else par.step(x[cut], y[cut]), Exception)
     time.sleep(3.0)  # the others are to find this rank alive
     return message
 
 
-@pytest.mark.parametrize("case", ["shape", "mode", "device"])
+SAID_BY_OTHERS = {
+    "shape": "f64[6, 6]",
+    "mode": "eval(), step()",
+    "no_grad": "train(), step(), gradients off",
+    "replaced": "train(), step(), replaced up.weight",
+    "frozen": "train(), step(), frozen up.weight",
+}
+
+
+@pytest.mark.parametrize("case", [*SAID_BY_OTHERS, "device"])
 def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(
     case: str, run_ranks: Callable[..., Any]
 ) -> None:
@@ -285,7 +299,7 @@ def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(
             assert "has left this call: ShardwiseError: ranks make different calls" in message
         else:
             assert "rank 2" in message
-            assert ("f64[6, 6]" if case == "shape" else "eval(), step()") in message
+            assert SAID_BY_OTHERS[case] in message
 
 
 def different_values() -> list[str]:

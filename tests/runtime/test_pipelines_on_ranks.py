@@ -16,7 +16,7 @@ import shardwise as sw
 from models import zoo_transformers
 from models.tiny_models import gpt2, llama, resnet, vit
 from runtime.staged_model import Staged, staged_batch
-from shardwise.plans.schedule import SCHEDULES
+from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.compiled import Kernels
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.shards import shard
@@ -88,7 +88,7 @@ def with_schedules(names: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     options: dict[str, Any] = {"micro_batch": 2, "search": "sharding_propagation"}
     for name in names:
-        schedule = SCHEDULES[name]
+        schedule = schedule_of(name)
         torch.manual_seed(0)
         batches: list[Batch] = [(staged_batch(8, seed), {}) for seed in range(3)]
         stages = 2 * schedule.stages_per_place
@@ -285,7 +285,12 @@ NAMES = ["1F1B", "ZBVZeroBubble", "Solved"]
 
 
 @pytest.mark.parametrize(
-    "names", [NAMES, pytest.param([name for name in SCHEDULES if name not in NAMES], marks=pytest.mark.long)]
+    "names",
+    [
+        NAMES,
+        pytest.param([name for name in SCHEDULES if name not in NAMES], marks=pytest.mark.long),
+        pytest.param(["Interleaved1F1B:3", "LoopedBFS:3"], marks=pytest.mark.long),
+    ],
 )
 def test_every_schedule_trains_as_one_device_does(names: list[str], run_ranks: Callable[..., list[Any]]) -> None:
     for found in run_ranks(with_schedules, 2, names, time_limit_seconds=400.0):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
+import os
 import random
 import shutil
 from collections import Counter
@@ -84,6 +87,41 @@ def test_a_part_is_read_and_verified_without_the_rest(tmp_path: Path) -> None:
         reader.read("model.weight", part)
         assert torch.equal(part.tensor, want)
         assert reader.num_bytes_read == expected
+
+
+@pytest.mark.parametrize("refuses", [None, "the first", "the second"])
+def test_large_files_go_past_the_cache_where_the_disk_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str | None
+) -> None:
+    ordinary, kinds = os.write, list[tuple[bool, int]]()
+
+    def noted(descriptor: int, content: memoryview) -> int:
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        kinds.append((direct, len(content)))
+        number = sum(kind for kind, _ in kinds)
+        if direct and refuses == {1: "the first", 2: "the second"}[number]:
+            raise OSError(errno.EINVAL, "a device of other pages")
+        return ordinary(descriptor, content)
+
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 5000)  # 2 x 8 MiB and a rest that is no whole page
+    sw.save_checkpoint(tmp_path / "ahead", model, step=0, blocking=False).wait()  # its memory is used again
+    with torch.no_grad():
+        model.weight.add_(1)
+    monkeypatch.setattr(os, "write", noted)
+    sw.save_checkpoint(tmp_path / "one", model, step=0, blocking=False).wait()
+    monkeypatch.undo()
+    manifest = read_manifest(tmp_path / "one")
+    ((name, file),) = manifest.files.items()
+    assert file.start % 4096 == 0
+    assert (tmp_path / "one" / name).stat().st_size == file.start + file.num_bytes
+    if any(direct for direct, _ in kinds):  # else it is a file system without it
+        expected = {None: "ddo", "the first": "dodo", "the second": "ddoo"}[refuses]
+        assert "".join("do"[not direct] for direct, size in kinds if size >= 2**20) == expected
+    other = nn.Linear(1024, 5000)
+    sw.load_checkpoint(tmp_path / "one", other)  # every block is verified
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)
 
 
 def test_values_come_back_as_they_were() -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import PlanWarning, StragglerWarning
-from shardwise.launch.elastic import Elastic
+from shardwise.launch.course import Elastic
 from shardwise.launch.launcher import launch
 from shardwise.plans.plan import Plan
 from shardwise.runtime.generation import Generation, current

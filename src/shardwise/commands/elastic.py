@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shardwise.errors import LaunchError, problem
-from shardwise.launch.elastic import Elastic
+from shardwise.launch.course import Elastic
 
 _DEFAULT = Elastic()
 
@@ -13,7 +13,7 @@ _DEFAULT = Elastic()
 def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks that are lost")
     add = group.add_argument
-    add("--elastic", action="store_true", help="go on without a rank that dies, hangs or computes something else")
+    add("--elastic", action="store_true", help="go on without a rank, or a machine, that dies, hangs or differs")
     add("--min-ranks", type=int, metavar="K", help="go on with fewer ranks, down to these (as many as start)")
     add("--spares", type=int, metavar="S", help="further devices, which take the places of lost ones (0)")
     add(
@@ -35,6 +35,13 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
         help="so is one that comes to no collective for so long while all others wait in one, or for messages of "
         "its stage (their time-out)",
     )
+    add(
+        "--wait-for-machines",
+        type=float,
+        metavar="SECONDS",
+        help="how long a job of several machines waits for those that are missing, at its start and where fewer than "
+        f"--min-ranks are left ({_DEFAULT.wait_seconds:g})",
+    )
     add("--preload", metavar="MODULES", help="modules that are imported once for all ranks: transformers,datasets")
 
 
@@ -46,11 +53,13 @@ def elastic_settings(chosen: argparse.Namespace) -> Elastic | None:
         "max_failures": chosen.max_failures,
         "silent_seconds": chosen.silent_after,
         "idle_seconds": chosen.idle_after,
+        "wait_seconds": chosen.wait_for_machines,
         "preload": None if chosen.preload is None else tuple(filter(None, chosen.preload.split(","))),
     }
     given = {name: value for name, value in given.items() if value is not None}
     if not chosen.elastic and given:
-        what = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after and --preload are of elastic jobs"
+        names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after, --wait-for-machines and --preload"
+        what = f"{names} are of elastic jobs"
         raise LaunchError(problem(what, fix="add --elastic, or leave them out"))
     return Elastic(**given) if chosen.elastic else None
 

@@ -317,17 +317,16 @@ def _check(chosen: argparse.Namespace) -> int:
     cluster = None if chosen.cluster is None else cluster_of(chosen.cluster)
     cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
     model = model_of(chosen, values=True)
-    with shown(f"running {chosen.devices} ranks and one device"):
-        found = check(
-            model.module,
-            model.inputs,
-            plan,
-            chosen.devices,
-            mesh=mesh,
-            loss=model.loss,
-            cluster=cluster,
-            beside=not chosen.no_price,
-        )
+    found = check(
+        model.module,
+        model.inputs,
+        plan,
+        chosen.devices,
+        mesh=mesh,
+        loss=model.loss,
+        cluster=cluster,
+        beside=not chosen.no_price,
+    )
     show(found, chosen, found.as_data)
     return {"equal": 0, "wrong": 1, "not run": 3}[found.verdict]
 

@@ -27,7 +27,7 @@ class Flight:
 @dataclass(frozen=True)
 class Messages:
     """Conversions on the rank at ``coordinates``, written into a ledger. ``adds_rows``: a reduce-scatter is an exchange
-    whose rows every rank adds up."""
+    whose rows every rank adds up; of two ranks each adds its own to the other's, where that arrived."""
 
     ledger: Ledger
     mesh: Mesh
@@ -101,9 +101,8 @@ class Messages:
             in_order = single and _is_leading(*sides[0][::-1], move.axes, self.coordinates)
             if not in_order or not tensors[0].form.is_contiguous:
                 sent = self.ledger.hold(self.ledger.new(own, "communication"))
-                if not in_order:
-                    self.ledger.note(own)  # the row of every member lives until they are joined
-            received = sum(prod(self.shape(after)) for _, after in sides) * itemsize * (size if self.adds_rows else 1)
+            rows = size if self.adds_rows and size > 2 else 1
+            received = sum(prod(self.shape(after)) for _, after in sides) * itemsize * rows
             return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
         received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
         sent = self.ledger.hold(self.ledger.new(own, "communication"))
@@ -116,9 +115,9 @@ class Messages:
             self.ledger.drop(flight.sent)
         found: list[Tensor] = []
         fresh: list[Storage] = []
-        if self.adds_rows and _primitive(moves[0], backward) == "reduce_scatter":
+        size = self.mesh.size_of(moves[0].axes)
+        if self.adds_rows and size > 2 and _primitive(moves[0], backward) == "reduce_scatter":
             rows = flight.buffer
-            size = self.mesh.size_of(moves[0].axes)
             flight = Flight(self.ledger.hold(self.ledger.new(rows.num_bytes // size, "communication")), None)
             self.ledger.drop(rows)
         for tensor, move in zip(tensors, moves, strict=True):

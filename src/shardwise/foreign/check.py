@@ -27,6 +27,8 @@ from shardwise.foreign.locate import FirstWrong, first_wrong, stopped, wrong_cal
 from shardwise.foreign.outcome import Beside, Checked
 from shardwise.foreign.ranks import Rank, on_ranks
 from shardwise.foreign.seen import seen
+from shardwise.foreign.strategy_check import Asked, check_strategies
+from shardwise.foreign.strategy_file import is_strategy_file
 from shardwise.foreign.tools import ForeignPlan, recognise
 from shardwise.foreign.work import Work, sent
 from shardwise.graph.batch import num_samples
@@ -34,6 +36,7 @@ from shardwise.graph.called import call_arguments, call_module, find_loss
 from shardwise.graph.trees import flatten_output
 from shardwise.graph.widen import functions_opened
 from shardwise.layouts.mesh import Mesh
+from shardwise.progress import shown
 from shardwise.proof.comparison import Difference, Key, compare, difference, magnitude
 from shardwise.proof.runs import Values, widened
 from shardwise.proof.verify import TOLERANCE, need_values, with_values
@@ -120,7 +123,8 @@ def check(
     ``plan``: ``"auto"`` (the tp plan that ships with a transformers model), a transformers ``tp_plan`` dict, a
     ``DistributedConfig``, accelerate's ``ParallelismConfig``, a plan of ``parallelize_module`` (paths to
     ``ParallelStyle``), ``{"fully_shard": [paths], ...}``, or a function ``(module, device_mesh)`` that applies one. The
-    tool's own code applies it on ``devices`` virtual ranks (threads of this process) and makes its own exchanges.
+    tool's own code applies it on ``devices`` virtual ranks (threads of this process) and makes its own exchanges. Or a
+    strategy file of MindSpore, as JSON has it: MindSpore is not run, what the file says is (``strategy_file``).
     ``mesh``: by default one axis ``tp`` (``dp`` of FSDP2). Ranks along axes called dp, fsdp, data, batch, ddp or
     replica have samples of their own: every tensor whose dim 0 has the size of the first one's is divided among them,
     and the loss is the mean of theirs. ``example_inputs``, ``kwargs``, ``loss``: as for ``sw.verify``, with values.
@@ -132,13 +136,16 @@ def check(
     """
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named), "check")
+    if is_strategy_file(plan):
+        asked = Asked(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
+        return check_strategies(asked, plan, devices, mesh)
     foreign = recognise(module, plan, devices, mesh)
     initial = with_values(module, seed)
     plain = _Call(initial, tuple(args), dict(named), loss)
     args, named = pytree.tree_map_only(Tensor, widened, (args, named))
     call = _Call(copy.deepcopy(initial).double(), tuple(args), dict(named), loss)
     parts = _divided(call, foreign)
-    with warnings.catch_warnings(), functions_opened():
+    with shown(f"running {devices} ranks and one device"), warnings.catch_warnings(), functions_opened():
         warnings.simplefilter("ignore")  # tools announce what they are told to do
         expected, one = _one_device(call, records=False)
         work = None if not beside else Work((cluster or _h100(devices)).device, _dtype(module))
@@ -174,7 +181,9 @@ def check(
 
 
 def _h100(devices: int) -> Cluster:
-    return Cluster.load("h100-1x8").with_devices(devices)
+    """As many, in nodes of up to eight that are equally large."""
+    of_node = max(size for size in range(1, 9) if devices % size == 0)
+    return Cluster.load(f"h100-{devices // of_node}x{of_node}")
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
@@ -201,6 +210,7 @@ def _ranks(
         rank.result = _OfRank([], calls, 0, 0)
         module = copies[rank.rank]
         calls.follow(module)
+        assert foreign.apply is not None, "the tool is run"
         module = foreign.apply(module, rank.mesh) or module
         own_work = work if rank.rank == 0 else None
         run = _Run(parts[rank.rank], module, calls, partial(_full, rank, own_work))

@@ -50,16 +50,17 @@ class FirstWrong:
 
 @dataclass(frozen=True)
 class Stopped:
-    """An error on a rank. ``refutes``: it is of the plan, not of what this machine or version cannot run."""
+    """An error on a rank (None: before there were any). ``refutes``: it is of the plan, not of what this machine or
+    version cannot run."""
 
-    rank: int
+    rank: int | None
     error: str
     source: str
     refutes: bool
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
-        return f"{self.error} on rank {self.rank}{where}"
+        return f"{self.error}{'' if self.rank is None else f' on rank {self.rank}'}{where}"
 
 
 def stopped(rank: Rank) -> Stopped:

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.layouts.mesh import Mesh
+from shardwise.plans.file import FORMAT
+from shardwise.plans.plan import Plan
 from shardwise.search.modes import DATA_AXES
 from shardwise.texts import shown
 
@@ -26,18 +28,19 @@ Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 KNOWN = (
     'give "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
     "DistributedConfig, a plan of torch's parallelize_module ({path: ParallelStyle}), {'fully_shard': [paths]}, an "
-    "accelerate ParallelismConfig, or a function (module, device_mesh) that applies a plan"
+    "accelerate ParallelismConfig, a strategy file of MindSpore as JSON, or a function (module, device_mesh) that "
+    "applies a plan"
 )
 
 
 @dataclass(frozen=True)
 class ForeignPlan:
-    """``kind``: what it is, in words; ``unused``: rules that name nothing in the module; ``notes``: what is done in
-    another way than its tool would."""
+    """``kind``: what it is, in words; ``apply``: the tool's own code (None: the tool is not run); ``unused``: rules
+    that name nothing in the module; ``notes``: what is done in another way than its tool would."""
 
     kind: str
     mesh: Mesh
-    apply: Apply
+    apply: Apply | None
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -54,15 +57,18 @@ def recognise(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None) -> 
         raise ShardwiseError(
             problem(f"{mesh} has {mesh.num_devices} devices, {devices} are asked for", fix="leave out one of the two")
         )
+    if isinstance(plan, Plan) or (isinstance(plan, Mapping) and plan.get("format") == FORMAT):
+        what = "it is a plan of shardwise, not of another tool"
+        raise ShardwiseError(problem(what, fix="sw.verify (shardwise verify) proves it"))
     kind = type(plan).__name__
-    if plan == "auto" or _is_texts(plan):
+    if isinstance(plan, Mapping) and "fully_shard" in plan:
+        return _of_fsdp(module, plan, mesh or Mesh(dp=devices))
+    if (isinstance(plan, str) and plan == "auto") or _is_texts(plan):
         return _of_transformers(module, plan, mesh or Mesh(tp=devices))
     if kind == "DistributedConfig":
         return _of_config(plan, devices)
     if kind == "ParallelismConfig":
         return _of_accelerate(module, plan, devices)
-    if isinstance(plan, Mapping) and "fully_shard" in plan:
-        return _of_fsdp(module, plan, mesh or Mesh(dp=devices))
     if isinstance(plan, Mapping) and plan and all(_is_style(style) for style in plan.values()):
         return _of_styles(module, plan, mesh or Mesh(tp=devices))
     if callable(plan):
@@ -80,18 +86,21 @@ def _is_style(style: Any) -> bool:
     return isinstance(style, ParallelStyle)
 
 
-def _axis(device_mesh: DeviceMesh, *, data: bool) -> DeviceMesh:
-    """The part of a device mesh over which samples are split, or the one over which they are not."""
-    names = device_mesh.mesh_dim_names or ()
-    own = tuple(n for n in names if (n in DATA_AXES or n.startswith("dp")) == data)
+def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:
+    """The axes over which samples are split, or those over which they are not. Raises ShardwiseError for none."""
+    own = tuple(name for name, _ in mesh.axes if (name in DATA_AXES or name.startswith("dp")) == data)
     if not own:
         raise ShardwiseError(
             problem(
-                f"the mesh {list(names)} has no axis for {'data' if data else 'tensor'} parallelism",
+                f"{mesh} has no axis for {'data' if data else 'tensor'} parallelism",
                 fix="name axes that split samples dp, and others tp: mesh=sw.Mesh(dp=2, tp=4)",
             )
         )
-    return device_mesh[own if len(own) > 1 else own[0]]
+    return own
+
+
+def _axis(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return device_mesh[names if len(names) > 1 else names[0]]
 
 
 def _nothing(unused: list[str], what: str, module: nn.Module) -> ShardwiseError:
@@ -143,9 +152,10 @@ def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:
     if len(unused) == len(plan):
         raise _nothing(unused, "tp plan", module)
     expand = _transformers("modeling_utils").PreTrainedModel._expand_parallel_plan
+    names_of_tp = _names(mesh, data=False)
 
     def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        tp = _axis(device_mesh, data=False)
+        tp = _axis(device_mesh, names_of_tp)
         _untie(own)
         parallel.apply_tensor_parallelism(own, tp, expand(own, plan))
         return _tied(own)
@@ -219,7 +229,8 @@ def _of_accelerate(module: nn.Module, config: Any, devices: int) -> ForeignPlan:
 
     def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in (tensor, sharded):
-            own = own if part is None else part.apply(own, device_mesh)
+            if part is not None and part.apply is not None:
+                own = part.apply(own, device_mesh)
         return own
 
     notes = (f"fully_shard wraps {listed(blocks)} and the root",) if sharded else ()
@@ -248,11 +259,13 @@ def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> Foreig
     if len(unused) == len(plan):
         raise _nothing(unused, "plan", module)
 
+    own_axes = _names(mesh, data=False)
+
     def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         import copy
 
         used = {path: copy.copy(style) for path, style in plan.items() if path not in unused}
-        return parallelize_module(own, _axis(device_mesh, data=False), used)
+        return parallelize_module(own, _axis(device_mesh, own_axes), used)
 
     return ForeignPlan("parallelize_module plan", mesh, apply, tuple(unused))
 
@@ -268,14 +281,20 @@ def _of_fsdp(module: nn.Module, settings: Mapping[str, Any], mesh: Mesh) -> Fore
     if unknown:
         raise ShardwiseError(problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="see its signature"))
     wanted = settings["fully_shard"]
+    if not isinstance(wanted, (str, list, tuple)) or not all(isinstance(path, str) for path in wanted):
+        what = f"fully_shard is {shown(wanted)}"
+        raise ShardwiseError(
+            problem(what, fix='paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
+        )
     paths = [wanted] if isinstance(wanted, str) else list(wanted)
     unused = [path for path in paths if path and not _matching(module, path)]
     if paths and len(unused) == len(paths):
         raise _nothing(unused, "list of fully_shard", module)
     names = {name for path in paths if path for name in _matching(module, path)}
+    own_axes = _names(mesh, data=True)
 
     def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        data = _axis(device_mesh, data=True)
+        data = _axis(device_mesh, own_axes)
         parts = dict(own.named_modules())
         for name in sorted(names, key=lambda name: -name.count(".")):
             fully_shard(parts[name], mesh=data, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, problem
+from shardwise.texts import shown
 
 
 def call_arguments(
     example_inputs: Any, kwargs: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones."""
+    """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones. Raises CaptureError
+    for what is none of these."""
     if isinstance(example_inputs, Mapping):
         return (), {**example_inputs, **(kwargs or {})}
+    if not isinstance(example_inputs, Iterable):
+        what = f"the example inputs are {shown(example_inputs)}"
+        raise CaptureError(problem(what, fix="a tensor, a tuple of inputs, or a dict of named ones; () for none"))
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     return args, dict(kwargs or {})
 

@@ -52,7 +52,7 @@ from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.state import difference
 from shardwise.graph.tracing import (
-    Call,
+    Called,
     Traced,
     line_of_change,
     trace,
@@ -147,14 +147,15 @@ def capture(
     }
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
-    traced = trace(module, examples, call, regions, precision, code=code)
+    called = Called(module, examples, call, precision, code)
+    traced = trace(called, regions)
     with no_autocast(), quiet():
         if traced.outcome.changed or traced.reads:
-            _check_state(module, given, call, traced, precision)
+            _check_state(called, given, traced)
         try:
             found = _to_graph(traced, module, given, precision)
         except NotRepeated:
-            traced = trace(module, examples, call, regions, precision, repeats=False)
+            traced = trace(called, regions, repeats=False)
             found = _to_graph(traced, module, given, precision)
         graph, constants, scopes, memories, segments = found
     announce_selective(segments)
@@ -199,7 +200,7 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
 
     given = tuple(Given(f"args[{i}]", example) for i, example in enumerate(examples))
     module = nn.Module()
-    graph, constants, *_ = _to_graph(trace(module, examples, run, {}), module, given)
+    graph, constants, *_ = _to_graph(trace(Called(module, examples, run), {}), module, given)
     if constants:
         raise CaptureError(
             problem(
@@ -349,37 +350,30 @@ def _functionalized(
     return functionalizer, nodes, constants, canonical
 
 
-def _check_state(
-    module: nn.Module,
-    given: tuple[Given, ...],
-    call: Call,
-    traced: Traced,
-    precision: Precision,
-) -> None:
+def _check_state(called: Called, given: tuple[Given, ...], traced: Traced) -> None:
     """Raises CaptureError if the Python state that a call changes, or what it reads, makes the next call compute
     something else, and warns of state that goes on changing, and of what was read: what is captured is the first
     call."""
-    changed = traced.outcome.changed
-    examples = tuple(one.example for one in given)
-    program, calls = trace_pair(module, examples, call, precision)
+    module, changed, precision = called.module, traced.outcome.changed, called.precision
+    if traced.outcome.registered:
+        raise CaptureError(
+            problem(
+                f"the model's forward changes its parameters, buffers or hooks: {traced.outcome.registered}",
+                source=line_of_change(called, changed),
+                fix="make and freeze parameters, register buffers, and set hooks, before sw.plan and sw.parallelize",
+            )
+        )
+    program, calls = trace_pair(called)
     functionalizer, nodes, constants, _ = _functionalized(program, module, given, precision)
     outputs = tuple(map(functionalizer.ref_of, nodes))
     graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
-    if calls.of_training:
-        raise CaptureError(
-            problem(
-                f"the model's forward changes what is trained: {calls.of_training}",
-                source=line_of_change(module, examples, call, changed, precision),
-                fix="make and freeze parameters, and set hooks, before sw.plan and sw.parallelize",
-            )
-        )
     what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"
     reject_reads(traced.reads, what)
     if what:
         raise CaptureError(
             problem(
                 f"the model's forward changes its own Python state, and {what}: {calls.changed}",
-                source=line_of_change(module, examples, call, changed, precision),
+                source=line_of_change(called, changed),
                 fix="keep what changes from call to call in a buffer (self.register_buffer), or pass it as an input",
             )
         )
@@ -457,9 +451,11 @@ def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor
     if is_fake(data):
         raise CaptureError(
             problem(
-                "the memory of a parameter or buffer is used past autograd (.data)",
+                "the memory of a parameter or buffer is used past autograd (.data), forward makes a tensor of its own "
+                "require a gradient (requires_grad_), or it computes in another thread",
                 source=next((line_of(user) for user in node.users), ""),
-                fix="read it with .detach(); change parameters in the optimizer, not in forward",
+                fix="read it with .detach(), and change parameters in the optimizer; differentiate by what parameters "
+                "made; compute in one thread",
             )
         )
     return data.detach()

@@ -147,6 +147,8 @@ class Functionalizer:
                 assert isinstance(node.target, str)
                 assert node.graph.owning_module is not None
                 self._known[node] = node.graph.owning_module.get_submodule(node.target)
+            elif _has_failed(node):
+                continue
             elif node.op == "call_function":
                 before = len(self.emitter.ops)
                 self._known[node] = self._call(node)
@@ -443,6 +445,12 @@ def _on_base(tensor: Tensor, base: Ref) -> Op:
 def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
     args = map_refs(op.args, function)
     return replace(op, args=args, kwargs=tuple((key, map_refs(arg, function)) for key, arg in op.kwargs))
+
+
+def _has_failed(node: Node) -> bool:
+    """Whether the call raised an error, which the model caught: as it does on one device, nothing comes of it."""
+    returns = isinstance(node.target, OpOverload) and bool(node.target._schema.returns)
+    return returns and node.meta.get("val") is None and not node.users
 
 
 def _explicit(op: Op, val: Any) -> Op:

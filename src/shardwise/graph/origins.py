@@ -1,14 +1,16 @@
 """Where a traced operator comes from: the path of its module and the line of the user's model.
 
 "The user's line" is the innermost one that is neither in torch nor in shardwise; it is noted while the
-model is traced (``tracing.UserLines``).
+model is traced (``user_lines.UserLines``).
 """
 
 from __future__ import annotations
 
 import re
+import sysconfig
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -16,6 +18,16 @@ from torch.fx import GraphModule, Node
 LINE = "shardwise_line"  # the key under which a node's metadata holds its line
 INITIAL = "shardwise_initial"  # and the key that tells that it makes the initial value of a parameter
 NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_NOT_OF_MODELS = (*NOT_USER_CODE, str(Path(np.__file__).parent))
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
+
+
+def is_of_models(filename: str) -> bool:
+    """Whether a file may hold a model's code: it is of the user's or of an installed package, and not of Python, NumPy,
+    torch or shardwise."""
+    is_standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
+    return not is_standard and not filename.startswith(_NOT_OF_MODELS)
 
 
 def module_path(node: Node, prefix: str) -> str:

@@ -9,25 +9,19 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.origins import is_of_models
 
 Cached = functools._lru_cache_wrapper
-_INSTALLED = sysconfig.get_path("purelib")
-_STANDARD = sysconfig.get_path("stdlib")  # the former lies inside it
 _MOST_OBJECTS = 100_000  # that are looked at in a cache
-_NOT_FOLLOWED = (*NOT_USER_CODE, str(Path(np.__file__).parent))
 
 
 @dataclass
@@ -55,7 +49,7 @@ class Reached:
         if isinstance(value, Cached):
             self.caches.append(value)
         value = getattr(value, "__wrapped__", value)
-        if isinstance(value, FunctionType) and _is_followed(value.__code__.co_filename):
+        if isinstance(value, FunctionType) and is_of_models(value.__code__.co_filename):
             self._pending.append(value)
 
     def meet_class(self, kind: type, *first: str) -> None:
@@ -102,11 +96,6 @@ def reached(module: nn.Module, loss: Callable[..., Any] | None = None) -> Reache
     found.meet(loss)
     found.follow()
     return found
-
-
-def _is_followed(filename: str) -> bool:
-    is_standard = filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED)
-    return not is_standard and not filename.startswith(_NOT_FOLLOWED)
 
 
 def _names(code: CodeType) -> Iterator[str]:

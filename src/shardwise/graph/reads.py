@@ -15,6 +15,7 @@ import random
 import secrets
 import sys
 import sysconfig
+import threading
 import time
 import uuid
 import warnings
@@ -32,12 +33,14 @@ import torch.distributed as dist
 from shardwise.errors import CaptureError, CaptureWarning, problem
 from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.reachable import Reached
-from shardwise.graph.watching import Watching, watching
+from shardwise.graph.watching import Watching, uncollected, watching
 
 _SEEDS = "its own seed"
 _GENERATOR = "a generator of random numbers"
 _CLOCKS = frozenset({"ctime", "gmtime", "localtime", "monotonic", "perf_counter", "process_time", "time"})
-_OF_THE_SYSTEM = frozenset({"getloadavg", "getpid", "getppid", "getrandom", "listdir", "scandir", "stat", "urandom"})
+_OF_THE_SYSTEM = frozenset(
+    {"getcwd", "getloadavg", "getpid", "getppid", "getrandom", "listdir", "scandir", "stat", "urandom"}
+)
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # lies inside it
 # What a model calls of the standard library to read, numpy, and wrappers of torch: who calls these is the reader.
@@ -50,6 +53,7 @@ _BETWEEN = (
 )
 _PYTHON: dict[CodeType, str] = {
     type(os.environ).__getitem__.__code__: "os.environ",
+    uuid.uuid1.__code__: "the clock (uuid.uuid1)",
     dist.get_rank.__code__: "the rank (torch.distributed.get_rank)",
     torch.random.initial_seed.__code__: "the seed of random numbers (torch.initial_seed)",
     torch.random.get_rng_state.__code__: "the state of random numbers (torch.get_rng_state)",
@@ -61,7 +65,17 @@ _PYTHON: dict[CodeType, str] = {
 _SUSPECTS = (
     *(getattr(time, name) for name in vars(time) if name.removesuffix("_ns") in _CLOCKS),
     *(getattr(os, name) for name in sorted(_OF_THE_SYSTEM) if hasattr(os, name)),
-    *(os.environ, os.getenv, io.open, datetime.datetime, datetime.date, uuid.uuid4, dist.get_rank),
+    *(
+        os.environ,
+        os.getenv,
+        io.open,
+        datetime.datetime,
+        datetime.date,
+        uuid.uuid1,
+        uuid.uuid4,
+        threading.get_ident,
+        dist.get_rank,
+    ),
     *(random.Random, random.SystemRandom, secrets.choice, secrets.randbelow, secrets.randbits, secrets.token_bytes),
     *(np.random.default_rng, np.random.RandomState, np.load, np.fromfile, np.loadtxt),
     *(torch.initial_seed, torch.get_rng_state, torch.seed),
@@ -100,11 +114,12 @@ def _reading(found: list[Read]) -> Iterator[None]:
             found.append(Read(what, f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"))
 
     before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
+    with uncollected():
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
 
 
 def _of_builtin(called: Any) -> str:
@@ -118,6 +133,8 @@ def _of_builtin(called: Any) -> str:
         return f"the system (os.{name})"
     if called is io.open:
         return "a file"
+    if called is threading.get_ident:
+        return "the system (threading.get_ident)"
     # What Python holds itself is followed by ``host_random``.
     own = isinstance(owner, random.Random) and owner is not random._inst
     if own and name in ("random", "getrandbits"):

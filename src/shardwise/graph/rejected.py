@@ -11,7 +11,7 @@ from shardwise.errors import CaptureError, problem
 from shardwise.graph.ir import Op
 from shardwise.graph.schema import operator_name, tensor_results
 
-_READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work on 0-dim tensors"
+READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work on 0-dim tensors"
 _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
 
 TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
@@ -27,8 +27,8 @@ CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
 }
 
 _REJECTED = {
-    "item": ("reads a number out of a tensor", _READ_A_NUMBER),
-    "_local_scalar_dense": ("reads a number out of a tensor", _READ_A_NUMBER),
+    "item": ("reads a number out of a tensor", READ_A_NUMBER),
+    "_local_scalar_dense": ("reads a number out of a tensor", READ_A_NUMBER),
     "is_nonzero": ("decides by the data of a tensor", "choose with torch.where"),
     "equal": ("decides by the data of a tensor", "choose with torch.where"),
     "nonzero": ("has a result whose shape depends on data", _DATA_SHAPE),
@@ -60,6 +60,9 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
         name = operator_name(target)
         what, fix = _REJECTED[name]
         what = f"{name} {what}"
+    elif any(tensor.layout != torch.strided for tensor in tensor_results(value)):
+        what = f"{operator_name(target)} makes a sparse tensor, which can not be split"
+        fix = "keep it dense: index_add, scatter_add or a mask instead"
     elif not _has_fixed_shapes(value):
         name = operator_name(target)
         boolean = "boolean indexing" if name in ("index", "index_put") else name

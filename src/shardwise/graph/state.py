@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from shardwise.graph.ir import Arg, Graph, Ref
-from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.origins import is_of_models
 from shardwise.graph.schema import is_random
 from shardwise.graph.trees import constant_key, is_constant
 
@@ -36,6 +36,7 @@ BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator)
 _OF_CLASSES = (bool, int, float, str, list, dict, type(None))
+_PLAIN = (bool, int, float, str, type(None), threading.local)
 _MOST_ITEMS = 1000  # of a container in a file that is looked at; a longer one is a table
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
@@ -57,10 +58,10 @@ class Snapshot:
         places = dict.fromkeys([*self.leaves, *after.leaves])
         return tuple(p for p in places if self.leaves.get(p) != after.leaves.get(p))
 
-    def of_training(self, places: Iterable[str], after: Snapshot) -> tuple[str, ...]:
-        """The places that say what is trained and how: parameters, and backward hooks of modules."""
+    def registered(self, places: Iterable[str], after: Snapshot) -> tuple[str, ...]:
+        """The places that say what a model has: parameters, whether they are trained, buffers, and backward hooks."""
         both = ((p, (self.leaves.get(p), after.leaves.get(p))) for p in places)
-        return tuple(p for p, keys in both if any(isinstance(key, Trained) for key in keys))
+        return tuple(p for p, keys in both if any(isinstance(key, Registered) for key in keys))
 
     def described(self, places: Iterable[str], after: Snapshot) -> str:
         """``calls (0 -> 1), cache (None -> a tensor)``."""
@@ -74,26 +75,30 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The key of a parameter, or of the backward hooks of a module."""
+class Registered:
+    """The key of a parameter, of a buffer's shape, or of the backward hooks of a module."""
 
     content: object
 
 
-def snapshot(module: nn.Module) -> Snapshot:
-    """What a call of the module may change in Python."""
+def snapshot(module: nn.Module, others: Iterable[object] = ()) -> Snapshot:
+    """What a call of the module may change in Python. ``others``: what its code names (``reachable.Reached.values``),
+    of which modules, classes, objects and files of the user's are looked at."""
     reader = Reader()
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
         for name, value in vars(owner).items():
             if name not in OF_TORCH:
                 reader.read(f"{prefix}{name}", value)
-        for name, parameter in owner._parameters.items():
-            reader.read_parameter(f"{prefix}{name}", parameter)
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            reader.read_registered(f"{prefix}{name}", tensor)
         hooks = (*owner._backward_hooks.values(), *owner._backward_pre_hooks.values())
-        reader.leaf(f"backward hooks of {path or 'the model'}", Trained(tuple(map(id, hooks))), str(len(hooks)), hooks)
+        place = f"backward hooks of {path or 'the model'}"
+        reader.leaf(place, Registered(tuple(map(id, hooks))), str(len(hooks)), hooks)
         for kind in type(owner).__mro__:
             reader.read_class(kind)
+    for value in others:
+        reader.read_other(value)
     return Snapshot(reader.leaves, reader.texts, reader.held)
 
 
@@ -141,11 +146,45 @@ class Reader:
         else:
             self.leaf(place, _pickled(value), type(value).__name__, value)
 
-    def read_parameter(self, place: str, parameter: nn.Parameter | None) -> None:
-        """Whether it is there, and trained."""
-        if parameter is not None:
-            text = f"a {'' if parameter.requires_grad else 'frozen '}parameter {list(parameter.shape)}"
-            self.leaf(place, Trained((id(parameter), parameter.requires_grad)), text, parameter)
+    def read_registered(self, place: str, tensor: torch.Tensor | None) -> None:
+        """A parameter: which it is, and whether it is trained; a buffer: whether it is there, and its shape."""
+        if isinstance(tensor, nn.Parameter):
+            text = f"a {'' if tensor.requires_grad else 'frozen '}parameter {list(tensor.shape)}"
+            self.leaf(place, Registered((id(tensor), tensor.requires_grad)), text, tensor)
+        elif tensor is not None:
+            self.leaf(place, Registered((tensor.shape, tensor.dtype)), f"a buffer {list(tensor.shape)}", None)
+
+    def read_other(self, value: object) -> None:
+        """What lies outside of the model and its code names: attributes of modules, functions and objects, numbers and
+        containers of classes and files, unless they are of Python or torch."""
+        if isinstance(value, ModuleType):
+            if _is_of_models(value):
+                self._read_file(value)
+        elif isinstance(value, type):
+            self.read_class(value)
+        elif isinstance(value, FunctionType):
+            self._read_function(value)
+        elif isinstance(value, nn.Module) or _is_of_models(sys.modules.get(type(value).__module__)):
+            if id(value) in self.seen or _is_configuration(value):
+                return
+            self.seen.add(id(value))
+            self.held.append(value)
+            for name, item in getattr(value, "__dict__", {}).items():
+                if name not in OF_TORCH:
+                    self._read_plain(f"{type(value).__name__}.{name}", item)
+
+    def _read_plain(self, place: str, value: Any) -> None:
+        """A number or a text, or what a container that is no table holds itself."""
+        if isinstance(value, (list, dict, set, deque)) and len(value) <= _MOST_ITEMS:
+            items = value.items() if isinstance(value, dict) else value
+            self.leaf(place, tuple(map(_item_key, items)), f"{len(value)} items", tuple(items))
+        elif (
+            isinstance(value, (bool, int, float, str, type(None), threading.local))
+            or type(value).__module__ == "itertools"
+        ):
+            self.read(place, value)
+        elif isinstance(value, ContextVar):
+            self.read(place, value.get(None))
 
     def _read_function(self, function: Any) -> None:
         """What a function of the user's keeps from call to call: in its closure, defaults and attributes."""
@@ -153,7 +192,7 @@ class Reader:
             return
         self.seen.add(id(function))
         code = function.__code__
-        if code.co_filename.startswith(NOT_USER_CODE):
+        if not is_of_models(code.co_filename):
             return
         defaults = function.__defaults__ or ()
         names = code.co_varnames[: code.co_argcount]
@@ -171,8 +210,7 @@ class Reader:
     def read_class(self, kind: type) -> None:
         """Numbers, texts and containers that are attributes of a user's class, what its methods keep, and numbers and
         containers in the file it is from."""
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        if id(kind) in self.seen or not file or file.startswith(NOT_USER_CODE):
+        if id(kind) in self.seen or not _is_of_models(sys.modules.get(kind.__module__)):
             return
         self.seen.add(id(kind))
         for name, value in vars(kind).items():
@@ -184,25 +222,27 @@ class Reader:
             for name in _names_used(kind, module):
                 if _is_content(value := vars(module).get(name)):
                     self.read(f"{kind.__module__}.{name}", value)
-        elif id(module) not in self.seen:
-            self.seen.add(id(module))
-            for name, value in vars(module).items():
-                place = f"{kind.__module__}.{name}"
-                if isinstance(value, (bool, int, float, threading.local)) or type(value).__module__ == "itertools":
-                    self.read(place, value)
-                elif isinstance(value, ContextVar):
-                    self.read(place, value.get(None))
-                elif (
-                    isinstance(value, (list, dict, set, deque))
-                    and not name.startswith("__")
-                    and len(value) <= _MOST_ITEMS
-                ):
-                    items = value.items() if isinstance(value, dict) else value
-                    self.leaf(place, tuple(map(_item_key, items)), f"{len(value)} items", tuple(items))
+        else:
+            self._read_file(module)
+
+    def _read_file(self, module: ModuleType) -> None:
+        """Numbers and containers in a file."""
+        if id(module) in self.seen:
+            return
+        self.seen.add(id(module))
+        for name, value in vars(module).items():
+            if not name.startswith("__") and not isinstance(value, (str, type(None))):
+                self._read_plain(f"{module.__name__}.{name}", value)
 
     def leaf(self, place: str, key: object, text: str, held: object) -> None:
         self.leaves[place], self.texts[place] = key, text
         self.held.append(held)
+
+
+def _is_of_models(module: ModuleType | None) -> bool:
+    """Whether a Python module may be a model's; one that is typed in has no file."""
+    file = getattr(module, "__file__", None)
+    return is_of_models(file) if file else module is sys.modules.get("__main__")
 
 
 def _is_configuration(value: Any) -> bool:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import gc
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
-from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.origins import is_of_models
 
 Watching = Callable[[], AbstractContextManager[None]]  # what a model runs in, to be watched
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
-_NOT_THE_MODEL = (*NOT_USER_CODE, str(Path(np.__file__).parent))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which calls Python of others (callbacks, finalizers) between two lines of a
+    model."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
@@ -28,7 +35,7 @@ def watching(lines: list[str], state: Callable[[], object]) -> Iterator[None]:
 
     def watch(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal last, here
-        if not _is_users(frame.f_code.co_filename):
+        if not is_of_models(frame.f_code.co_filename):
             return None
         now = state()
         if now != last and here:
@@ -36,19 +43,12 @@ def watching(lines: list[str], state: Callable[[], object]) -> Iterator[None]:
         last, here = now, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         return watch
 
-    before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()  # it calls Python of others (callbacks, finalizers) between two lines of the model
-    sys.settrace(watch)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-        if collects:
-            gc.enable()
+    before = sys.gettrace()
+    with uncollected():
+        sys.settrace(watch)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
     if state() != last and here:  # by the last line that ran
         lines.append(here)
-
-
-def _is_users(filename: str) -> bool:
-    standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
-    return not standard and not filename.startswith(_NOT_THE_MODEL)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph
+from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.normalize_random import alpha_scale
 from shardwise.graph.operators import dropout_mask, uniform
 from shardwise.graph.segments import checkpoints_kept
@@ -35,6 +36,8 @@ def widen(graph: Graph) -> Graph:
             return tuple(wide(item) for item in arg)
         return torch.float64 if isinstance(arg, torch.dtype) and arg in NARROW else arg
 
+    for op in graph.ops:
+        _check_bits(op, graph)
     ops = tuple(
         replace(op, args=wide(op.args), kwargs=tuple((key, wide(value)) for key, value in op.kwargs))
         for op in graph.ops
@@ -50,6 +53,21 @@ def widen(graph: Graph) -> Graph:
     return replace(graph, values=tuple(values[value.name] for value in graph.values), ops=ops)
 
 
+def _check_bits(op: Op, graph: Graph) -> None:
+    """Raises ShardwiseError for what reads the bits of numbers, which are others in float64."""
+    dtypes = [graph.by_name[name].dtype for name in (*op.operands, *op.results)]
+    if op.target is torch.ops.aten.view.dtype and dtypes[0] != dtypes[1] and not NARROW.isdisjoint(dtypes):
+        shown = " as ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ShardwiseError(
+            problem(
+                f"the model reads the bits of {shown}, and a verification computes in float64, whose bits are others",
+                op=op.name,
+                source=op.source,
+                fix="verify the model without this operator; sw.plan and sw.parallelize take it",
+            )
+        )
+
+
 _ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
 
 
@@ -61,6 +79,11 @@ class Dtypes:
         self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
         self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
         self._copies: list[torch.Tensor] = []  # held: no other comes to lie there
+        self._were_read = False  # of a tensor that is widened: what is cast to float64 may then be cast to that
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """The model asks for the dtype of a tensor."""
+        self._were_read |= tensor.is_floating_point() and self._dtype(tensor) != tensor.dtype
 
     def after_cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """The result of a widened call: a copy where a cast makes one, and the widened one does not."""
@@ -85,8 +108,8 @@ class Dtypes:
         named = [*args[1:], *kwargs.values()]
         likes = (self._dtype(one) for one in named if isinstance(one, torch.Tensor))
         wanted = next((one for one in named if isinstance(one, torch.dtype)), next(likes, None))
-        # Asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
-        return self.of_others if wanted == torch.float64 else wanted
+        # Where the model reads dtypes, asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
+        return self.of_others if wanted == torch.float64 and self._were_read else wanted
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -155,6 +178,8 @@ class Reference(TorchFunctionMode):
             return replacement(self, *args, **kwargs)
         if not self.widens:
             return func(*args, **kwargs)
+        if getattr(func, "__self__", None) is _DTYPE:
+            self.dtypes.note_read(args[0])
         return self.dtypes.after_cast(func, args, kwargs, widened_call(func, args, kwargs))
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -391,6 +416,7 @@ CASTS = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.double: torch.float64,
 }
+_DTYPE = torch.Tensor.dtype  # the descriptor
 _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
 
 

@@ -8,7 +8,10 @@ script goes on with the step after the last one that all ranks had finished.
 
 Ranks stand on *slots*: the devices of this machine, as many as there are ranks and spares. The slot of a lost rank is
 set aside; a spare takes its place, or the job goes on with fewer ranks. Where neither is possible the slot gets a fresh
-process. Standard library only, POSIX only.
+process.
+
+With several machines every launcher runs such generations, and one of them says when they begin and end
+(``launch.head``). Standard library only, POSIX only.
 """
 
 from __future__ import annotations
@@ -16,16 +19,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.errors import LaunchError, problem
 from shardwise.launch import bootstrap
+from shardwise.launch.course import Course, Elastic, culprit
 from shardwise.launch.job import Job, say
+from shardwise.launch.member import Begin, Member
 from shardwise.launch.processes import Failure
 from shardwise.launch.watching import Watch
 from shardwise.launch.zygote import Zygote
@@ -33,163 +36,119 @@ from shardwise.runtime.generation import GENERATION, Generation, plan_file
 from shardwise.runtime.pages import Seen
 
 _PREFIX, _LOCK = "shardwise-memory-", "lock"
-_SAME_ERROR = 2  # times that an exception of the script may end a generation without a step in between
-
-
-@dataclass(frozen=True, slots=True)
-class Elastic:
-    """``min_ranks``: fewer than these never run (None: as many as at the start); ``spares``: slots that take the places
-    of lost ones; ``max_failures``: losses without a step in between after which the job ends; ``silent_seconds``: what
-    a rank may go without a sign of life while others give some; ``idle_seconds``: what it may stay out of the
-    collective, or the exchange of stages, in which all others wait (None: as long as that waits); ``preload``:
-    further modules that are imported once for all ranks."""
-
-    min_ranks: int | None = None
-    spares: int = 0
-    max_failures: int = 10
-    silent_seconds: float = 60.0
-    idle_seconds: float | None = None
-    preload: Sequence[str] = ()
-
-    def check(self, num_ranks: int) -> None:
-        """Raises LaunchError for numbers that cannot be."""
-        if self.min_ranks is not None and not 1 <= self.min_ranks <= num_ranks:
-            what = f"--min-ranks {self.min_ranks} is not from 1 to the {num_ranks} ranks that start"
-            raise LaunchError(problem(what, fix="give the fewest ranks with which training should go on"))
-        if self.spares < 0 or self.max_failures < 0:
-            raise LaunchError(problem("there cannot be fewer than 0 spares or failures", fix="give a number from 0"))
-        if self.silent_seconds <= 1 or (self.idle_seconds is not None and self.idle_seconds <= 0):
-            what = "a rank gives signs of life twice a second: --silent-after must be more than 1, --idle-after than 0"
-            raise LaunchError(problem(what, fix="leave them out, or give some seconds"))
 
 
 @dataclass(slots=True)
 class Agent:
-    """``environment``: of the ranks on some slots, all but what a generation adds; ``make_job``: given a folder to work
-    in; ``caught``: signals that were sent to the launcher."""
+    """The ranks of one machine, generation after generation. ``environment``: of the ranks, but for what tells them
+    apart; ``make_job``: given a folder to work in, and the ranks that it has; ``num_ranks``: of all machines at the
+    start."""
 
     settings: Elastic
     num_ranks: int
+    num_machines: int
     command: Sequence[str]
-    environment: Callable[[Sequence[int]], dict[str, str]]
-    make_job: Callable[[str], Job]
+    environment: Callable[[Begin], dict[str, str]]
+    make_job: Callable[[str, range], Job]
     scratch: str
     memory: str
-    caught: list[int]
     zygote: Zygote | None = None
-    step: int = -1  # the last one of which a rank said that it was done
-    num_spares: int = 0  # that are left
     planned: set[int] = field(default_factory=set)  # numbers of ranks
-    num_failures: int = 0  # since the last step
-    num_errors: int = 0  # of the script, since the last step
 
-    def run(self) -> int:
-        """The exit code of the job."""
-        slots = list(range(self.num_ranks))
+    def run_alone(self, master: Callable[[], tuple[str, int]]) -> int:
+        """The exit code of a job on this machine alone. ``master``: where the ranks of a generation meet."""
+        course = Course(self.settings, self.num_ranks)
+        slots, suspect, number = list(range(self.num_ranks)), False, 0
         spares = list(range(self.num_ranks, self.num_ranks + self.settings.spares))
-        self.num_spares, suspect = len(spares), False
-        for number in itertools.count():
-            code, lost = self._run_generation(Generation(number, self.memory, suspect), slots)
-            if lost is None or not self._may_go_on(lost):
+        while True:
+            begin = Begin(number, suspect, 0, len(slots), slots, len(spares), master(), course.step)
+            code, cause, absent, step = self._run_generation(begin)
+            course.reach(step)
+            if cause is None:
                 return code
-            slots, spares, how = self._next(slots, lost.rank, spares)
-            self.num_spares, suspect = len(spares), lost.differs
-            step = f" after step {self.step}" if self.step >= 0 else ""
-            say(f"rank {lost.rank} {lost.describe()}{step}; generation {number + 1} goes on {how}")
-        raise AssertionError("the count of generations has no end")
+            lost, number = culprit(cause, absent), number + 1
+            if why := course.why_end(by_the_script=bool(lost.traceback) and not lost.differs):
+                say(why)
+                return code
+            slots, spares, how = course.replaced(slots, spares, slots[lost.rank], len(slots))
+            suspect = lost.differs
+            say(f"rank {lost.rank} {lost.describe()}{course.after_step}; generation {number} goes on {how}")
 
-    def _run_generation(self, generation: Generation, slots: Sequence[int]) -> tuple[int, Failure | None]:
-        """(exit code, the rank that was lost; None where all ended well, or somebody interrupts)."""
-        shared = {**self.environment(slots), GENERATION: generation.to_text()}
-        job = self.make_job(tempfile.mkdtemp(prefix="generation-", dir=self.scratch))
-        job.spawn, job.abandons = self._living_zygote().spawn, True
+    def take_part(self, member: Member) -> int:
+        """The exit code of a job of which this machine has a part."""
+        while True:
+            begin = member.wait()
+            if isinstance(begin, int):
+                return begin
+            code, cause, absent, step = self._run_generation(begin, member)
+            member.report(code, cause, absent, step)
+
+    def _run_generation(self, begin: Begin, member: Member | None = None) -> tuple[int, Failure | None, list[int], int]:
+        """(exit code, the failure that ended it; None where all ended well, or somebody interrupts; ranks that were in
+        no collective when they were stopped, the last step that was done)."""
+        generation = Generation(begin.number, self.memory, begin.suspect, num_machines=self.num_machines)
+        ranks = range(begin.first, begin.first + len(begin.slots))
+        shared = {**self.environment(begin), GENERATION: generation.to_text()}
+        job = self.make_job(tempfile.mkdtemp(prefix="generation-", dir=self.scratch), ranks)
+        job.spawn, job.abandons = self._living_zygote(shared).spawn, True
+        job.halt = None if member is None else member.is_stopped
         watch = Watch(self.settings.silent_seconds, self.settings.idle_seconds)
+        reached = begin.step
 
         def look(pages: dict[int, Seen]) -> tuple[int, str] | None:
-            if any(seen.step > self.step for seen in pages.values()):
-                self._plan_ahead(generation, slots)
+            nonlocal reached
+            step = max((seen.step for seen in pages.values()), default=-1)
+            if step > reached:
+                reached = step
+                if member is not None:
+                    member.station.step = step
+                if ranks.start == 0:
+                    self._plan_ahead(generation, begin, shared)
             return watch(pages)
 
         job.watch = look
         try:
-            for rank in range(len(slots)):
-                job.start(self.command, rank, {**shared, "LOCAL_RANK": str(rank)})
+            for local_rank, rank in enumerate(ranks):
+                job.start(self.command, rank, {**shared, "LOCAL_RANK": str(local_rank)})
             code = job.run()
-            return code, None if job.cause is None else culprit(job, job.cause)
+            pages = {rank.number: rank.page.read() for rank in job.ranks}
+            told = {rank.number for rank in job.ranks if rank.failure is not None and rank.failure.error}
+            asked = [rank.number for rank in (job.stopped if member is None else job.ranks) if rank.number not in told]
+            absent = [number for number in asked if not pages[number].waits]
+            return code, job.cause, absent, max(begin.step, *(seen.step for seen in pages.values()))
         finally:
-            step = max((rank.page.read().step for rank in job.ranks), default=-1)
-            if step > self.step:
-                self.step, self.num_failures, self.num_errors = step, 0, 0
             job.kill()
 
-    def _plan_ahead(self, generation: Generation, slots: Sequence[int]) -> None:
-        """Have the plan made that the next loss will ask for, if the script makes its plans by ``sw.planned``."""
-        size = len(slots) - 1
-        now, later = (os.path.join(self.memory, plan_file(count, 0)) for count in (len(slots), size))
-        if size in self.planned or size < self._fewest or self.num_spares or not os.path.exists(now):
+    def _plan_ahead(self, generation: Generation, begin: Begin, shared: dict[str, str]) -> None:
+        """Have the plans made that the next loss will ask for, if the script makes its plans by ``sw.planned``: that of
+        a rank, and that of another machine with as many ranks as this one."""
+        now = os.path.join(self.memory, plan_file(begin.num_ranks, 0))
+        lost = 1 if self.num_machines == 1 else len(begin.slots)
+        size = begin.num_ranks - lost
+        fewest = Course(self.settings, self.num_ranks).fewest
+        if size in self.planned or size < fewest or begin.num_spares or not os.path.exists(now):
             return
         self.planned.add(size)
-        if os.path.exists(later):
+        if os.path.exists(os.path.join(self.memory, plan_file(size, 0))):
             return
         rehearsal = replace(generation, rehearses=size).to_text()
         record = os.path.join(self.scratch, f"rehearsal-{size}.json")
         names = {GENERATION: rehearsal, "RANK": "0", "LOCAL_RANK": "0", bootstrap.FAILURE_FILE: record}
+        sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(min(size, len(begin.slots)))}
         nowhere = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError):
-            self._living_zygote().spawn(self.command, {**self.environment(slots[:-1]), **names}, nowhere, nowhere)
+            self._living_zygote(shared).spawn(self.command, {**shared, **sizes, **names}, nowhere, nowhere)
         os.close(nowhere)
 
-    @property
-    def _fewest(self) -> int:
-        return self.num_ranks if self.settings.min_ranks is None else self.settings.min_ranks
-
-    def _living_zygote(self) -> Zygote:
+    def _living_zygote(self, environment: dict[str, str]) -> Zygote:
         if self.zygote is None or not self.zygote.alive:  # if somebody killed it, all ranks ended with it
             self.close()
-            self.zygote = Zygote(self.environment(range(self.num_ranks)), self.settings.preload)
+            self.zygote = Zygote(environment, self.settings.preload)
         return self.zygote
 
     def close(self) -> None:
         if self.zygote is not None:
             self.zygote.close()
-
-    def _may_go_on(self, lost: Failure) -> bool:
-        """Whether another generation is worth it; if not, a line says why."""
-        self.num_failures += 1
-        self.num_errors += bool(lost.traceback) and not lost.differs
-        if self.num_errors >= _SAME_ERROR:
-            say("the script failed twice without a step in between: another generation would fail as well")
-            return False
-        if self.num_failures > self.settings.max_failures:
-            say(f"{self.num_failures} losses without a step in between: --max-failures {self.settings.max_failures}")
-            return False
-        return True
-
-    def _next(self, slots: list[int], lost: int, spares: list[int]) -> tuple[list[int], list[int], str]:
-        """(slots of the next generation, spares that are left, how it goes on)."""
-        slot = slots[lost]
-        if spares:
-            chosen, *rest = spares
-            how = f"with slot {chosen} in place of slot {slot}"
-            return [chosen if one == slot else one for one in slots], rest, how
-        if len(slots) > self._fewest:
-            left = [one for one in slots if one != slot]
-            return left, spares, f"with {len(left)} ranks, without slot {slot}"
-        return slots, spares, f"with a fresh process on slot {slot}"
-
-
-def culprit(job: Job, cause: Failure) -> Failure:
-    """The rank that is lost: the one that failed first, or the one that it waited for."""
-    if cause.differs and cause.blames:
-        return replace(cause, rank=cause.blames[0])
-    if not cause.waited_in_vain:
-        return cause
-    absent = [rank.number for rank in job.stopped if not rank.page.read().waits]
-    named = [number for number in absent if number in cause.blames]  # what no page tells of is waited for, too
-    lost = next(iter(named or absent or cause.blames), None)
-    if lost is None:
-        return cause
-    return replace(cause, rank=lost, killed_by="", traceback="", hangs="did not come to a collective of the others")
 
 
 @contextlib.contextmanager
@@ -213,4 +172,4 @@ def folder_in_memory(place: str = "/dev/shm") -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-__all__ = ["Agent", "Elastic", "culprit", "folder_in_memory"]
+__all__ = ["Agent", "folder_in_memory"]

@@ -36,6 +36,7 @@ EXIT_LEFT_BEHIND = 1  # ranks still ran when the time after another's exit code 
 
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # how long a lost connection waits for the failure that explains it
+_SETTLE_AFAR_SECONDS = 5.0  # where that may be one on another machine
 _OWN_EXIT_SECONDS = 1.0  # what a rank that has recorded its failure gets to end by itself
 _DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has ended
 _INTERRUPT_SECONDS = 3.0  # what a script gets for its own `except KeyboardInterrupt` and `finally`
@@ -55,6 +56,7 @@ class Job:
     show_all: bool = False
     abandons: bool = False  # after a failure the other ranks are killed at once: what they hold is kept elsewhere
     spawn: Spawn = start_process
+    halt: Callable[[], bool] | None = None  # whether ranks of other machines have ended, and these are to end as well
     watch: Callable[[dict[int, Seen]], tuple[int, str] | None] | None = None  # pages -> (a rank that hangs, how)
     ranks: list[Rank] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -99,7 +101,7 @@ class Job:
     def run(self) -> int:
         """Forward output until every rank has ended, and stop the ranks when one fails; returns the exit code."""
         try:
-            while [rank for rank in self.ranks if not rank.ended()]:
+            while [rank for rank in self.ranks if not rank.ended()] or self._waits_for_others:
                 self._turn()
             deadline = time.monotonic() + _DRAIN_SECONDS
             while self.selector.get_map() and time.monotonic() < deadline:
@@ -134,9 +136,11 @@ class Job:
             self._read(key.data)
         if self.caught:
             self._interrupt()
+        if self.halt is not None and self.exit_code is None and self.halt():
+            self.exit_code, self.schedule = 0, [(time.monotonic(), signal.SIGKILL, self.ranks)]
         if self.watch is not None and self.failing is None and self.exit_code is None:
             self._look_for_hangs(self.watch)
-        self._judge(settled=self.failing is not None and time.monotonic() > self.failing + _SETTLE_SECONDS)
+        self._judge(settled=self._is_settled)
         if self.exit_code is None and self.failing is None:
             self._look_for_left_behind()
         while self.schedule and self.schedule[0][0] <= time.monotonic():
@@ -160,7 +164,7 @@ class Job:
         if self.failing is None:
             self.failing = time.monotonic()
         cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds))
-        if cause.follow_up and not settled and not all(rank.ended() for rank in self.ranks):
+        if cause.follow_up and not settled and (self.halt or not all(rank.ended() for rank in self.ranks)):
             return
         self.cause, self.exit_code = cause, cause.exit_code
         others = [rank for rank in self.ranks if rank.failure is None]
@@ -168,6 +172,19 @@ class Job:
         if cause.waited_in_vain:
             self.stopped = [rank for rank in others if not rank.ended()]
         self._stop(others, failed)
+
+    @property
+    def _is_settled(self) -> bool:
+        seconds = _SETTLE_SECONDS if self.halt is None else _SETTLE_AFAR_SECONDS
+        return self.failing is not None and time.monotonic() > self.failing + seconds
+
+    @property
+    def _waits_for_others(self) -> bool:
+        """Whether all ranks have ended since they lost others, of another machine, whose failure may yet be told."""
+        if self.halt is None:
+            return False
+        self._judge(settled=self._is_settled)
+        return self.failing is not None and self.exit_code is None
 
     def _stop(self, others: list[Rank], failed: list[Rank]) -> None:
         """Plan the signals that end all ranks; those in ``self.stopped`` are asked for their stack before."""

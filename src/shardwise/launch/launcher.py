@@ -19,8 +19,10 @@ from typing import IO
 from shardwise.errors import LaunchError, problem
 from shardwise.hosts import Host
 from shardwise.launch import bootstrap
-from shardwise.launch.elastic import Agent, Elastic, folder_in_memory
+from shardwise.launch.course import Elastic
+from shardwise.launch.elastic import Agent, folder_in_memory
 from shardwise.launch.job import Job, signals_caught
+from shardwise.launch.member import Begin, Member, Own
 from shardwise.launch.places import DEFAULT_PORT
 
 
@@ -55,23 +57,29 @@ def launch(
     ``exit_grace_seconds`` to end as well, by default as long as they want; after half a minute a line says which still
     run.
 
-    With ``elastic`` a lost rank does not end the job (``launch.elastic``); on one machine.
+    With ``elastic`` a lost rank does not end the job (``launch.elastic``), nor does a lost machine; a launcher with
+    ``node_rank`` from ``nnodes`` on stands by for one. The launchers then meet at that address and port, and the ranks
+    of every generation at a free port of the machine of rank 0.
 
     The exit code is 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after
     SIGINT, SIGTERM or SIGHUP, or 1 after ``exit_grace_seconds``. Raises LaunchError when the job cannot be started.
     """
     hosts = hosts or _alike(num_ranks, nnodes)
-    _check_node(hosts, node_rank)
+    _check_node(hosts, node_rank, stands_by=elastic is not None)
     _check_command(command)
-    here = hosts[node_rank]
-    all_slots = range(len(here.ranks) + (elastic.spares if elastic else 0))
+    here = hosts[min(node_rank, len(hosts) - 1)]
     devices = _devices(here)
+    num_ranks = sum(len(host.ranks) for host in hosts)
     if elastic is not None:
-        elastic.check(len(here.ranks))
-        _check_one_machine(hosts, devices, len(all_slots))
+        elastic.check(num_ranks)
+        _check_slots(hosts, devices, len(here.ranks) + elastic.spares)
 
-    def environment(slots: Sequence[int]) -> dict[str, str]:
+    def master() -> tuple[str, int]:
+        return _master_addr(hosts, master_addr), _master_port(hosts, master_port, serves=0 in here.ranks)
+
+    def environment(begin: Begin) -> dict[str, str]:
         """Of this machine's ranks, on some slots of it."""
+        slots = begin.slots
         if elastic is not None and list(slots) != list(range(len(slots))):
             chosen = ",".join(devices[slot] if devices else str(slot) for slot in slots)
         else:
@@ -79,10 +87,10 @@ def launch(
         shared = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
             **({"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}),
-            "WORLD_SIZE": str(sum(len(host.ranks) for host in hosts) - len(here.ranks) + len(slots)),
+            "WORLD_SIZE": str(begin.num_ranks),
             "LOCAL_WORLD_SIZE": str(len(slots)),
-            "MASTER_ADDR": _master_addr(hosts, master_addr),
-            "MASTER_PORT": str(_master_port(hosts, master_port, serves=0 in here.ranks)),
+            "MASTER_ADDR": begin.master[0],
+            "MASTER_PORT": str(begin.master[1]),
             bootstrap.LAUNCHER_PID: str(os.getpid()),
         }
         shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // len(slots))))
@@ -94,31 +102,40 @@ def launch(
         logs = _open_logs(stack, log_dir, here.ranks)
         caught: list[int] = []
 
-        def make_job(folder: str) -> Job:
+        def make_job(folder: str, ranks: Sequence[int]) -> Job:
+            logs.update(_open_logs(stack, log_dir, [rank for rank in ranks if rank not in logs]))
             return Job(folder, logs, tag, grace_seconds, exit_grace_seconds, show_all, caught=caught)
 
-        shared = environment(range(len(here.ranks)))
+        slots = list(range(len(here.ranks)))
+        begin = Begin(0, False, 0, num_ranks, slots, 0, master(), -1)
         stack.enter_context(signals_caught(caught))
         if elastic is not None:
             memory = stack.enter_context(folder_in_memory())
-            agent = Agent(elastic, len(here.ranks), command, environment, make_job, scratch, memory, caught)
+            agent = Agent(elastic, num_ranks, len(hosts), command, environment, make_job, scratch, memory)
             stack.callback(agent.close)
-            return agent.run()
-        job = make_job(scratch)
+            if len(hosts) == 1:
+                return agent.run_alone(master)
+            spares = list(range(len(slots), len(slots) + elastic.spares))
+            own = Own(node_rank, len(hosts), num_ranks, begin.master, here.name, slots, spares)
+            member = stack.enter_context(contextlib.closing(Member(elastic, own, caught, free_port)))
+            return agent.take_part(member)
+        shared = environment(begin)
+        job = make_job(scratch, here.ranks)
         stack.callback(job.kill)
         for local_rank, rank in enumerate(here.ranks):
             job.start(command, rank, {**shared, "LOCAL_RANK": str(local_rank)})
         return job.run()
 
 
-def _check_one_machine(hosts: Sequence[Host], devices: Sequence[str], num_slots: int) -> None:
-    if len(hosts) > 1:
-        what = f"--elastic watches the ranks of one machine, and there are {len(hosts)}"
-        fix = "run one machine, or several without it: the job then goes on from its last checkpoint when started again"
-        raise LaunchError(problem(what, fix=fix))
+def _check_slots(hosts: Sequence[Host], devices: Sequence[str], num_slots: int) -> None:
+    """Of an elastic job."""
     if devices and len(devices) < num_slots:
         what = f"{num_slots} ranks and spares need as many devices, and there are {len(devices)}: {', '.join(devices)}"
         raise LaunchError(problem(what, fix="fewer --spares or ranks, or more devices"))
+    numbers = [rank for host in hosts for rank in host.ranks]
+    if numbers != sorted(numbers):
+        what = "--elastic numbers the ranks machine by machine, and this rank table does not"
+        raise LaunchError(problem(what, fix="list the machines in the order of their ranks"))
 
 
 def _alike(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
@@ -206,8 +223,9 @@ def _check_command(command: Sequence[str]) -> None:
         raise LaunchError(problem(f"there is no script {command[0]!r} in {os.getcwd()}", fix=fix))
 
 
-def _check_node(hosts: Sequence[Host], node_rank: int) -> None:
-    if not 0 <= node_rank < len(hosts):
+def _check_node(hosts: Sequence[Host], node_rank: int, *, stands_by: bool) -> None:
+    """``stands_by``: whether a machine beyond those of the job may wait for the loss of one."""
+    if not node_rank >= 0 or (node_rank >= len(hosts) and (not stands_by or len(hosts) == 1)):
         what = f"node rank {node_rank} is not one of {len(hosts)} nodes"
         raise LaunchError(problem(what, fix="number the nodes 0, 1, ...: --nnodes 2 --node-rank 1"))
 

@@ -31,7 +31,7 @@ from shardwise.costs.fit import CollectiveTime, KernelTime, MatmulTime, Measurem
 from shardwise.errors import LaunchError, problem
 from shardwise.launch.measure_kernels import Sizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
-from shardwise.runtime.communicator import add_rows, adds_rows, gather_tensor, scatter_tensor
+from shardwise.runtime.communicator import added, adds_rows, exchange_rows, gather_tensor, scatter_tensor
 
 _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
 
@@ -282,14 +282,16 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
         return lambda: gather_tensor(other, part, group=group), whole.nbytes
     if kind == "reduce_scatter" and not adds_rows(group):
         return lambda: scatter_tensor(part, whole, group=group), whole.nbytes
-    if kind in ("all_to_all", "reduce_scatter"):
+    if kind == "reduce_scatter":
 
         def exchanged() -> None:
-            dist.all_to_all_single(other, whole, group=group)
-            if kind == "reduce_scatter":
-                add_rows(other.view(size, -1), dist.ReduceOp.SUM)
+            received, flight = exchange_rows(whole, group, is_async=True)
+            flight.wait()
+            added(received, size)
 
         return exchanged, whole.nbytes
+    if kind == "all_to_all":
+        return lambda: dist.all_to_all_single(other, whole, group=group), whole.nbytes
     place, count = dist.get_rank(group), whole.numel()
     counts = [count if member == (place + 1) % size else 0 for member in range(size)]
     taken = [count if member == (place - 1) % size else 0 for member in range(size)]

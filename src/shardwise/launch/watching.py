@@ -90,4 +90,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-__all__ = ["Watch", "name_ranks", "positions", "waits"]
+def count_ranks(count: int) -> str:
+    """``1 rank`` or ``4 ranks``."""
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+__all__ = ["Watch", "count_ranks", "name_ranks", "positions", "waits"]

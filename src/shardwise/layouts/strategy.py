@@ -191,6 +191,7 @@ class Applied:
     results: tuple[Layout, ...]
 
 
+@lru_cache(maxsize=20_000)
 def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
     """Rule + strategy -> layouts. A lowered factor gives the layouts around the lowering: results that lack it are
     invariant."""

@@ -18,8 +18,8 @@ old ones, is shown under the new.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
@@ -96,9 +96,11 @@ def _roles_in(op: Op, weights: set[str], rule: OpRule, strategy: Strategy) -> It
 
 @dataclass(frozen=True)
 class _Listed:
-    """What a plan lists, under the other names."""
+    """What a plan lists, under the other names. ``known``: what a text is (layout, move or strategy), and the text ->
+    that with the other names; stages have many texts in common."""
 
     names: Renaming
+    known: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def stage(self, stage: Stage) -> Stage:
         """A stage under the other names."""
@@ -113,12 +115,7 @@ class _Listed:
             parameters=tuple(replace(own, layout=self._layout_text(own.layout)) for own in stage.parameters),
             buffers=tensors(stage.buffers),
             operators=tuple(
-                replace(
-                    own,
-                    strategy=self.names.strategy(Strategy.parse(own.strategy, self.names.source)).format(
-                        self.names.target
-                    ),
-                )
+                replace(own, strategy=self._renamed("strategy", own.strategy, self._strategy_text))
                 for own in stage.operators
             ),
             conversions=None if stage.conversions is None else tuple(map(self._conversion, stage.conversions)),
@@ -142,11 +139,26 @@ class _Listed:
             entry, axes=self.names.target.format_axes(self.names.axes(self.names.source.parse_axes(entry.axes)))
         )
 
+    def _renamed(self, kind: str, text: str, renamed: Callable[[str], str]) -> str:
+        if (kind, text) not in self.known:
+            self.known[kind, text] = renamed(text)
+        return self.known[kind, text]
+
     def _layout_text(self, text: str) -> str:
+        return self._renamed("layout", text, self._other_layout)
+
+    def _move_text(self, text: str) -> str:
+        return self._renamed("move", text, self._other_move)
+
+    def _strategy_text(self, text: str) -> str:
+        strategy = Strategy.parse(text, self.names.source)
+        return self.names.strategy(strategy).format(self.names.target)
+
+    def _other_layout(self, text: str) -> str:
         dtype = text[: text.index("[")]
         return dtype + format_layout(self.names.layout(parse_layout(text, self.names.source)), merged=False)
 
-    def _move_text(self, text: str) -> str:
+    def _other_move(self, text: str) -> str:
         move = parse_move(text, self.names.source)
         ends = {"source": self.names.layout(move.source), "target": self.names.layout(move.target)}
         return format_move(replace(move, **ends, axes=self.names.axes(move.axes)))
@@ -154,11 +166,11 @@ class _Listed:
 
 def by_roles(stages: Sequence[Stage], of: Sequence[Doing]) -> tuple[Stage, ...]:
     """The stages with the axes of their meshes called by what they do; equal meshes have equal names."""
-    found = []
-    for stage in stages:
-        alike = (doing for other, doing in zip(stages, of, strict=True) if other.mesh == stage.mesh)
-        found.append(_Listed(Renaming(stage.mesh, mesh_by_roles(stage.mesh, alike))).stage(stage))
-    return tuple(found)
+    known: dict[Mesh, _Listed] = {}
+    for mesh in dict.fromkeys(stage.mesh for stage in stages):
+        alike = (doing for stage, doing in zip(stages, of, strict=True) if stage.mesh == mesh)
+        known[mesh] = _Listed(Renaming(mesh, mesh_by_roles(mesh, alike)))
+    return tuple(known[stage.mesh].stage(stage) for stage in stages)
 
 
 __all__ = ["Doing", "by_roles", "mesh_by_roles"]

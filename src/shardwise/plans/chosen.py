@@ -15,8 +15,9 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.transfer import boundary_layout
 from shardwise.plans.pipelining import Pipelining
 from shardwise.plans.refusal import nothing_fits
-from shardwise.programs.spmd import Choice, Spmd
+from shardwise.programs.spmd import Choice, Lifetimes, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
+from shardwise.progress import doing
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import Search
 from shardwise.search.decide import decide
@@ -89,6 +90,7 @@ class Chooser:
             most[form.key] = max(most.get(form.key, 0), count)
         chosen: list[Chosen] = []
         for part, form in zip(reversed(parts), reversed(forms), strict=True):
+            doing("planning a stage", len(chosen), len(parts))
             chosen.insert(0, self.of(part, most[form.key], limit, chosen[0] if chosen else None))
         return chosen
 
@@ -143,7 +145,6 @@ class Chooser:
         )
         segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in one.levers.segments)
         levers = replace(one.levers, segments=tuple(segments))
-        settings = replace(self.how.settings, levers=levers, zero=None)  # storage is in the choice
         searched = None
         if one.searched is not None:
             sources = one.searched.search.cost.domains.graph.source_of
@@ -151,8 +152,23 @@ class Chooser:
             called = {own: name for name, own in value_of.items()}
             names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
             searched = Searched(one.searched.search, names)
-        program = built(part, rules, choice, one.mesh, settings, self.kinds)
-        return Chosen(factored, *program, levers, searched)
+        bucket_bytes, by_block = self.how.settings.bucket_bytes, levers.gathered == "again"
+        spmd = build_spmd(part, rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
+        return Chosen(factored, choice, _living_as(one.spmd, spmd), levers, searched)
+
+
+def _living_as(one: Spmd, spmd: Spmd) -> Spmd:
+    """A program that equals another but for names, with the other's lifetimes. What a step does once is left out: that
+    is settled when the ends of stages meet."""
+    op_of = {own.name: other.name for own, other in zip(one.graph.ops, spmd.graph.ops, strict=True)}
+    result_of = {own.result: other.result for own, other in zip(one.conversions, spmd.conversions, strict=True)}
+    own = one.lifetimes
+    lifetimes = Lifetimes(
+        frozenset(op_of[name] for name in own.operators),
+        frozenset(result_of[name] for name in own.conversions),
+        frozenset(op_of[name] for name in own.offloaded),
+    )
+    return replace(spmd, lifetimes=lifetimes)
 
 
 def _choose(how: Pipelining, part: Graph, limit: float, kinds: Kinds) -> Chosen:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from typing import Literal
 
 import numpy as np
 
@@ -27,21 +28,24 @@ from shardwise.graph.segments import How, Segment, block_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.plans.joint import Setting
+from shardwise.search.again import Gathered
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
 from shardwise.search.dynamic_programming import HIDDEN
 from shardwise.search.elimination import Scope, TooWide
-from shardwise.search.levers import Gathered, Levers, blocks_of
+from shardwise.search.levers import Levers, blocks_of
 from shardwise.search.planner import Planner, Settings
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
 ROOM = 0.93  # of a device, for what adds up; the rest is held for moments
 # What is made again, and whether gathered parameters are.
-RUNGS: tuple[tuple[How | None, Gathered], ...] = (
+Rungs = tuple[tuple[How | None, Gathered], ...]
+RUNGS: Rungs = (
     (None, "held"),
-    ("cheap", "held"),
+    (None, "once"),
+    ("cheap", "once"),
     (None, "again"),
-    ("full", "held"),
+    ("full", "once"),
     ("full", "again"),
 )
 TRAFFICS = (HIDDEN, 0.5, 1.0 - HIDDEN)  # weights of traffic, the others being those of compute
@@ -62,6 +66,11 @@ class Front:
         total = self.points.sum(axis=1, keepdims=True)
         nothing = np.zeros_like(total)
         return Front(np.concatenate([nothing, *(total / count for _ in range(count)), nothing], axis=1))
+
+    def with_ends_apart(self, ahead: bool, behind: bool) -> Front:
+        """The same, with what is ahead of all blocks, or behind them, as a block of its own."""
+        nothing = np.zeros_like(self.points[:, :1])
+        return Front(np.concatenate([*[nothing] * ahead, self.points, *[nothing] * behind], axis=1))
 
     @cached_property
     def _spans(self) -> tuple[Floats, Floats]:
@@ -124,7 +133,7 @@ class Fronts:
     cluster: Cluster
     settings: Settings
     segments: tuple[Segment, ...] = ()
-    rungs: tuple[tuple[How | None, Gathered], ...] = RUNGS
+    rungs: Rungs = RUNGS
     known: dict[tuple[int, int], Front | None] = field(default_factory=dict)
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
@@ -138,37 +147,53 @@ class Fronts:
         self.ends = [(self.blocks[run[0]].path, self.blocks[run[-1]].path) for run in runs for _ in run]
         if short is None:
             self.ends = [(block.path, block.path) for block in self.blocks]
+        self.starts, self.apart = self._where_stages_begin()
+
+    def _where_stages_begin(self) -> tuple[list[str], tuple[bool, bool]]:
+        """The operators before which a stage may begin, and whether what is ahead of all blocks, and what is behind
+        them, can be a stage: it reads parameters."""
+        ops = self.whole.ops
+        if not self.blocks:
+            return [], (False, False)
+        inside = [number for number, op in enumerate(ops) if block_of(op.name)]
+        parameters = {source.value for source in self.whole.sources if source.kind == "parameter"}
+        ahead, behind = ops[: inside[0]], ops[inside[-1] + 1 :]
+        apart = [any(parameters.intersection(op.operands) for op in own) for own in (ahead, behind)]
+        firsts = [block.ops[0].name for block in self.blocks]
+        names = [*(op.name for op in ahead[: apart[0]]), *firsts, *(op.name for op in behind[: apart[1]])]
+        return names, (apart[0], apart[1])
 
     def seconds(self, setting: Setting) -> float:
         """About the seconds of a step; infinite where the model is no sum over such micro-batches, or nothing fits."""
-        cut = self.cut(setting)
+        cut = self.cut(setting, in_flight(setting))
         if cut is None:
             return inf
         places = setting.places
         per_place = setting.stages // places
-        return setting.passes * cut.slowest * (1 + (places - 1) / (per_place * setting.passes))
+        return cut.slowest * (per_place * setting.passes + places - 1)
 
-    def cut(self, setting: Setting) -> Cuts | None:
-        """Between which blocks the places of a setting begin; None where the model is no sum over such
-        micro-batches."""
+    def cut(self, setting: Setting, flying: Sequence[float]) -> Cuts | None:
+        """Between which blocks the stages of a setting begin; None where the model is no sum over such micro-batches.
+        ``flying``: of every stage the micro-batches that it keeps at once."""
         front = self._front(setting)
         if front is None:
             return None
         given = self.settings.memory_bytes
         limit = ROOM * (self.cluster.device.usable_bytes if given is None else given)
         if not self.ends:  # no blocks to cut between: as if the work could be divided evenly
-            front = front.divided(setting.places)
-        return front.cut(limit, in_flight(setting))
+            front = front.divided(setting.stages)
+        front = front.with_ends_apart(*self.apart)
+        return front.cut(limit * setting.places / setting.stages, flying)
 
-    def parts(self, setting: Setting) -> list[list[str]] | None:
-        """The operators of every stage; None where places have several, where there are no blocks to cut between, and
-        where nothing seems to fit."""
-        if setting.stages != setting.places or len(self.blocks) < setting.stages:
+    def parts(self, setting: Setting, flying: Sequence[float]) -> list[list[str]] | None:
+        """The operators of every stage, each of which keeps so many micro-batches at once; None where there are too few
+        blocks to cut between, and where nothing seems to fit."""
+        if len(self.starts) < setting.stages:
             return None
-        cut = self.cut(setting)
+        cut = self.cut(setting, flying)
         if cut is None or not cut.starts:
             return None
-        begins = {self.blocks[start].ops[0].name: number for number, start in enumerate(cut.starts) if number}
+        begins = {self.starts[start]: number for number, start in enumerate(cut.starts) if number}
         parts: list[list[str]] = [[] for _ in cut.starts]
         current = 0
         for op in self.whole.ops:
@@ -195,6 +220,8 @@ class Fronts:
         segments = [replace(own, operators=own.operators & names) for own in self.segments]
         for how, gathered in self.rungs:
             if how not in (None, "none") and not has_blocks:
+                continue
+            if gathered == "held" and setting.passes == 1 and (how, "once") in self.rungs:  # the same
                 continue
             levers = Levers.of(graph, segments, how, gathered)
             own = replace(planner, settings=replace(settings, levers=levers))
@@ -250,9 +277,17 @@ def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
     return is_stored and (len(scope) == 1 or not components[TRAFFIC])
 
 
+def rungs_of(recompute: How | Literal["auto"] | None, gathered: Gathered | None) -> Rungs:
+    """What may be made again. ``gathered``: None where that is free, and then as parameters are held if something is
+    asked to be made again."""
+    if recompute != "auto":
+        return ((recompute, gathered or "held"),)
+    return RUNGS if gathered is None else ((None, gathered), ("cheap", gathered), ("full", gathered))
+
+
 def in_flight(setting: Setting) -> tuple[float, ...]:
-    """How many micro-batches every place keeps, in shares of all its stages (Narayanan et al. 2021, arXiv:2104.04473,
-    section 2.2)."""
+    """How many micro-batches every stage keeps, as its place divides what it keeps at once among its stages (Narayanan
+    et al. 2021, arXiv:2104.04473, section 2.2); the last stage does the backward of each at once."""
     places, passes = setting.places, setting.passes
     per_place = setting.stages // places
     if setting.schedule == "GPipe":
@@ -260,7 +295,7 @@ def in_flight(setting: Setting) -> tuple[float, ...]:
     if per_place == 1:
         return tuple(float(min(passes, places - place)) for place in range(places))
     most = (2 * (places - 1) + (per_place - 1) * places + 1) / per_place
-    return (min(float(passes), most),) * places
+    return (*(min(float(passes), most),) * (setting.stages - 1), 1.0)
 
 
-__all__ = ["Front", "Fronts", "in_flight"]
+__all__ = ["RUNGS", "Front", "Fronts", "in_flight", "rungs_of"]

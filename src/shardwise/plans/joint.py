@@ -29,6 +29,7 @@ from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.progress import doing
 from shardwise.rules.bands import EVERYTHING, band_of
 from shardwise.search.levers import blocks_of
 from shardwise.search.micro_batch import Batches
@@ -37,7 +38,14 @@ TRIES = 24  # settings that are planned at most
 OPERATORS = 12_000  # of large models fewer, so that these are all their operators; two at least
 REFINED = 32  # pairs of a number of places and a micro-batch that are estimated by searches
 REACHED = 1.5  # times the seconds of all products at the peak: about what a step takes without bubbles
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")  # where the user names none
+SCHEDULES = (  # where the user names none
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "Interleaved1F1B:4",
+    "Interleaved1F1B:8",
+    "ZBVZeroBubble",
+)
 _Found = TypeVar("_Found", bound=Plan)
 
 
@@ -141,14 +149,13 @@ class Floor:
         return Floor(seconds * share / cluster.num_devices, 3 * len(graph.ops), float(held))
 
     def bound(self, setting: Setting) -> float:
-        """No step of a setting is shorter. Where a place has one stage, each waits for those before it to do their
-        first micro-batch, and these wait for it at the end: so the slowest of them, however the work is divided among
-        them, takes at least the share below. Schedules of several stages per place may give places before it next to
-        nothing to do in that time."""
-        if setting.stages == 1 or schedule_of(setting.schedule).stages_per_place > 1:
+        """No step of a setting is shorter: however the work is divided among its stages, a place waits for the first
+        micro-batch to come and for the cotangents of the last to go (``least_share``). Not counted where the work on
+        weights is apart, which can fill the wait."""
+        if setting.stages == 1 or schedule_of(setting.schedule).splits_backward:
             return self.seconds
-        steady = 1 - 1 / setting.passes
-        return self.seconds * setting.stages / setting.passes / (1 - steady**setting.stages)
+        places, passes = setting.places, setting.passes
+        return self.seconds * places / passes * least_share(places, setting.stages, passes)
 
     def estimate(self, setting: Setting, cluster: Cluster) -> float:
         """About how long a step takes: products, gradients that are reduced once, kernels to start, and bubbles. Where
@@ -162,6 +169,24 @@ class Floor:
         sharing = cluster.num_devices / places / setting.micro_batch / cluster.levels[0].size
         products = REACHED * self.seconds * max(1.0, sharing)
         return max(products, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
+
+
+def least_share(places: int, stages: int, passes: int) -> float:
+    """The least step of stages that take one second together for a micro-batch, however that is divided among them.
+
+    A place (of two at least) has every ``places``-th stage. It does the work of a stage and of its later ones for all
+    passes between the first micro-batch, which has gone through all stages before that one, and the last, whose
+    cotangents go back through them: a step is at least ``before + passes * (its own + its later ones)``, with the
+    seconds of the stages before. The largest of these sums is least where all are equal. From the last stage on: one of
+    the last round takes ``passes / (passes - 1)`` of the next one, one of an earlier round the sum of the ``places -
+    1`` behind it, divided by ``passes - 1``."""
+    if passes == 1:
+        return 1.0
+    shares = [1.0]  # of the stages from the last one on
+    while len(shares) < stages:
+        in_last_round = len(shares) < places
+        shares.append((shares[-1] * passes if in_last_round else sum(shares[1 - places :])) / (passes - 1))
+    return 1.0 + (passes - 1) * shares[0] / sum(shares)
 
 
 def _least_flops(op: Op, graph: Graph) -> float:
@@ -270,6 +295,7 @@ def joint_search(
             seen.append(one)
             continue
         tries -= 1
+        doing(f"planning {setting}")
         try:
             found = plan_of(setting)
         except PlanError as error:

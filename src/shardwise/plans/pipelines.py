@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
+from statistics import fmean
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
-from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline import (
     Order,
     PipelinePrediction,
     StagePrediction,
     StageSeconds,
-    send_seconds,
     simulate_pipeline,
-    stage_seconds,
 )
 from shardwise.costs.prices import Prices
 from shardwise.errors import PlanError, listed, problem
@@ -37,7 +36,7 @@ from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.chosen import Chooser, Chosen, Searched, meant_in
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
-from shardwise.plans.fronts import Fronts
+from shardwise.plans.fronts import Fronts, rungs_of
 from shardwise.plans.joint import Setting
 from shardwise.plans.listing import stage_of
 from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
@@ -46,6 +45,7 @@ from shardwise.plans.quantities import format_bytes
 from shardwise.plans.refusal import NothingFits
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
+from shardwise.plans.timed import Timed, timed_stages
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
@@ -210,7 +210,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
             problem(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
         )
     order = how.order(how.schedule, how.num_places, num_passes)
-    flying = _in_flight(order, how.num_stages)
+    flying = _in_flight(how, order)
     prices = Prices(Links(how.part, how.meshes[0]), how.settings.optimizer, num_passes)
     if how.marks is not None:
         parts = marked_parts(graph, dict(how.marks), how.num_stages)
@@ -224,7 +224,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     chosen = chooser.of_all(cut.parts, flying, limits[0])
     for left in reversed(range(TRIES)):
         choices, spmds = _together(cut, chosen, how.settings)
-        timed = _timed(how, cut, spmds, num_passes, kinds) if how.by_price or how.schedule.is_solved else []
+        timed = timed_stages(how, cut, choices, spmds, kinds) if how.by_price or how.schedule.is_solved else []
         over = _excess(how, timed, order, num_passes) if how.by_price else {}
         if not over:
             break
@@ -251,21 +251,34 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
 
 
 def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
-    """The operators of every stage: cut at any operator, where memory costs no time; else, and where levers may be
-    chosen, between blocks, by what the fronts of these say of time under the memory of each stage."""
+    """The operators of every stage: cut at any operator, where memory costs no time; else, where there are prices,
+    between blocks, by what the fronts of these say of time under the memory of each stage."""
     per_place = how.schedule.stages_per_place
     parts, fits = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
-    if fits or not how.fits_itself:
+    if fits or not how.by_price:
         return parts
     settings = replace(how.settings, zero=None)
-    fronts = Fronts(graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments)
+    rungs = rungs_of("auto" if how.fits_itself else how.recompute, how.gathered)
+    fronts = Fronts(
+        graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments, rungs
+    )
     setting = Setting(how.num_stages, how.schedule.name, 0, how.settings.passes)
-    return fronts.parts(setting) or parts
+    return fronts.parts(setting, flying) or parts
 
 
-def _in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
-    """Per stage the most micro-batches whose values it keeps, if all stages were equal."""
-    return simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * num_stages).in_flight
+def _in_flight(how: Pipelining, order: Order) -> tuple[int, ...]:
+    """Per stage the micro-batches whose values it keeps at once, if all took equally long. The inner stages of a place
+    are about equal and share its memory: each counts as many as they keep on average."""
+    stages = range(how.num_stages)
+    each = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
+    of_place: dict[int, list[int]] = {}
+    for stage in stages[1:-1]:
+        of_place.setdefault(how.schedule.place_of(stage, how.num_places), []).append(each[stage])
+    return (
+        each[0],
+        *(ceil(fmean(of_place[how.schedule.place_of(stage, how.num_places)])) for stage in stages[1:-1]),
+        each[-1],
+    )
 
 
 def _check_parameters(cut: Cut) -> None:
@@ -320,7 +333,7 @@ def _rebuilt(part: Graph, one: Chosen, choice: Choice, settings: Settings) -> Sp
     spmd = build_spmd(part, rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
     conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
     spmd = replace(spmd, lifetimes=replace(one.spmd.lifetimes, conversions=conversions, once=frozenset()))
-    return in_passes(spmd, settings)
+    return in_passes(spmd, replace(settings, levers=one.levers))
 
 
 def _listed(how: Pipelining, cut: Cut, number: int, one: Chosen, choice: Choice, spmd: Spmd) -> Stage:
@@ -342,37 +355,7 @@ def _listed(how: Pipelining, cut: Cut, number: int, one: Chosen, choice: Choice,
     )
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """What a stage takes of a micro-batch, and the bytes of a device: held with one of them (``peak``), of that kept
-    for its backward (``kept``), and sent to the next stage."""
-
-    seconds: StageSeconds
-    peak: float
-    kept: float
-    sent: float
-
-
-def _timed(how: Pipelining, cut: Cut, spmds: Sequence[Spmd], num_passes: int, kinds: Kinds) -> list[_Timed]:
-    """All stages by price."""
-    found = []
-    for number, (part, spmd) in enumerate(zip(cut.parts, spmds, strict=True)):
-        prices = Prices(Links(how.part, spmd.mesh), how.settings.optimizer, num_passes)
-        prices = prices.with_buckets(part, how.settings.bucket_bytes)
-        delivered = delivered_layouts(part, spmd)
-        names = cut.sends(number)
-        sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in names))
-        on_links = replace(prices, links=Links(how.cluster, Mesh(device=how.cluster.num_devices)))
-        send = send_seconds(on_links, how.part.num_devices, sent) if names else 0.0
-        seconds = stage_seconds(spmd, prices, send, kinds)
-        if not number and how.schedule.splits_backward:  # nobody waits for cotangents of the first stage
-            seconds = replace(seconds, input=0.0, weight=seconds.input + seconds.weight)
-        memory = memory_of(spmd, prices, kinds=kinds)
-        found.append(_Timed(seconds, float(memory.peak.num_bytes), float(memory.kept_bytes), sent))
-    return found
-
-
-def _work(how: Pipelining, stages: Sequence[_Timed], num_passes: int, known: Sequence[Order] = ()) -> Work:
+def _work(how: Pipelining, stages: Sequence[Timed], num_passes: int, known: Sequence[Order] = ()) -> Work:
     """What is to be ordered. The room of a place is what its device has beside parameters and what a single micro-batch
     takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
@@ -386,7 +369,7 @@ def _work(how: Pipelining, stages: Sequence[_Timed], num_passes: int, known: Seq
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
 
-def _excess(how: Pipelining, stages: Sequence[_Timed], order: Order, num_passes: int) -> dict[int, float]:
+def _excess(how: Pipelining, stages: Sequence[Timed], order: Order, num_passes: int) -> dict[int, float]:
     """Stages of places that hold more than their device has -> by how many bytes. Their own searches fitted them, but
     the layouts of what crosses and of shared parameters were settled after these."""
     work = _work(how, stages, num_passes)
@@ -406,7 +389,7 @@ def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[in
     )
 
 
-def _solved(how: Pipelining, stages: Sequence[_Timed], num_passes: int) -> Schedule:
+def _solved(how: Pipelining, stages: Sequence[Timed], num_passes: int) -> Schedule:
     """The schedule with an order made for these stages, which begins from those of torch for the same places."""
     alike = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
     known = [how.order(schedule, how.num_places, num_passes) for schedule in alike]
@@ -414,7 +397,7 @@ def _solved(how: Pipelining, stages: Sequence[_Timed], num_passes: int) -> Sched
     return replace(how.schedule, actions=solve_order(work, known).order)
 
 
-def _predicted(how: Pipelining, timed: Sequence[_Timed], order: Order, num_passes: int) -> PipelinePrediction:
+def _predicted(how: Pipelining, timed: Sequence[Timed], order: Order, num_passes: int) -> PipelinePrediction:
     """A simulated step."""
     step = simulate_pipeline(order, [own.seconds for own in timed])
     stages = tuple(

@@ -13,7 +13,8 @@ from shardwise.graph.segments import How, Segment
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.schedule import Schedule
-from shardwise.search.levers import Gathered, Offload
+from shardwise.search.again import Gathered
+from shardwise.search.levers import Offload
 from shardwise.search.planner import Settings
 from shardwise.search.zero import Zero
 

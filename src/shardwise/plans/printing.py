@@ -55,7 +55,7 @@ def format_plan(plan: Plan) -> str:
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
         f"    forward   {format_totals(tuple(plan.collectives()))}",
         f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
-        *_outputs(plan),
+        *(f"    {line}" for line in of_outputs(plan)),
     ]
     if not plan.precision.is_models:
         lines.insert(2 + bool(figures), f"  precision {format_precision(plan.precision)}")
@@ -125,9 +125,9 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     return [*found, ("gap", "not known" if known is None else f"{known:.2%}")]
 
 
-def _outputs(plan: Plan) -> list[str]:
-    """What brings outputs together that are not read in a step, and their whole sizes, the largest first. A value that
-    is delivered as a buffer is stored (its shape, dtype and layout) counts as its new value."""
+def of_outputs(plan: Plan) -> list[str]:
+    """A sentence, or none: what brings outputs together that are not read in a step, and their whole sizes, the largest
+    first. A value that is delivered as a buffer is stored (its shape, dtype and layout) counts as its new value."""
     sizes: Counter[str] = Counter()
     for stage in plan.stages:
         buffers = {entry.layout for entry in stage.buffers}
@@ -140,7 +140,7 @@ def _outputs(plan: Plan) -> list[str]:
     said = ", ".join(f"{value} {format_bytes(size)}" for value, size in ordered[:_OUTPUTS])
     more = f" and {len(ordered) - _OUTPUTS} more" if len(ordered) > _OUTPUTS else ""
     total = format_bytes(sizes.total())
-    return [f"    of forward, {total} bring a call's outputs together ({said}{more}); no step does, nor has its price"]
+    return [f"of forward, {total} bring a call's outputs together ({said}{more}); no step does, nor has its price"]
 
 
 def _not_kept(plan: Plan) -> list[str]:

@@ -32,6 +32,11 @@ class Schedule:
     actions: Order = ()
 
     @property
+    def base(self) -> str:
+        """Its name without a number of stages."""
+        return self.name.partition(":")[0]
+
+    @property
     def is_solved(self) -> bool:
         """Whether the order is made for the stages at hand."""
         return self.name == SOLVED
@@ -49,7 +54,7 @@ class Schedule:
             return f"the solved order is of {self.num_micro_batches} micro-batches, and there are {num_micro_batches}"
         if self.name in ("1F1B", "DualPipeV") and num_micro_batches < stages:
             return f"{self.name} over {stages} stages needs {stages} micro-batches, and there are {num_micro_batches}"
-        if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        if self.base in ("Interleaved1F1B", "InterleavedZeroBubble"):
             rounds = max(1, num_micro_batches // num_places)
             if num_micro_batches % rounds:
                 return (
@@ -81,13 +86,32 @@ SCHEDULES = {
 
 
 def schedule_of(name: object, order: Sequence[str] = ()) -> Schedule:
-    """The schedule of a name, however it is capitalised. ``order``: of a solved one, as ``format_order`` wrote it.
+    """The schedule of a name, however it is capitalised. One whose stages lie in loops may say how many a place has:
+    ``Interleaved1F1B:4`` has four, and two without a number. ``order``: of a solved one, as ``format_order`` wrote it.
     Raises PlanError listing those there are, and for an order that can not be read."""
     known = {own.lower(): own for own in SCHEDULES}
-    if not isinstance(name, str) or name.lower() not in known:
+    base, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if base.lower() not in known:
         raise PlanError(problem(f"unknown schedule {name!r}", fix=f"one of {', '.join(SCHEDULES)}"))
-    found = SCHEDULES[known[name.lower()]]
+    found = SCHEDULES[known[base.lower()]]
+    if colon:
+        found = _with_stages(found, number)
     return replace(found, actions=tuple(map(_parsed, order))) if order else found
+
+
+def _with_stages(schedule: Schedule, number: str) -> Schedule:
+    """The schedule with another number of stages on every place."""
+    loops = [own.name for own in SCHEDULES.values() if own.stages_per_place > 1 and not own.folded]
+    if schedule.name not in loops:
+        what = f"{schedule.name} has {schedule.stages_per_place} stages on every place, and no other number of them"
+        raise PlanError(problem(what, fix=f"leave out :{shown(number)}; others may have more: {', '.join(loops)}"))
+    if not re.fullmatch("[1-9][0-9]{0,2}", number, re.ASCII) or int(number) < 2:
+        what = f"{schedule.name}:{shown(number)} does not say how many stages a place has"
+        raise PlanError(problem(what, fix=f"a whole number from 2: {schedule.name}:4"))
+    if int(number) == schedule.stages_per_place:
+        return schedule
+    instead = f"{schedule.instead}:{number}"
+    return replace(schedule, name=f"{schedule.name}:{number}", stages_per_place=int(number), instead=instead)
 
 
 def format_order(order: Order) -> tuple[str, ...]:

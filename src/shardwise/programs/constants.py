@@ -24,7 +24,16 @@ from shardwise.graph.normalize_random import SEED
 from shardwise.graph.schema import is_random, is_view, may_be_view, operator_name
 from shardwise.programs.casts import computed_name
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Compute, Convert, Copy, Instruction, sent_by, with_operands, with_results
+from shardwise.programs.instructions import (
+    Compute,
+    Convert,
+    Copy,
+    Instruction,
+    sent_by,
+    shares_of,
+    with_operands,
+    with_results,
+)
 from shardwise.programs.lifetimes import AGAIN
 from shardwise.programs.micro_batches import is_of_step
 from shardwise.programs.passes import mark_overwrites, memories
@@ -199,6 +208,13 @@ def _may_be_view(one: Step | Conversion) -> bool:
 # ----------------------------------------------------------------------------------------------- the program of a rank
 
 
+def _reading(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
+    """The instruction with other names for some of what it reads, and shares memory with."""
+    if names.keys().isdisjoint((*instruction.operands, *(name for name in shares_of(instruction) if name is not None))):
+        return instruction
+    return with_operands(instruction, lambda name: names.get(name, name))
+
+
 @dataclass
 class _Dividing:
     program: Program
@@ -218,8 +234,7 @@ class _Dividing:
         same |= {name + AGAIN: kept for name, kept in same.items()}
         forward = [one for one in program.forward if not wanted.intersection(one.results)]
         forward, backward = (
-            [with_operands(one, lambda name: same.get(name, name)) for one in half]
-            for half in (forward, program.backward)
+            [_reading(one, same) if same else one for one in half] for half in (forward, program.backward)
         )
         forward, backward = self._without_unread(forward, backward, set(made))
         read = {name for one in (*forward, *backward) for name in one.operands} | self._ends

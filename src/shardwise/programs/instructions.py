@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
@@ -32,7 +33,7 @@ class Origin:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Compute:
     """A kernel on this rank. ``places``: per result where it is in what the target returns (``()``: it is that);
     ``forms`` and ``shares`` (the name of a value that has the same memory, or None): per result; ``writes``: operands
@@ -49,7 +50,7 @@ class Compute:
     writes: tuple[str, ...] = ()
     workspace: int = 0
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
 

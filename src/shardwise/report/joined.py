@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from shardwise.plans.joint import Joint
 from shardwise.plans.plan import Plan
 from shardwise.report.alternatives import Ranking, WhatIf
 from shardwise.report.explain import Explanation
-from shardwise.report.planned import InStage, MicroBatches, Planned, Staged, WhatIfInStage, entries
-from shardwise.runtime.step_profile import StepProfile
+from shardwise.report.page import Pass
+from shardwise.report.planned import InStage, Known, MicroBatches, Planned, Staged, WhatIfInStage, entries
 
 
 @dataclass(frozen=True, eq=False)
-class Joined(Plan):
+class Joined(Known):
     """A plan of a joint search. ``joint``: the settings, which are no part of the plan: not of its file, not of
     comparisons, and a copy for another process is the plan alone. ``found``: the plan of the setting that was taken."""
 
@@ -25,9 +23,6 @@ class Joined(Plan):
     @staticmethod
     def of(found: Plan, joint: Joint) -> Joined:
         return Joined(**entries(found), joint=joint, found=found)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, tuple(entries(self).values())
 
     def explain(self, name: str) -> Joint | Explanation | MicroBatches | InStage:
         """``"stages"``: what was considered and why this setting was taken; other names: as the plan of that setting
@@ -48,9 +43,10 @@ class Joined(Plan):
         found: Ranking = self.found.top(k)
         return found
 
-    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
-        """Write the plan as a page that one looks at, as a plan of that setting does."""
-        self.found.report(path, other=other, profile=profile)
+    def known(self) -> Pass:
+        """What is known of the plan of the setting that was taken."""
+        assert isinstance(self.found, Known), "it was chosen by price"
+        return self.found.known()
 
 
 __all__ = ["Joined"]

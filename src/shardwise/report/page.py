@@ -22,7 +22,7 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import PlanError, problem
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_figures, format_totals, owner_of, plan_figures
+from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import schedule_of
 from shardwise.report.charts import memory_over, row_name, schedule_rows, timeline
@@ -41,12 +41,12 @@ def _nothing(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Pass:
-    """What is known of a plan beside its file, from the search that chose it. ``step``: a simulated pass; ``over``: its
-    memory, operator after operator; ``types`` and ``reads``: of the results of an operator, and the operators whose
-    results it reads; ``why``: its alternatives."""
+    """What is known of a plan beside its file, from the search that chose it. ``step``: a simulated pass (None: of
+    stages); ``over``: its memory, operator after operator; ``types`` and ``reads``: of the results of an operator, and
+    the operators whose results it reads; ``why``: its alternatives."""
 
-    step: SimulatedStep
-    over: tuple[Peak, ...]
+    step: SimulatedStep | None = None
+    over: tuple[Peak, ...] = ()
     types: Callable[[str], tuple[str, ...]] = _nothing
     reads: Callable[[str], tuple[str, ...]] = _nothing
     why: Callable[[str], Mapping[str, Any] | None] = field(default=lambda name: None)
@@ -116,17 +116,18 @@ def write_page(
 def _looked_at(plan: Plan, known: Pass | None) -> dict[str, Any]:
     """A plan for the template."""
     step = None if known is None else known.step
-    stages = [_stage(stage, known if len(plan.stages) == 1 else None) for stage in plan.stages]
+    stages = [_stage(stage, known) for stage in plan.stages]
     rows = [row for stage in stages for row in stage["rows"] if row.seconds]
     return {
         "plan": plan,
         "figures": format_figures(plan),
         "communication": [(name, text) for name, text in _communication(plan).items()],
+        "of_outputs": of_outputs(plan),
         "time": _time(plan, step),
         "messages": [] if step is None else _messages(step, plan),
         "longest": sorted(rows, key=lambda row: -(row.seconds or 0.0))[:MOST_LISTED],
         "memory": [] if step is None else _memory(step.peak),
-        "over": None if known is None or not known.over else memory_over(known.over, known.step.peak),
+        "over": None if step is None or known is None or not known.over else memory_over(known.over, step.peak),
         "peak": None if step is None else f"{format_bytes(step.peak_bytes)} in {step.peak.where}",
         "timeline": None if step is None else timeline(step.events, step.seconds, plan.mesh),
         "schedule": _schedule(plan),
@@ -214,7 +215,7 @@ def _schedule(plan: Plan) -> dict[str, Any] | None:
 def _stage(stage: Stage, known: Pass | None) -> dict[str, Any]:
     names = {operator.name for operator in stage.operators}
     seconds: defaultdict[str, float] | None = None
-    if known is not None:
+    if known is not None and known.step is not None:
         seconds = defaultdict(float)
         for event in known.step.events:
             if not event.stream and event.part != "update":

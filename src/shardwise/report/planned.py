@@ -50,7 +50,28 @@ class MicroBatches:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned(Plan):
+class Known(Plan):
+    """A plan of which more is known than its file says: from the search that chose it. Copies for other processes are
+    the plan alone."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, tuple(entries(self).values())
+
+    def known(self) -> Pass:
+        """What the search says of the plan, for a page."""
+        raise NotImplementedError
+
+    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
+        """Write the plan as a page that one looks at: where time and memory go in a simulated pass, or how stages run,
+        who holds what, and of every operator the types, the messages and the alternatives; a single file without
+        anything from a network. ``other``: a plan to set beside this one; ``profile``: a measured step
+        (``par.profile``) to lay over the prediction."""
+        beside = other.known() if isinstance(other, Known) else None
+        write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
+
+
+@dataclass(frozen=True, eq=False)
+class Planned(Known):
     """A plan that can be explained. ``finished_search``: the search that chose it, which is no part of the plan: not of
     its file, not of comparisons, and a copy for another process is the plan alone."""
 
@@ -60,9 +81,6 @@ class Planned(Plan):
     @staticmethod
     def of(plan: Plan, finished_search: Search) -> Planned:
         return Planned(**entries(plan), finished_search=replace(finished_search, called=plan.mesh))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, tuple(entries(self).values())
 
     def explain(self, name: str) -> Explanation | MicroBatches:
         """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
@@ -94,14 +112,6 @@ class Planned(Plan):
         the messages of every group of devices."""
         write_trace(path, {f"a rank of {self.mesh}, simulated": self._simulated().events}, self.mesh)
 
-    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
-        """Write the plan as a page that one looks at: where time and memory go in a simulated pass, who holds what, and
-        of every operator the types, the messages and the alternatives; a single file without anything from a network.
-        ``other``: a plan to set beside this one; ``profile``: a measured step (``par.profile``) to lay over the
-        prediction."""
-        beside = other.known() if isinstance(other, Planned) else None
-        write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
-
     def known(self) -> Pass:
         """What the search says of the plan, for a page."""
         graph = self.finished_search.cost.domains.graph
@@ -119,10 +129,7 @@ class Planned(Plan):
             return tuple(makers[own] for own in graph.op_by_name[name].operands if own in makers)
 
         def why(name: str) -> Mapping[str, Any]:
-            try:
-                return alternatives(explain(self.finished_search, name))
-            except PlanError as error:
-                return {"said": str(error).partition("\n")[0], "rows": [], "more": 0}
+            return alternatives_of(self.finished_search, name)
 
         memory = memory_of_program(program, prices, over_time=True)
         return Pass(simulate_program(program, prices), memory.over, types, reads, why)
@@ -154,7 +161,7 @@ class WhatIfInStage:
 
 
 @dataclass(frozen=True, eq=False)
-class Staged(Plan):
+class Staged(Known):
     """The plan of a pipeline. ``searched``: the search for each stage, which is no part of the plan."""
 
     searched: tuple[Searched | None, ...] = field(default=(), kw_only=True, repr=False)
@@ -162,9 +169,6 @@ class Staged(Plan):
     @staticmethod
     def of(plan: Plan, searched: tuple[Searched | None, ...]) -> Staged:
         return Staged(**entries(plan), searched=searched)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, tuple(entries(self).values())
 
     def explain(self, name: str) -> InStage:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
@@ -201,11 +205,47 @@ class Staged(Plan):
         near = ", ".join(get_close_matches(name, known, 3) or known[:6])
         raise PlanError(problem(f"no stage has {name!r}", fix=f"one of {near}, ..."))
 
-    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
-        """Write the plan as a page that one looks at, as ``Planned.report`` does: its stages, the schedule of a step,
-        who holds what, and every operator."""
-        beside = other.known() if isinstance(other, Planned) else None
-        write_page(path, self, profile=profile, other=other, other_known=beside)
+    def known(self) -> Pass:
+        """Of every operator the alternatives in its stage, and what it reads there."""
+        asked: dict[tuple[int, str], Mapping[str, Any]] = {}  # equal stages have one search
+
+        def why(name: str) -> Mapping[str, Any] | None:
+            found = self._searched_as(name)
+            if found is None:
+                return None
+            _, own, called = found
+            key = id(own.search), called
+            if key not in asked:
+                asked[key] = alternatives_of(own.search, called)
+            said = f"as {called} of an equal stage: " if called != name else ""
+            return {**asked[key], "said": said + asked[key]["said"]}
+
+        def reads(name: str) -> tuple[str, ...]:
+            found = self._searched_as(name)
+            if found is None:
+                return ()
+            number, own, called = found
+            graph = own.search.cost.domains.graph
+            makers = {result: op.name for op in graph.ops for result in op.results}
+            read = {makers[value] for value in graph.op_by_name[called].operands if value in makers}
+            return tuple(entry.name for entry in self.stages[number].operators if own.names.get(entry.name) in read)
+
+        return Pass(reads=reads, why=why)
+
+    def _searched_as(self, name: str) -> tuple[int, Searched, str] | None:
+        """The stage of an operator, its search, and what the operator is called there."""
+        for number, own in enumerate(self.searched):
+            if own is not None and own.names.get(name) in own.search.cost.domains.graph.op_by_name:
+                return number, own, own.names[name]
+        return None
+
+
+def alternatives_of(search: Search, name: str) -> Mapping[str, Any]:
+    """Rows for a page; or, of an operator that has no choice of its own, a sentence that says so."""
+    try:
+        return alternatives(explain(search, name))
+    except PlanError as error:
+        return {"said": str(error).partition("\n")[0], "rows": [], "more": 0}
 
 
 def entries(plan: Plan) -> dict[str, Any]:

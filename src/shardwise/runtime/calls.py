@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -109,15 +110,21 @@ class Settings:
     outputs: Outputs | None = None
 
 
+_TRAINING = attrgetter("training")
+Mode = tuple[bool, bool, bool, tuple[str, ...]]  # of a call, as below
+
+
 @dataclass(frozen=True)
 class Call:
     """What a program is made for. ``arguments``: (args, kwargs), every tensor on meta and in its whole shape;
-    ``loss_only``: nothing but the loss is delivered; ``predicts``: the module's output, without the loss function."""
+    ``loss_only``: nothing but the loss is delivered; ``predicts``: the module's output, without the loss function;
+    ``in_other_mode``: submodules that are in eval() in training, or the other way round."""
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     training: bool
     loss_only: bool
     predicts: bool = False
+    in_other_mode: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,7 @@ class Calls:
     ) -> None:
         self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
         self.model = meta_copy(module)
+        self._in_other_mode = in_other_mode(dict(module.named_modules()))
         self.trials = Trials(ranks.name, TimesOnDisk.here())
         self._announced: set[str] = set()
 
@@ -204,7 +212,12 @@ class Calls:
         captured = self._captured(call)
         # Without its loss function the model has fewer operators than the plan, whose operators are those of a pass.
         is_whole = call.predicts or self.plan.micro_batches > 1
-        return self._compiled_for(captured, captured.graph, call, state, None if is_whole else call.training)
+        return self._compiled_for(captured, captured.graph, call, state, None if is_whole else self.mode_of(call))
+
+    def mode_of(self, call: Call) -> bool | None:
+        """Whether a call is in training, None where submodules are in another mode than when the module was split: it
+        then has other operators than the plan."""
+        return call.training if call.in_other_mode == self._in_other_mode else None
 
     def in_passes(
         self, call: Call, state: Mapping[str, torch.Tensor]
@@ -221,7 +234,7 @@ class Calls:
             assert self.plan.micro_batch is not None, "a plan of several passes has samples"
             passes = Passes.of(captured.graph, self.plan.micro_batch, alone)
             programs = {
-                size: self._compiled_for(captured, graph, call, state, call.training, repeats=True)
+                size: self._compiled_for(captured, graph, call, state, self.mode_of(call), repeats=True)
                 for size, graph in passes.graphs.items()
             }
             prelude = None
@@ -254,6 +267,8 @@ class Calls:
         """The call, captured by rank 0."""
         args, kwargs = call.arguments
         model = self.model.train(call.training)
+        for path in call.in_other_mode:
+            model.get_submodule(path).training = not call.training
         loss = None if call.predicts else self.settings.loss
         return from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
 
@@ -433,11 +448,15 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def in_other_mode(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
+    """Of a module and all its submodules, by path, those that are in eval() where it is in train(), or the other way
+    round."""
+    modes = list(map(_TRAINING, modules.values()))
+    return tuple(path for path, mode in zip(modules, modes, strict=True) if mode != modes[0])
+
+
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-__all__ = ["Call", "Calls", "Compile", "Compiled", "Inputs", "Outputs", "Settings", "meta_copy"]
 
 
 def check_frozen(compiled: Compiled) -> None:
@@ -455,3 +474,17 @@ def check_frozen(compiled: Compiled) -> None:
 
 def _requires_grad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
+
+
+__all__ = [
+    "Call",
+    "Calls",
+    "Compile",
+    "Compiled",
+    "Inputs",
+    "Mode",
+    "Outputs",
+    "Settings",
+    "in_other_mode",
+    "meta_copy",
+]

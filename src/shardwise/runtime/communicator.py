@@ -43,11 +43,13 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A collective that was started. What it sends is held until it is waited for, whatever the backend holds: on GPUs
-    it runs on a stream of its own, and memory that is let go is given away at once."""
+    it runs on a stream of its own, and memory that is let go is given away at once. ``rows``: what arrives, and what of
+    its own this rank adds to that."""
 
     work: Any
     sent: torch.Tensor
     is_gloos: bool
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def wait(self) -> None:
         """Until it is done; with gloo, or until it is known that it never will be."""
@@ -55,6 +57,9 @@ class InFlight:
             hands.wait(self.work)
         else:
             self.work.wait()
+        if self.rows is not None:
+            received, own = self.rows
+            received.add_(own)
 
 
 def is_gloos(group: Any) -> bool:
@@ -68,11 +73,24 @@ def adds_rows(group: Any) -> bool:
     return is_gloos(group)
 
 
-def add_rows(rows: torch.Tensor, op: Any) -> torch.Tensor:
-    """[parts, ...] -> [...]: what members have sent to this one, reduced in the order of their ranks."""
-    if op == dist.ReduceOp.SUM:
-        return rows[0] + rows[1] if len(rows) == 2 else rows.sum(0, dtype=rows.dtype)
-    return rows.amax(0) if op == dist.ReduceOp.MAX else rows.amin(0)
+def exchange_rows(sent: torch.Tensor, group: Any, *, is_async: bool) -> tuple[torch.Tensor, InFlight]:
+    """Start it: (what ``added`` takes, what to wait for). ``sent``: a row for every member, one behind the other. Of
+    two ranks each gets the other's row only, and adds its own where that arrives."""
+    size = dist.get_world_size(group)
+    if size != 2:
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=is_async)
+        return received, InFlight(work, sent, is_gloos(group))
+    rows, place = sent.view(2, -1), dist.get_rank(group)
+    received = torch.empty_like(rows[1 - place])
+    counts = [len(received) * (place == 1), len(received) * (place == 0)]
+    work = dist.all_to_all_single(received, rows[1 - place], counts, counts, group=group, async_op=is_async)
+    return received, InFlight(work, sent, is_gloos(group), (received, rows[place]))
+
+
+def added(received: torch.Tensor, size: int) -> torch.Tensor:
+    """What members have sent to this one, added up in the order of their ranks."""
+    return received if size == 2 else received.view(size, -1).sum(0, dtype=received.dtype)
 
 
 # An error of the network -> what to raise for it; None: it was something else.
@@ -305,7 +323,7 @@ class Message:
     def land(self, buffer: torch.Tensor, given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The results, from a buffer that is filled. ``given``: this rank's tensor, where the move needs it as well."""
         if self.adds_rows:
-            buffer = add_rows(buffer.view(self.size, -1), self.op)
+            buffer = added(buffer, self.size)
         if self.kind in ("all_reduce", "reduce_scatter"):
             if self.single:
                 own = self.moves[0]
@@ -353,15 +371,12 @@ class Message:
             total = sent.numel()
         else:
             packed = [move.pack(tensor) for move, tensor in zip(self.moves, tensors, strict=True)]
-            parts = [[messages[member] for messages in packed] for member in range(self.size)]
-            largest = max(sum(part.numel() for part in row) for row in parts)
-            total = sum(part.numel() for row in parts for part in row)
-            sent = torch.cat([_row(row, largest) for row in parts])
+            rows = [[messages[member] for messages in packed] for member in range(self.size)]
+            total = sum(part.numel() for row in rows for part in row)
+            sent = _padded(rows)
         self.ranks.note(self.kind, self.axes, total * sent.element_size())
         if self.adds_rows:
-            received = torch.empty_like(sent)
-            work = dist.all_to_all_single(received, sent, group=self.group, async_op=not wait)
-            return received, InFlight(work, sent, self.is_gloos)
+            return exchange_rows(sent, self.group, is_async=not wait)
         received = sent.new_empty(sent.numel() // self.size)
         work = scatter_tensor(received, sent, op=self.op, group=self.group, async_op=not wait)
         return received, InFlight(work, sent, self.is_gloos)
@@ -392,6 +407,19 @@ def _row(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     if missing:
         flat.append(flat[0].new_zeros(missing))
     return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+
+def _padded(rows: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Rows of parts one behind the other, padded to the longest. A part is copied once, however it lies in memory."""
+    sizes = [[part.numel() for part in row] for row in rows]
+    longest = max(map(sum, sizes))
+    joined = rows[0][0].new_empty(len(rows), longest)
+    for row, own, whole in zip(rows, sizes, joined, strict=True):
+        *places, padding = whole.split([*own, longest - sum(own)])
+        for part, place in zip(row, places, strict=True):
+            place.view(part.shape).copy_(part)
+        padding.zero_()
+    return joined.view(-1)
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.rank_program import Program
 from shardwise.programs.regions import At, Region, divide, kind_of
+from shardwise.runtime.agree import shown_once
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Boxed, kernels_graph
 
@@ -101,7 +102,7 @@ def compiled_program(
     generate: Generate | None = None,
 ) -> Program:
     """The program with its kernels compiled. ``generate``: makes a function of a section (by default Inductor does)."""
-    with warnings.catch_warnings():
+    with shown_once("compiling a program"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch(\.|$)")  # what Inductor says of itself when it is imported
         return _Compiler(program, ranks, device, on_host, generate or inductor).run()
 

@@ -16,12 +16,14 @@ GENERATION = "SHARDWISE_GENERATION"  # the environment variable in which the lau
 class Generation:
     """``number``: from 0; ``memory``: the folder; ``suspect``: the last one ended because copies differed, so that what
     no check has passed is not to be trusted; ``rehearses``: the process is no rank, but makes the plan for so many
-    ranks, as a later generation may have, and ends."""
+    ranks, as a later generation may have, and ends; ``num_machines``: of the job at its start, each of which has a
+    folder of its own."""
 
     number: int
     memory: str
     suspect: bool = False
     rehearses: int = 0
+    num_machines: int = 1
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.runtime.hooks import Shards, carry_hooks
@@ -36,6 +36,7 @@ def hold(
         fault = error
     check_initial_values(found.prints, seed, fault, own.everyone, device)
     held = found.held
+    _stand_ins(root, module)
     shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in shards and name in held:
@@ -46,25 +47,33 @@ def hold(
         mine = shards.get(id(parameter))
         if isinstance(mine, torch.nn.Parameter):
             path, _, leaf = name.rpartition(".")
-            _container(root, path).register_parameter(leaf, mine)
+            root.get_submodule(path).register_parameter(leaf, mine)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         if name in held:
             shards.setdefault(id(buffer), held[name])
         if id(buffer) in shards:
             persistent = leaf not in module.get_submodule(path)._non_persistent_buffers_set
-            _container(root, path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
+            root.get_submodule(path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
 
 
-def _container(root: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The submodule at ``path``, created empty where it is missing."""
-    for name in filter(None, path.split(".")):
-        if name not in root._modules:
-            root.add_module(name, Shards())
-        child = root._modules[name]
-        assert child is not None
-        root = child
-    return root
+def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> None:
+    """An empty submodule for each of the module's, in the same mode; what has several names there has them here."""
+    of: dict[int, torch.nn.Module] = {id(module): root}
+    for path, original in module.named_modules(remove_duplicate=False):
+        above, _, name = path.rpartition(".")
+        parent = of.get(id(module.get_submodule(above)))
+        if not path or parent is None:
+            continue
+        if parent is root and hasattr(root, name):
+            if any(True for _ in (*original.parameters(), *original.buffers())):
+                what = f"the module has a submodule {name}, a name that parallel modules have themselves"
+                raise PlanError(problem(what, fix="give it another name"))
+            continue  # nothing of it is held
+        if id(original) not in of:
+            own = of[id(original)] = Shards()
+            own.stand_for(original)
+        parent.add_module(name, of[id(original)])
 
 
 def _check_module(module: torch.nn.Module, plan: Plan) -> None:

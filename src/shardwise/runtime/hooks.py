@@ -33,13 +33,42 @@ def wrapped(wrapper: str) -> ShardwiseError:
     )
 
 
-class Shards(nn.Module):
-    """A submodule of a parallel module: it holds shards under their names, and is never called."""
+class StandIn(nn.Module):
+    """What stands for a module on ranks, and holds shards under its names: what else the module has is in programs that
+    were captured, and can not be changed here."""
+
+    _attributes: frozenset[str] = frozenset()  # the names that the module has
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # as torch's fully_shard does
             raise wrapped(value.__name__)
+        if name in self._attributes and not self._holds(name):
+            raise ShardwiseError(
+                problem(
+                    f"{name} is an attribute of the {self._kind} that was split: programs have been captured with it, "
+                    "and ranks would go on with that",
+                    fix="pass as an input what changes between steps, or keep it in a buffer and write to that (fill_, "
+                    "copy_); change the model itself before sw.plan and sw.parallelize",
+                )
+            )
         super().__setattr__(name, value)
+
+    def stand_for(self, module: nn.Module) -> None:
+        """Take the module's mode, and refuse from now on what it has and ranks do not see."""
+        self.training, self._kind = module.training, type(module).__name__
+        self._attributes = (frozenset(dir(module)) - _OF_MODULES) | {"forward"}
+
+    def _holds(self, name: str) -> bool:
+        own = vars(self)
+        tables = own["_parameters"], own["_buffers"], own["_modules"]
+        return name in own or any(name in table for table in tables)
+
+
+_OF_MODULES = frozenset(dir(nn.Module()))
+
+
+class Shards(StandIn):
+    """A submodule of a parallel module: it holds shards under their names, and is never called."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardwiseError(

@@ -20,7 +20,17 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import shown_once
-from shardwise.runtime.calls import Call, Calls, Compiled, Settings, as_planned, check_frozen, leaves_of
+from shardwise.runtime.calls import (
+    Call,
+    Calls,
+    Compiled,
+    Mode,
+    Settings,
+    as_planned,
+    check_frozen,
+    in_other_mode,
+    leaves_of,
+)
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -79,7 +89,7 @@ class Parallel(Split):
         hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
-        self.train(module.training)
+        self.stand_for(module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -180,7 +190,7 @@ class Parallel(Split):
             called: Called = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
             return called
         flat, spec = self._flattened(args, kwargs)
-        mode = (self.training, loss_only, predicts)
+        mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         check = check if check is not None and check.is_due() else None
         seed: torch.Tensor | None = None
@@ -250,7 +260,7 @@ class Parallel(Split):
         flat, spec = self._flattened(args, kwargs)
         named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        mode = (self.training, True, False)
+        mode = (self.training, True, False, in_other_mode(self._state.modules))
         own = key = call_key(flat, spec, mode, [x.shape for x in tensors])
         batch = None
         if self._parts is not None:
@@ -267,9 +277,9 @@ class Parallel(Split):
         if batch is not None:
             key = call_key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
-        if batch is None and (step is None or self._failed or mode != self._last_mode):
+        if batch is None and (step is None or self._failed or (mode, self._circumstances) != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode
+        self._last_mode = mode, self._circumstances
         self._compared()
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
@@ -315,13 +325,12 @@ class Parallel(Split):
             state = self._state.tensors
             self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
             self._in_passes = {key: step.with_state(state) for key, step in self._in_passes.items()}
+        self._circumstances = self._state.circumstances()
         return flat, spec
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def _program(
-        self, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]
-    ) -> tuple[Compiled, list[torch.Tensor]]:
+    def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Compiled, list[torch.Tensor]]:
         """The program of a call in a mode (training, the loss only, without the loss function), and this rank's part of
         its inputs."""
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
@@ -334,9 +343,9 @@ class Parallel(Split):
             key = call_key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
-        if batch is None and (compiled is None or self._failed or mode != self._last_mode):
+        if batch is None and (compiled is None or self._failed or (mode, self._circumstances) != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode
+        self._last_mode = mode, self._circumstances
         self._compared()
         if compiled is None:
             self._ranks.make_sure()

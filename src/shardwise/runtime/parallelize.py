@@ -16,7 +16,7 @@ from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
 from shardwise.plans.precision import only_priced
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.runtime.agree import from_rank_zero, meet_rank_zero
+from shardwise.runtime.agree import from_rank_zero, meet_rank_zero, shown_once
 from shardwise.runtime.calls import Compile, Inputs, Outputs, Settings
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.hosted import matching
@@ -120,7 +120,8 @@ def parallelize(
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
     settings = Settings(loss, inputs, device, compile, every, streams, on_host, outputs)
     kind = Pipeline if agreed.is_pipeline else Parallel
-    return kind(module, agreed, settings, seed=seed, init=init, weights=weights)
+    with shown_once("making the ranks' parts of the model"):
+        return kind(module, agreed, settings, seed=seed, init=init, weights=weights)
 
 
 def _check_ranks(plan: Plan, size: int) -> None:

@@ -30,10 +30,10 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.plans.schedule import schedule_of
 from shardwise.plans.stages import bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, leaves_of
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, in_other_mode, leaves_of
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -110,7 +110,7 @@ class Pipeline(Split):
         self._state = State(self)
         own_ranks = {number: self._ranks[number] for number in self._stages}
         self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
-        self.train(module.training)
+        self.stand_for(module)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Pipeline(Split):
     ) -> tuple[Any, Call, Batch | None]:
         """What tells a call apart, the call, with tensors on meta and whole, and the batch of which ranks pass parts
         (None: each passes all of it); compared among the ranks when it is new."""
-        mode = (self.training, loss_only, predicts)
+        mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         shapes: list[tuple[int, ...]] = [tuple(x.shape) for x in tensors]
         own = key = call_key(flat, spec, mode, shapes)
@@ -348,7 +348,7 @@ class Pipeline(Split):
         """The programs of this rank's stages on a schedule; all ranks make the process groups of all stages."""
         # A step of one pass, under a plan of several, has other operators than a pass; a call has outputs.
         is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
-        training = call.training if is_planned else None
+        training = self._calls.mode_of(call) if is_planned else None
         bounds = {
             size: bound(self.plan, graph, prelude=passes.prelude, training=training)
             for size, graph in passes.graphs.items()
@@ -374,7 +374,7 @@ class Pipeline(Split):
             StageWorker(number, number == last, programs[number], passes.sizes, passes.statistics)
             for number in self._stages
         )
-        schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else SCHEDULES[self.schedule.instead]
+        schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else schedule_of(self.schedule.instead)
         by_number = {worker.number: worker for worker in workers}
         scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._group)
         return Ready(captured, passes, bounds, workers, scheduled)
@@ -387,7 +387,7 @@ class Pipeline(Split):
         if not self._has_said_instead and dist.get_rank() == 0:
             warnings.warn(f"{fault}: such a step runs as {self.schedule.instead}", PlanWarning, stacklevel=6)
         self._has_said_instead = True
-        return SCHEDULES[self.schedule.instead]
+        return schedule_of(self.schedule.instead)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

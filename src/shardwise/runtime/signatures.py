@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.graph.trees import constant_key
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
@@ -86,16 +86,17 @@ def _text(leaf: Any) -> str:
     return "a device" if isinstance(leaf, torch.device) else repr(leaf)
 
 
-def call_key(flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool], shapes: Sequence[Shape]) -> tuple[Any, ...]:
+def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: Sequence[Shape]) -> tuple[Any, ...]:
     """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
     whole = iter(shapes)
     return *mode, spec, *((next(whole), x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
 
 
-def mode_text(training: bool, loss_only: bool, predicts: bool) -> str:
-    """The mode of a call, for a signature."""
+def mode_text(training: bool, loss_only: bool, predicts: bool, in_other_mode: Sequence[str]) -> str:
+    """How a module is called, in words: ``train(), step(), bn in eval()``."""
     what = "step()" if loss_only else "predict()" if predicts else "a call"
-    return f"{'train()' if training else 'eval()'}, {what}"
+    modes = ("train()", "eval()") if training else ("eval()", "train()")
+    return ", ".join([modes[0], what, *(f"{listed(in_other_mode)} in {modes[1]}" for _ in in_other_mode[:1])])
 
 
 def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
@@ -112,7 +113,8 @@ def _check_same(everywhere: Sequence[Signature], *, with_shapes: bool) -> None:
             raise ShardwiseError(
                 problem(
                     f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
-                    fix="call train(), eval(), step() and predict() alike on every rank",
+                    fix="call train(), eval(), step() and predict() alike on every rank, with gradients on or off, and "
+                    "freeze or replace tensors on all of them",
                 )
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))

@@ -14,25 +14,20 @@ from shardwise.graph.operators import splitmix64
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
-from shardwise.runtime.calls import Calls, Inputs
-from shardwise.runtime.hooks import wrapped
+from shardwise.runtime.calls import Calls, Inputs, Mode
+from shardwise.runtime.hooks import StandIn
 from shardwise.runtime.signatures import Signature, mode_text
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 
 
-class Split(torch.nn.Module):
+class Split(StandIn):
     """A module that holds this rank's parts of another one's tensors, under their names. The seed is in its state once
     its programs have drawn."""
 
     plan: Plan
     inputs: Inputs
     _calls: Calls
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":  # as torch's fully_shard does
-            raise wrapped(value.__name__)
-        super().__setattr__(name, value)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -61,7 +56,8 @@ class Split(torch.nn.Module):
         self._failed = False  # whether the last call did, here: other ranks may be in the middle of it
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._signatures: dict[Any, Signature] = {}
-        self._last_mode: tuple[bool, bool, bool] | None = None
+        self._last_mode: tuple[object, ...] | None = None
+        self._circumstances: tuple[str, ...] = ()  # of this call
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
     def _compared(self) -> None:
@@ -85,11 +81,12 @@ class Split(torch.nn.Module):
                     buffer.copy_(value)
             self._seed, self._draws = seed, draws
 
-    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: tuple[bool, bool, bool]) -> Signature:
+    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
         """A call in words, for the other ranks."""
+        key = key, self._circumstances
         if key not in self._signatures:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            self._signatures[key] = Signature.of(named, mode_text(*mode))
+            self._signatures[key] = Signature.of(named, ", ".join([mode_text(*mode), *self._circumstances]))
         return self._signatures[key]
 
     @staticmethod

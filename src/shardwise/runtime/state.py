@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
 
 from shardwise.errors import LaunchError, ShardwiseError, listed, problem
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Slot(NamedTuple):
@@ -34,12 +37,15 @@ class State:
             for path, owner in module.named_modules()
             for key, child in owner._modules.items()
         ]
-        for path, owner in module.named_modules():
+        self.modules = dict(module.named_modules())
+        for path, owner in self.modules.items():
             for table in (owner._parameters, owner._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
                         name = f"{path}.{key}" if path else key
                         self._slots.append(Slot(table, key, name, tensor))
+        self._replaced: tuple[str, ...] = ()  # when somebody last asked
+        self._parameters = self._those_of(self._slots)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -59,12 +65,30 @@ class State:
                         "are there (load_state_dict)",
                     )
                 )
+        self._replaced = ()
         if _are_there(self._slots):
             return False
         slots = [slot._replace(tensor=_successor(slot)) for slot in self._slots]
         self._check_ties(slots)
-        self._slots = slots
+        pairs = zip(self._slots, slots, strict=True)
+        self._replaced = tuple(after.name for before, after in pairs if before.tensor is not after.tensor)
+        self._slots, self._parameters = slots, self._those_of(slots)
         return True
+
+    @staticmethod
+    def _those_of(slots: Sequence[Slot]) -> list[Parameter]:
+        return [slot.tensor for slot in slots if isinstance(slot.tensor, Parameter)]
+
+    def circumstances(self) -> tuple[str, ...]:
+        """What the other ranks must know of this one's tensors, in words: those that were replaced ahead of this call,
+        those that are frozen, and that gradients are off."""
+        found: tuple[str, ...] = () if torch.is_grad_enabled() else ("gradients off",)
+        if self._replaced:
+            found += (f"replaced {listed(self._replaced)}",)
+        if all(map(_REQUIRES_GRAD, self._parameters)):
+            return found
+        frozen = [s.name for s in self._slots if isinstance(s.tensor, Parameter) and not s.tensor.requires_grad]
+        return (*found, f"frozen {listed(frozen)}")
 
     def _check_ties(self, slots: Sequence[Slot]) -> None:
         """One of several names of a tensor must not have been given another."""
@@ -94,7 +118,7 @@ def _successor(slot: Slot) -> torch.Tensor:
     if new is old:
         return old
     if isinstance(new, torch.Tensor):
-        is_same_kind = isinstance(new, torch.nn.Parameter) == isinstance(old, torch.nn.Parameter)
+        is_same_kind = isinstance(new, Parameter) == isinstance(old, Parameter)
         if is_same_kind and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
             return new
     raise ShardwiseError(
@@ -109,7 +133,7 @@ def _successor(slot: Slot) -> torch.Tensor:
 def _described(tensor: torch.Tensor | None) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"a {type(tensor).__name__}" if tensor is not None else "nothing"
-    kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a tensor"
+    kind = "a parameter" if isinstance(tensor, Parameter) else "a tensor"
     return f"{kind} {format_dtype(tensor.dtype)}{list(tensor.shape)} on {tensor.device}"
 
 

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from shardwise.costs.pipeline import Action, Kind, Order
-from shardwise.plans.schedule import SCHEDULES, Schedule, format_order
+from shardwise.plans.schedule import Schedule, format_order, schedule_of
 from shardwise.runtime.communicator import group_timeout
 from shardwise.runtime.trail import trail
 
@@ -244,7 +244,7 @@ class Scheduled:
         if schedule.is_solved:
             self._schedule: Any = _in_order(schedule, stages, num_micro_batches, settings)
         else:
-            self._schedule = get_schedule_class(schedule.name)(given, num_micro_batches, **settings)
+            self._schedule = get_schedule_class(schedule.base)(given, num_micro_batches, **settings)
 
     def step(self) -> list[Tensor]:
         """Forward and backward of all micro-batches: their losses, in order, where the last stage is."""
@@ -304,7 +304,7 @@ def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Ord
     if schedule.actions:
         return schedule.actions
     if schedule.is_solved:
-        schedule = SCHEDULES[schedule.instead]
+        schedule = schedule_of(schedule.instead)
     found: list[tuple[Action, ...]] = []
     num_stages = num_places * schedule.stages_per_place
     stages = [
@@ -319,7 +319,7 @@ def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Ord
         for number in range(schedule.stages_per_place)
     ]
     given: Any = stages if schedule.stages_per_place > 1 else stages[0]
-    made: Any = get_schedule_class(schedule.name)(given, num_micro_batches)
+    made: Any = get_schedule_class(schedule.base)(given, num_micro_batches)
     for place in range(num_places):
         actions: list[Action] = []
         for action in made.pipeline_order[place]:

@@ -28,7 +28,8 @@ from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, Again, CostGraph, Weights, build
+from shardwise.search.again import Again
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights, build
 from shardwise.search.domains import Domains
 from shardwise.search.dynamic_programming import Outcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step

@@ -22,6 +22,11 @@ def is_copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
     return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
 
 
+def keeps_size(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """[made, nodes]: whether a device has as many elements in both layouts."""
+    return np.equal.outer(routes.numel[made], routes.numel[nodes])
+
+
 def bytes_sent(routes: Routes, made: Ints, nodes: Ints) -> Floats:
     """[made, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
     what lies between on a longer route is not looked at."""

@@ -21,7 +21,8 @@ from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
-from shardwise.search.conversion_tables import bytes_sent, is_copied, seconds_between
+from shardwise.search.again import Again
+from shardwise.search.conversion_tables import bytes_sent, is_copied, keeps_size, seconds_between
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
@@ -141,19 +142,6 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
             key = variable.kind, variable.name
             found[key] = found.get(key, 0.0) + float(table[tuple(assignment[v] for v in scope)])
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """What is priced as not kept for backward. ``operators``: those whose results are made again; ``gathers``: whether
-    parameters are gathered again; ``offloaded``: operators whose results wait on the host; ``local``: those of
-    ``operators`` whose results are kept where a message brought them, as it is not sent again. Conversions of values
-    that are done again, and copies to the host, are left to the simulation."""
-
-    operators: frozenset[str] = frozenset()
-    gathers: bool = False
-    offloaded: frozenset[str] = frozenset()
-    local: frozenset[str] = frozenset()
 
 
 # A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
@@ -324,6 +312,7 @@ class _Builder:
                 copied = is_copied(routes, made, nodes) if only_copies else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
             share = self._share_of_pass(routes, made, nodes, traffic)
+            held += self._whole_sums(routes, made, nodes, traffic)
             return self._placed(seconds, held, traffic, window, share)
 
         self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
@@ -331,7 +320,7 @@ class _Builder:
 
     def _is_dropped(self, name: str) -> bool:
         """Whether what is converted of a value is not held for backward."""
-        return name in self.dropped or (self.again.gathers and name in self.parameter)
+        return name in self.dropped or (self.again.gathered == "again" and name in self.parameter)
 
     def _is_kept(self, name: str) -> bool:
         return any(
@@ -389,6 +378,7 @@ class _Builder:
             if is_once:
                 ((_, nodes, _),) = fresh_nodes()
                 share = self._share_of_pass(routes, made, nodes, is_once)
+                held += self._whole_sums(routes, made, nodes, is_once)
             return self._placed(taken(), held, traffic, window, share)
 
         def transient() -> Floats:
@@ -412,12 +402,22 @@ class _Builder:
 
     def _share_of_pass(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
         """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
-        that is no smaller than what operators use, unless it is gathered again (``programs.once``)."""
+        that is no smaller than what operators use, or wherever that is asked for, unless it is gathered again
+        (``programs.once``)."""
         passes = self.domains.prices.passes
-        if not is_once or passes == 1 or self.again.gathers:
+        if not is_once or passes == 1 or self.again.gathered == "again":
             return 1.0
-        keeps_size = routes.numel[made][:, None] == routes.numel[nodes][None, :]
-        return np.where(keeps_size, 1 / passes, 1.0)
+        if self.again.gathered == "once":
+            return np.full((len(made), len(nodes)), 1 / passes)
+        return np.where(keeps_size(routes, made, nodes), 1 / passes, 1.0)
+
+    def _whole_sums(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
+        """[made, nodes] Bytes of a parameter's gradient that adds up over the passes in a larger layout than that in
+        which it is stored."""
+        if not is_once or self.domains.prices.passes == 1 or self.again.gathered != "once":
+            return 0.0
+        whole = routes.numel[nodes][None, :] * routes.tensor.grad_itemsize
+        return np.where(keeps_size(routes, made, nodes), 0.0, whole)
 
     def _deliver(self) -> None:
         """The loss is needed whole, and buffers that are written back."""
@@ -466,7 +466,7 @@ class _Builder:
         a pass's share of what a step does once, which nothing hides."""
         some = held if held.any() else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
-        times = GATHERED_AGAIN if traffic and self.again.gathers else 1.0
+        times = GATHERED_AGAIN if traffic and self.again.gathered == "again" else 1.0
         hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
         exposed = times * seconds - hidden
         is_once = np.less(share, 1)  # and kept once

@@ -16,9 +16,10 @@ from functools import cached_property
 from math import inf
 
 from shardwise.graph.segments import How, Segment
+from shardwise.search.again import Gathered
 from shardwise.search.auto import Search
 from shardwise.search.cost_graph import CostGraph
-from shardwise.search.levers import Gathered, Levers, Offload, blocks_of
+from shardwise.search.levers import Levers, Offload, blocks_of
 from shardwise.search.planner import Answer, Planned, Planner
 from shardwise.search.ranking import Ranked
 from shardwise.search.variables import OperatorVariable
@@ -27,15 +28,20 @@ from shardwise.search.variables import OperatorVariable
 # what is still kept of the blocks waits on the host.
 LADDER: tuple[tuple[How | None, Gathered, Offload], ...] = (
     (None, "held", "auto"),
+    (None, "once", "auto"),
     ("cheap", "held", "auto"),
+    ("cheap", "once", "auto"),
     (None, "again", "auto"),
     ("offload", "held", "auto"),
+    ("offload", "once", "auto"),
     ("cheap", "again", "auto"),
     ("full", "held", "auto"),
+    ("full", "once", "auto"),
     ("full", "again", "auto"),
     ("full", "again", "all"),
 )
 STRENGTH: dict[How | None, int] = {None: 0, "cheap": 1, "full": 2}  # of those that can be compared
+GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
 BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
 
 
@@ -51,6 +57,8 @@ def plan_within(
     bound = planner.bound_without_limit(weakest.costs)
     if weakest.price > BINDING * bound or weakest.answer.ranking.excess:
         rungs = sorted([weakest, *ladder], key=lambda rung: rung.price)
+        once = (rung for rung in rungs if rung.how is None and rung.planner.settings.levers.gathered == "once")
+        bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
     fitting: list[_Rung] = []
     refused: list[_Rung] = []
     for rung in rungs:
@@ -107,8 +115,8 @@ class _Rung:
         own, weaker = self.planner.settings.levers, other.planner.settings.levers
         if self.how not in STRENGTH or other.how not in STRENGTH or own.offloads != weaker.offloads:
             return False
-        gathers = own.gathered == "again", weaker.gathered == "again"
-        return STRENGTH[self.how] >= STRENGTH[other.how] and gathers[0] >= gathers[1]
+        gathers = GATHERS[own.gathered] >= GATHERS[weaker.gathered]
+        return STRENGTH[self.how] >= STRENGTH[other.how] and gathers
 
     @property
     def costs(self) -> list[CostGraph]:
@@ -129,6 +137,8 @@ def _ladder(
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
     for how, held, moved in LADDER:
         if (gathered is not None and held != gathered) or (how is not None and not has_blocks):
+            continue
+        if held == "once" and gathered is None and planner.settings.passes == 1:  # as if they were held
             continue
         if decided and (how == "offload" or moved != "auto"):
             continue

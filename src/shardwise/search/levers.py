@@ -26,9 +26,8 @@ from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Lifetimes, Spmd
 from shardwise.programs.vjp import Kinds
-from shardwise.search.cost_graph import Again
+from shardwise.search.again import Again, Gathered
 
-Gathered = Literal["held", "again"]
 Offload = Literal["auto", "all", "none"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
 
@@ -36,8 +35,8 @@ OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
 @dataclass(frozen=True)
 class Levers:
     """``segments``: parts of the model that are made again, or wait on the host; ``gathered``: whether gathered
-    parameters are held from forward to backward, or gathered again (ZeRO-3); ``offloads``: whether what is kept of the
-    repeated blocks waits on the host."""
+    parameters are held from forward to backward, gathered again, or gathered once a step (``search.again``);
+    ``offloads``: whether what is kept of the repeated blocks waits on the host."""
 
     segments: tuple[Segment, ...] = ()
     gathered: Gathered = "held"
@@ -104,9 +103,7 @@ class Levers:
                 products = {op.name for op in graph.ops if op.target in FLOPS}
                 local |= segment.operators - _leaving(graph, segment.operators) - products
         operators |= local
-        return Again(
-            frozenset(operators), self.gathered == "again", frozenset(waiting - operators), frozenset(local - waiting)
-        )
+        return Again(frozenset(operators), self.gathered, frozenset(waiting - operators), frozenset(local - waiting))
 
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:

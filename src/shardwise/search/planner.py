@@ -382,7 +382,8 @@ def in_passes(spmd: Spmd, settings: Settings) -> Spmd:
     """The program with what a step of several passes does once."""
     if settings.passes == 1:
         return spmd
-    return with_once(spmd, scattered=settings.zero is not None and settings.zero.stage == 1)
+    scattered = settings.levers.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)
+    return with_once(spmd, scattered=scattered)
 
 
 def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:

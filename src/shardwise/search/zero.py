@@ -17,6 +17,7 @@ from shardwise.layouts.choice import Place, Where, layout_of, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.spmd import Choice, Spmd
+from shardwise.search.again import Gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,12 @@ class Zero:
             raise ShardwiseError(problem(f"zero={self.stage!r} is no stage", fix="1, 2 or 3; leave it out for none"))
         if isinstance(self.whole_below, bool) or not isinstance(self.whole_below, int) or self.whole_below < 0:
             raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
+
+    @property
+    def gathered(self) -> Gathered:
+        """What becomes of gathered parameters."""
+        ways: dict[int, Gathered] = {1: "once", 2: "held", 3: "again"}
+        return ways[self.stage]
 
     @staticmethod
     def of(zero: int | Zero | None) -> Zero | None:

@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -26,7 +27,7 @@ from shardwise.runtime.agree import shown_once
 from shardwise.runtime.split import Split
 from shardwise.texts import check_texts
 from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
-from shardwise.train.files import stage
+from shardwise.train.files import Staged
 from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, Stored
 from shardwise.train.parts import (
     MODEL,
@@ -77,6 +78,7 @@ class Shares:
     tied: Mapping[str, str] = field(default_factory=dict)
     names: Names = ()
 
+    @cached_property
     def stored(self) -> dict[str, Stored]:
         """Where the elements of every tensor are."""
         pieces: dict[str, Piece] = {}
@@ -98,7 +100,7 @@ class _Saver:
 
     structures: list[str] = field(default_factory=list)
     shares: Shares = field(default_factory=Shares)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    staged: dict[str, Staged] = field(default_factory=dict)
     under_way: Saving | None = None
 
 
@@ -167,18 +169,17 @@ def save_checkpoint(
         metrics={name: float(value) for name, value in (metrics or {}).items()},
         block_bytes=BLOCK_BYTES,
         files={},
-        tensors=saver.shares.stored(),
+        tensors=saver.shares.stored,
         tied=saver.shares.model_names(),
         values={**state.values, "names": saver.shares.names, "plain": plain},
     )
-    files = [(file, saver.buffers[file.name]) for file in saver.shares.files[rank]]
-    saving = Saving(Job(path, rank, num_ranks, files, manifest, keep, patience_seconds()))
+    saving = Saving(Job(path, rank, num_ranks, list(saver.staged.values()), manifest, keep, patience_seconds()))
     if blocking:
         try:
             with shown_once("saving a checkpoint"):
                 saving.wait()
         finally:
-            saver.buffers.clear()
+            saver.staged.clear()
     else:
         saver.under_way = saving
     return saving
@@ -186,11 +187,11 @@ def save_checkpoint(
 
 def _stage(saver: _Saver, parts: Mapping[str, Part], files: Sequence[PlannedFile]) -> None:
     """Copy this rank's pieces to memory of their own, which later saves use again."""
-    pinned = torch.cuda.is_available() and any(part.tensor.is_cuda for part in parts.values())
+    pinned = any(part.tensor.is_cuda for part in parts.values())
     for file in files:
-        if file.name not in saver.buffers:
-            saver.buffers[file.name] = torch.empty(file.num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        stage(file, parts, saver.buffers[file.name])
+        if file.name not in saver.staged:
+            saver.staged[file.name] = Staged.empty(file, pinned=pinned)
+        saver.staged[file.name].fill(parts)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -270,7 +271,7 @@ def _agree(saver: _Saver, path: Path, state: State) -> dict[str, Any]:
             what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 made"
             raise CheckpointError(problem(what, fix="give a folder on a file system that all machines share"))
         saver.shares = share_out(state)
-        saver.buffers.clear()
+        saver.staged.clear()
         saver.structures = structures
     return {name: dict(kept) for _, _, plain in everywhere for name, kept in plain.items()}
 

@@ -191,7 +191,7 @@ def random_part() -> Part:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     text = json.dumps(encode(states, "the states of generators")).encode()
     padded = text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)

@@ -33,13 +33,14 @@ import torch.distributed as dist
 from shardwise.errors import CollectiveError, ShardwiseError, problem
 from shardwise.train.agreement import from_all, here
 from shardwise.train.checkpoints import State, share_out
-from shardwise.train.files import Reader, stage
+from shardwise.train.files import Reader, Staged
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
 from shardwise.train.sharing import Offer, Piece, PlannedFile, file_of
 from shardwise.train.snapshots import no_checksums, place
 
 _TENSORS, _NOTE, _COPY, _FETCHED = "tensors.json", ".note", ".copy", ".fetched"
 _NUM_SLOTS = 2
+_NOBODY = -1  # keeps a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,15 @@ class _Exchange:
     text: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Peers:
-    """The copies of one job; made and used on every rank alike. ``sent_bytes``, ``kept_bytes``: of this rank, per copy
-    and slot."""
+    """The copies of one job; made and used on every rank alike. ``apart``: only each rank's own share, on its machine,
+    where a loss of ranks but not of machines leaves it. ``between_machines``: nothing is copied while there is one.
+    ``sent_bytes``, ``kept_bytes``: of this rank, per copy and slot."""
 
     how: PeerCopy
+    apart: bool = False
+    between_machines: bool = False
     sent_bytes: int = 0
     kept_bytes: int = 0
     mirrored: Sequence[Mirrored] = ()
@@ -105,27 +109,33 @@ class Peers:
 
     def __post_init__(self) -> None:
         self.rank, self.num_ranks = here()
-        if self.num_ranks == 1:
+        if self.num_ranks == 1 and not self.apart and not self.between_machines:
             what = "peer_copy= keeps the state on other ranks, and there is one"
             raise ShardwiseError(problem(what, fix="start more ranks, or leave it out"))
         self.memory = Path(self.how.memory)
         self.memory.mkdir(parents=True, exist_ok=True)
         places = from_all((platform.node(), str(self.memory.resolve())))
         self.machine_of = [places.index(place) for place in places]  # by its first rank
+        self.is_idle = self.between_machines and len({*self.machine_of}) == 1
         if len({*self.machine_of}) == 1:  # ranks are lost alone
             self.machine_of = [*range(self.num_ranks)]
         self.shares_folder = [places.index(place) for place in places]
         self.group = dist.new_group(backend="gloo")
 
     def is_due(self, step: int) -> bool:
-        return step % self.how.every == 0
+        return step % self.how.every == 0 and not self.is_idle
 
     # -- to keep -------------------------------------------------------------------------------------------------------
 
     def renew(self, state: State) -> str:
         """The tensors of some rank are others than before. What is wrong on some rank, where there is no memory."""
         shares = share_out(state)
-        self.mirrored = mirrored(shares.files, shares.offers, self.machine_of)
+        if self.apart:
+            self.mirrored = [
+                Mirrored(file, rank, _NOBODY, False) for rank, own in enumerate(shares.files) for file in own
+            ]
+        else:
+            self.mirrored = mirrored(shares.files, shares.offers, self.machine_of)
         every = [[one.file for one in self.mirrored if one.writer == rank] for rank in range(self.num_ranks)]
         manifest = Manifest(
             step=0,
@@ -136,11 +146,12 @@ class Peers:
             files={
                 file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes)) for own in every for file in own
             },
-            tensors=replace(shares, files=every).stored(),
+            tensors=replace(shares, files=every).stored,
             tied=shares.model_names(),
             values={"names": shares.names},
         )
         self.outdated = False
+        self.memory.mkdir(parents=True, exist_ok=True)
         known = from_all([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
         self.number, self.slot, self.filled = 1 + max((n for own in known for n in own), default=-1), 0, 0
         self.buffers, fault = {}, ""
@@ -189,7 +200,7 @@ class Peers:
                     path = self._path(one, slot, copy=copy)
                     _note(path).unlink(missing_ok=True)
                     if not (copy and one.is_sent):
-                        stage(one.file, state.parts, self.buffers[path])
+                        Staged(one.file, self.buffers[path]).fill(state.parts)
                         here_now.append(path)
         for tag, one in enumerate(self.mirrored):
             if one.is_sent and one.writer == self.rank:

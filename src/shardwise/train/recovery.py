@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanWarning
-from shardwise.runtime.generation import current
+from shardwise.runtime.generation import Generation, current
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.split import Split
 from shardwise.runtime.stage_replicas import PipelineCheck
@@ -35,6 +35,9 @@ from shardwise.train.retention import checkpoints_in, set_aside
 from shardwise.train.rounds import Rounds
 from shardwise.train.snapshots import Snapshot, Writer, forget_generations, snapshots_in
 
+_UNASKED_EVERY = 10  # steps to a copy on another machine, in an elastic job of several
+_Copy = tuple[int, Kept]  # a state that is left, and which of the stores has it
+
 
 class Recovery:
     """Goes on where a run was, and keeps where it is; made and used on every rank alike.
@@ -42,7 +45,8 @@ class Recovery:
     ``par``, ``optimizer``, ``schedulers``, ``scaler`` and ``data`` are those of ``sw.save_checkpoint``; ``folder``: of
     the run's checkpoints, which you save as often as you like. Under ``shardwise run --elastic`` every step is kept in
     memory as well, where it outlives the ranks; under other launchers ``keep`` only lets the ranks meet. With
-    ``peer_copy`` other machines keep copies as well, under any launcher.
+    ``peer_copy`` other machines keep copies as well, under any launcher; in an elastic job on several machines they do
+    so every ten steps without being asked.
 
     ``extra`` is what was last kept or saved with the state that ``resume`` found.
     """
@@ -64,27 +68,29 @@ class Recovery:
         places = tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, Split) else ()
         self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), places)
         self._generation = current.generation
-        self._keeps = self._generation is not None
+        self._keeps = self._generation is not None and self._generation.num_machines == 1
         self._structure: object = None
         self._shares = Shares()
         self._writer: Writer | None = None
         self._count = 0
         self._failed = False  # to write the latest snapshot
         self._step, self._checked, self._passed = 0, -1, 0
-        self._peers = None if peer_copy is None else Peers(peer_copy)
+        self._stores = _stores(self._generation, peer_copy)
 
     def resume(self) -> int:
         """Load the newest state there is, in memory or in the folder; the number of steps that it has done, 0 without
         one. After ranks held copies that differ, the newest that a passed check has seen. Raises as
         ``sw.load_checkpoint``."""
-        copies = [] if self._peers is None else self._peers.found()
+        copies = [(number, kept) for number, store in enumerate(self._stores) for kept in store.found()]
         snapshot, saved, limit, copy = self._choose(copies)
         found = None
-        if copy is not None and self._peers is not None:
-            manifest = self._peers.manifest(copy)
-            self._say(f"goes on after step {copy.step}, of which machines that are left have copies")
-            reader = partial(self._peers.reader, copy)
-            found = load_one(self._peers.memory, lambda: manifest, reader, self.par, self._given, skips=False)
+        if copy is not None:
+            store, kept = self._stores[copy[0]], copy[1]
+            manifest = store.manifest(kept)
+            what = "was kept in memory" if store.apart else "machines that are left have copies of"
+            self._say(f"goes on after step {kept.step}, which {what}")
+            reader = partial(store.reader, kept)
+            found = load_one(store.memory, lambda: manifest, reader, self.par, self._given, skips=False)
         elif snapshot is not None:
             self._say(f"goes on after step {snapshot.step}, which was kept in memory")
             found = load_one(snapshot.folder, snapshot.manifest, snapshot.reader, self.par, self._given, skips=False)
@@ -106,8 +112,8 @@ class Recovery:
         self._step = 0 if found is None else found.step
         self.extra = None if found is None else found.extra
         from_all(None)  # all have read
-        if self._peers is not None:
-            self._peers.forget_after(self._step)
+        for store in self._stores:
+            store.forget_after(self._step)
         if here()[0] == 0:
             if self.folder is not None and self.folder.is_dir():
                 set_aside(self.folder, self._step)
@@ -125,8 +131,8 @@ class Recovery:
         one every so many steps, which leaves for another machine beside the next step. A rank that is slower than the
         others for a while is named in a StragglerWarning.
         """
-        copies = self._peers is not None and self._peers.is_due(step)
-        state = self._state(step, extra) if self._keeps or copies else None
+        due = [store for store in self._stores if store.is_due(step)]
+        state = self._state(step, extra) if self._keeps or due else None
         structure = self._structure if state is None else _structure(state)
         changed = structure != self._structure
         self._land()
@@ -137,14 +143,15 @@ class Recovery:
         if state is not None and renews:
             if self._keeps:
                 self._renew(state)
-            if self._peers is not None:
-                self._peers.outdated = True
+            for store in self._stores:
+                store.outdated = True
         self._structure = structure
         self._see_checked()
         if state is not None and self._keeps:
             self._fill(state, step)
-        if state is not None and copies:
-            self._copy(state, step)
+        for store in due:
+            if state is not None and store in self._stores:
+                self._copy(store, state, step)
         self._step = step
         trail.step_done(step)
         self._rounds.skip()
@@ -155,14 +162,15 @@ class Recovery:
     def _snapshots(self) -> list[Snapshot]:
         return [] if self._generation is None else snapshots_in(Path(self._generation.memory))
 
-    def _choose(self, copies: Sequence[Kept]) -> tuple[Snapshot | None, int | None, int | None, Kept | None]:
+    def _choose(self, copies: Sequence[_Copy]) -> tuple[Snapshot | None, int | None, int | None, _Copy | None]:
         """(the snapshot to load, the step of the newest checkpoint otherwise, the last step that may be loaded, and the
-        copies of other machines where these are newer than both), as rank 0 sees it."""
-        choice: tuple[Snapshot | None, int | None, int | None, Kept | None] = (None, None, None, None)
+        state of several machines where one is newer than both), as rank 0 sees it."""
+        choice: tuple[Snapshot | None, int | None, int | None, _Copy | None] = (None, None, None, None)
         if here()[0] == 0:
             snapshots, steps = self._snapshots(), list[int]()
             suspect = self._generation is not None and self._generation.suspect
-            checked = [*(one.checked for one in snapshots[:1]), *(one.checked for one in copies[:1])]
+            copies = sorted(copies, key=lambda own: -own[1].step)
+            checked = [*(one.checked for one in snapshots[:1]), *(one.checked for _, one in copies[:1])]
             limit = max(checked, default=-1) if suspect else None
             if self.folder is not None and self.folder.is_dir():
                 steps = [manifest.step for manifest in checkpoints_in(self.folder)[0].values()]
@@ -170,12 +178,13 @@ class Recovery:
             saved = max((step for step in steps if limit is None or step <= limit), default=None)
             newest = fitting[0] if fitting and (saved is None or fitting[0].step >= saved) else None
             known = max(-1 if saved is None else saved, -1 if newest is None else newest.step)
-            copy = next((one for one in copies if (limit is None or one.step <= limit) and one.step > known), None)
+            fits = (own for own in copies if (limit is None or own[1].step <= limit) and own[1].step > known)
+            copy = next(fits, None)
             choice = newest, saved, limit, copy
         return from_all(choice)[0]
 
     def _say(self, text: str) -> None:
-        if here()[0] == 0 and (self._generation is not None or self._peers is not None):
+        if here()[0] == 0 and (self._generation is not None or self._stores):
             print(f"shardwise: training {text}", flush=True)
 
     # --------------------------------------------------------------------------------------------------------- to keep
@@ -200,7 +209,7 @@ class Recovery:
             metrics={},
             block_bytes=BLOCK_BYTES,
             files={},
-            tensors=self._shares.stored(),
+            tensors=self._shares.stored,
             tied=self._shares.model_names(),
             values={"names": self._shares.names},
         )
@@ -238,29 +247,28 @@ class Recovery:
 
     def _land(self) -> None:
         try:
-            if self._peers is not None:
-                self._peers.land()
+            for store in self._stores:
+                store.land()
         except OSError:
             self._failed = True  # the others hear of it when they meet
 
-    def _copy(self, state: State, step: int) -> None:
-        if self._peers is None:
-            return
-        if self._peers.outdated and (fault := self._peers.renew(state)):
-            self._stop_copying(fault)
+    def _copy(self, store: Peers, state: State, step: int) -> None:
+        if store.outdated and (fault := store.renew(state)):
+            self._stop_copying(fault, [store])
             return
         try:
-            self._peers.fill(state, step, self._checked)
+            store.fill(state, step, self._checked)
         except OSError:
             self._failed = True
 
-    def _stop_copying(self, reason: str = "a rank could not write") -> None:
-        if self._peers is not None and here()[0] == 0:
-            what = (
-                f"no other machine keeps copies of the state any more ({reason}); give {self._peers.memory} more room"
-            )
-            warnings.warn(what, PlanWarning, stacklevel=5)
-        self._peers = None
+    def _stop_copying(self, reason: str = "a rank could not write", stores: Sequence[Peers] | None = None) -> None:
+        ended = self._stores if stores is None else stores
+        self._stores = [store for store in self._stores if store not in ended]
+        for store in ended:
+            if here()[0] == 0:
+                who = "steps are not kept in memory" if store.apart else "no other machine keeps copies of the state"
+                what = f"{who} any more ({reason}); give {store.memory} more room"
+                warnings.warn(what, PlanWarning, stacklevel=5)
 
     def _stop_keeping(self, reason: str = "a rank could not write") -> None:
         if not self._keeps:
@@ -276,6 +284,17 @@ class Recovery:
                 PlanWarning,
                 stacklevel=4,
             )
+
+
+def _stores(generation: Generation | None, asked: PeerCopy | None) -> list[Peers]:
+    """The states that files of several machines make up: what every rank keeps of each step, and copies of that."""
+    stores: list[Peers] = []
+    if generation is not None and generation.num_machines > 1:
+        memory = Path(generation.memory)
+        stores = [Peers(PeerCopy(memory / "steps"), apart=True)]
+        if asked is None:
+            stores.append(Peers(PeerCopy(memory / "copies", _UNASKED_EVERY), between_machines=True))
+    return stores if asked is None else [*stores, Peers(asked)]
 
 
 def _structure(state: State) -> object:

@@ -18,6 +18,7 @@ import torch
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import format_dtype
+from shardwise.runtime.agree import shown_once
 from shardwise.runtime.host_states import with_states_on_host
 from shardwise.runtime.split import Split
 from shardwise.texts import shown
@@ -92,7 +93,8 @@ def load_checkpoint(
     given = Given(several(optimizer), several(schedulers), scaler, data, random)
     paths, is_folder = _candidates(Path(path_or_folder), here()[0], not_after)
     for path in paths:
-        found = load_one(path, partial(read_manifest, path), partial(Reader, path), par, given, skips=is_folder)
+        with shown_once("loading a checkpoint"):
+            found = load_one(path, partial(read_manifest, path), partial(Reader, path), par, given, skips=is_folder)
         if found is not None:
             return found
     what = f"no checkpoint in {path_or_folder} is complete"

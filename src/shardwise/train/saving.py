@@ -18,13 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from shardwise.errors import CheckpointError, problem
-from shardwise.train.files import write
+from shardwise.train.files import Staged, write
 from shardwise.train.manifest import FILE, DataFile, Manifest
 from shardwise.train.retention import INCOMPLETE, Keep, prune
-from shardwise.train.sharing import PlannedFile
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
 _LAST_SECONDS = 30.0  # that a process whose script has ended waits for the other ranks' files
@@ -37,7 +34,7 @@ class Job:
     path: Path
     rank: int
     num_ranks: int
-    files: Sequence[tuple[PlannedFile, torch.Tensor]]
+    files: Sequence[Staged]
     manifest: Manifest
     keep: Keep | None
     limit_seconds: float
@@ -45,6 +42,12 @@ class Job:
     @property
     def folder(self) -> Path:
         return incomplete(self.path)
+
+    def remove_files(self) -> None:
+        """Give the space of this rank's files back: a rank has said that it failed, so nothing will come of them."""
+        for one in self.files:
+            with contextlib.suppress(OSError):
+                (self.folder / one.file.name).unlink()
 
 
 class Saving:
@@ -84,11 +87,12 @@ class Saving:
 def _save(job: Job) -> None:
     """Raises CheckpointError, on every rank, where one of them fails."""
     try:
-        written = {file.name: write(job.folder / file.name, file, buffer) for file, buffer in job.files}
+        written = {one.file.name: write(job.folder / one.file.name, one) for one in job.files}
         note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
         _place(job.folder, f"written-{job.rank}.json", json.dumps(note))
     except OSError as error:
         give_up(job.path, job.rank, str(error))
+        job.remove_files()
         if job.rank:
             raise _failed(job.path, f"rank {job.rank}: {error}") from error
     if job.rank == 0:
@@ -113,7 +117,8 @@ def _finish(job: Job) -> None:
         if not isinstance(error, CheckpointError):
             give_up(job.path, 0, str(error))
             error = _failed(job.path, f"rank 0: {error}")
-        # What was written gives its space back; the folder and the reason stay, for the other ranks to see.
+        # What was written gives its space back, that of ranks that hang, too; the folder and the reason stay, for the
+        # other ranks to see.
         for file in job.folder.glob("*.safetensors"):
             with contextlib.suppress(OSError):
                 file.unlink()
@@ -129,7 +134,9 @@ def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
         for rank in range(job.num_ranks):
             failed = job.folder / f"failed-{rank}"
             with contextlib.suppress(OSError):
-                raise _failed(job.path, f"rank {rank}: {failed.read_text() or 'no space is left even for the reason'}")
+                reason = failed.read_text() or "no space is left even for the reason"
+                job.remove_files()
+                raise _failed(job.path, f"rank {rank}: {reason}")
         if not threading.main_thread().is_alive():  # the process wants to end, and another rank may be gone
             until = min(until, time.monotonic() + max(0.0, _LAST_SECONDS - waited))
             waited += pause

@@ -25,6 +25,7 @@ from shardwise.train.values import DTYPES
 CUT_FROM_BYTES = 2**20
 PIECES_OF_A_SHARE = 4  # what is at most as large as such a piece of a fair share is not cut
 _ALIGNED = 16  # bytes: where the data of a file begins
+PAGE_BYTES, AT_ONCE_BYTES = 2**12, 2**23  # a disk takes whole pages from memory, of a file of as much as this
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
@@ -154,17 +155,29 @@ def file_of(name: str, pieces: Sequence[Piece]) -> PlannedFile:
     header: dict[str, object] = {
         "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     }
-    return PlannedFile(name, safetensors_header(header, placed), tuple(placed), start)
+    aligned = PAGE_BYTES if start >= AT_ONCE_BYTES else _ALIGNED
+    return PlannedFile(name, safetensors_header(header, placed, aligned), tuple(placed), start)
 
 
-def safetensors_header(header: dict[str, object], placed: Sequence[tuple[int, Piece]]) -> bytes:
+def safetensors_header(
+    header: dict[str, object], placed: Sequence[tuple[int, Piece]], aligned: int = _ALIGNED
+) -> bytes:
     """The first bytes of a safetensors file of some pieces (https://huggingface.co/docs/safetensors/index#format)."""
     for start, piece in placed:
         kind = _SAFETENSORS[str(piece.dtype).removeprefix("torch.")]
         header[piece.name] = {"dtype": kind, "shape": piece.sizes, "data_offsets": [start, start + piece.num_bytes]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-(len(text) + 8) // _ALIGNED) * _ALIGNED - 8)
+    text = text.ljust(-(-(len(text) + 8) // aligned) * aligned - 8)
     return len(text).to_bytes(8, "little") + text
 
 
-__all__ = ["Offer", "Piece", "PlannedFile", "offers_of", "safetensors_header", "shared_out"]
+__all__ = [
+    "AT_ONCE_BYTES",
+    "PAGE_BYTES",
+    "Offer",
+    "Piece",
+    "PlannedFile",
+    "offers_of",
+    "safetensors_header",
+    "shared_out",
+]

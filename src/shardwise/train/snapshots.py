@@ -30,7 +30,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.train.agreement import here
-from shardwise.train.files import Reader, stage
+from shardwise.train.files import Reader, Staged
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
 from shardwise.train.parts import Part
 from shardwise.train.sharing import PlannedFile
@@ -46,7 +46,7 @@ class Writer:
         self.folder, self.rank = folder, here()[0]
         self.files, self.slot = files[self.rank], 0
         folder.mkdir(exist_ok=True)
-        self.buffers = [{file.name: self._map(file, slot) for file in self.files} for slot in range(_NUM_SLOTS)]
+        self.staged = [[Staged(file, self._map(file, slot)) for file in self.files] for slot in range(_NUM_SLOTS)]
         if self.rank == 0:
             every = (file for own in files for file in own)
             data = {one.name: DataFile(0, one.num_bytes, no_checksums(one.num_bytes)) for one in every}
@@ -64,13 +64,13 @@ class Writer:
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         path = self.folder / f"note-{self.rank}-{slot}"
         path.unlink(missing_ok=True)
-        for file in self.files:
-            stage(file, parts, self.buffers[slot][file.name])
+        for staged in self.staged[slot]:
+            staged.fill(parts)
         place(path, json.dumps(note))
 
     def close(self) -> None:
         """Give the memory back."""
-        self.buffers = []
+        self.staged = []
         for path in [self.folder / f"note-{self.rank}-{slot}" for slot in range(_NUM_SLOTS)]:
             path.unlink(missing_ok=True)
         for file in self.files:

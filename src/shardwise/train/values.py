@@ -43,7 +43,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": _dtype_name(value)}
     if isinstance(value, (list, tuple, set, frozenset)):
-        plain = all(type(item) is int and abs(item) <= MAX_NUMBER for item in value)  # the states of generators
+        # The states of generators: many numbers, looked at in C.
+        plain = set(map(type, value)) == {int} and min(value) >= -MAX_NUMBER and max(value) <= MAX_NUMBER
         items = list(value) if plain else [encode(item, f"{where}[{at}]") for at, item in enumerate(value)]
         if isinstance(value, list):
             return items

@@ -7,6 +7,7 @@ from shardwise.errors import problem
 
 try:
     from shardwise.transformers.generation import generator
+    from shardwise.transformers.seq2seq import ShardwiseSeq2SeqTrainer
     from shardwise.transformers.trainer import ShardwiseTrainer
 except ModuleNotFoundError as error:
     needed = (error.name or "").partition(".")[0]
@@ -16,4 +17,4 @@ except ModuleNotFoundError as error:
         problem(f"shardwise.transformers needs {needed}: {error}", fix='pip install "shardwise[hf]"')
     ) from error
 
-__all__ = ["ShardwiseTrainer", "generator"]
+__all__ = ["ShardwiseSeq2SeqTrainer", "ShardwiseTrainer", "generator"]

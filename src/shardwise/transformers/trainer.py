@@ -95,8 +95,8 @@ class ShardwiseTrainer(transformers.Trainer):
             "bf16_full_eval": (args.bf16_full_eval, "leave it out, or use bf16"),
             "fp16_full_eval": (args.fp16_full_eval, "leave it out"),
             "predict_with_generate": (
-                getattr(args, "predict_with_generate", False),
-                "leave it out; shardwise.transformers.generator generates with decoders",
+                getattr(args, "predict_with_generate", False) and not isinstance(self, transformers.Seq2SeqTrainer),
+                "from shardwise.transformers import ShardwiseSeq2SeqTrainer",
             ),
             "neftune_noise_alpha": (args.neftune_noise_alpha, "leave it out, or add the noise in the model"),
         }

@@ -1,0 +1,113 @@
+"""A strategy file of MindSpore against one device: what it says is planned here, and that program is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.api import compare
+from shardwise.api import plan as find_plan
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.timeline import SimulatedStep
+from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.foreign.locate import Stopped
+from shardwise.foreign.outcome import Beside, Checked
+from shardwise.foreign.strategy_file import StrategyFile, read_strategies
+from shardwise.foreign.tools import ForeignPlan
+from shardwise.foreign.work import Sent
+from shardwise.graph.called import call_arguments
+from shardwise.graph.capture import capture
+from shardwise.layouts.mesh import Mesh
+from shardwise.proof.verify import verify
+
+KIND = "MindSpore strategy file"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of ``sw.check``."""
+
+    module: nn.Module
+    example_inputs: Any
+    kwargs: Mapping[str, Any] | None
+    loss: Callable[..., Any] | None
+    cluster: Cluster
+    beside: bool
+    tolerance: float
+    seed: int | None
+
+
+def check_strategies(asked: Asked, plan: Mapping[str, Any], devices: int, mesh: Mesh | None) -> Checked:
+    """Whether ``asked.module`` computes under the file what one device computes. Layouts and strategies that cannot be
+    are *wrong*, each with the reason; operators that the file does not name follow from those that it does."""
+    if mesh is not None:
+        raise ShardwiseError(problem("a strategy file of MindSpore says its own mesh", fix="leave out mesh="))
+    captured = capture(asked.module, *call_arguments(asked.example_inputs, asked.kwargs), loss=asked.loss)
+    found = read_strategies(asked.module, plan, captured.graph, devices)
+    foreign = ForeignPlan(KIND, found.mesh, None, found.unused, _notes(found))
+    if found.faults:
+        return Checked(foreign, failure=Stopped(None, "; ".join(found.faults), "", refutes=True))
+    settings: dict[str, Any] = {
+        "mesh": found.mesh,
+        "strategies": found.strategies or None,
+        "layouts": found.layouts,
+        "kwargs": asked.kwargs,
+        "loss": asked.loss,
+    }
+    try:
+        own = find_plan(asked.module, asked.example_inputs, devices, search="sharding_propagation", **settings)
+    except LayoutError as error:
+        return Checked(foreign, failure=Stopped(None, _in_one_line(error), "", refutes=True))
+    report = verify(
+        asked.module,
+        asked.example_inputs,
+        own,
+        kwargs=asked.kwargs,
+        loss=asked.loss,
+        tolerance=asked.tolerance,
+        seed=asked.seed,
+    )
+    parts = tuple(f"parameter {entry.name}: {entry.layout}" for entry in own.parameters if "@" in entry.layout)
+    return Checked(
+        foreign,
+        differences=report.differences,
+        tolerance=report.tolerance,
+        layouts=parts,
+        notes=foreign.notes,
+        beside=_beside(asked, settings) if asked.beside else None,
+    )
+
+
+def _notes(found: StrategyFile) -> tuple[str, ...]:
+    said = f"{len(found.layouts)} parameters and {len(found.strategies)} operators as the file says, the rest follows"
+    return ("MindSpore is not run: what its file says is", said)
+
+
+def _in_one_line(error: ShardwiseError) -> str:
+    """What is wrong, and with which operator."""
+    first, *facts = str(error).splitlines()
+    where = next((fact.partition(":")[2].strip() for fact in facts if fact.strip().startswith("op:")), "")
+    return f"{where}: {first}" if where else first
+
+
+def _beside(asked: Asked, settings: Mapping[str, Any]) -> Beside:
+    """A step as the file says, simulated, and the plan that ``sw.plan`` finds."""
+    rows = compare(
+        asked.module, asked.example_inputs, asked.cluster, searches=("sharding_propagation",), **settings
+    ).rows
+    step = rows[0].step
+    assert isinstance(step, SimulatedStep), "it has just been planned"
+    messages = [event for event in step.events if event.stream]
+    sent = Sent(len(messages), sum(int(event.num_bytes) for event in messages), step.exposed, ())
+    own, refused = None, ""
+    try:
+        own = find_plan(asked.module, asked.example_inputs, asked.cluster, kwargs=asked.kwargs, loss=asked.loss)
+    except ShardwiseError as error:
+        refused = str(error).partition("\n")[0]
+    return Beside(asked.cluster.name, step.seconds - step.exposed, sent, step.peak.parts["parameters"], own, refused)
+
+
+__all__ = ["Asked", "check_strategies"]

@@ -1,0 +1,253 @@
+"""A strategy file of MindSpore (``strategy_ckpt_config={"save_file": "strategy.json"}``), read as a plan of our own.
+
+The file has, for every operator that it knows, how many ways each dim of its inputs is split
+(``parallel_strategy_item``), and for every parameter where its slices are (``parallel_layout_item``): a *device matrix*
+(sizes, the last one fastest over ranks), and a *tensor map*, which gives every dim of the tensor the place of a device
+dim, counted from the right (-1: the dim is whole). ``opt_weight_shard_step`` and ``_size`` split the first dim once
+more, over ranks that are so far apart. MindSpore cannot be run here: what its file says is said to ``sw.plan``, and the
+program that follows is proven.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, TypeVar
+
+from torch import nn
+
+from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.graph.ir import Graph, Op
+from shardwise.layouts.mesh import Mesh
+from shardwise.texts import shown
+
+_T = TypeVar("_T")
+ITEMS = ("parallel_strategy_item", "parallel_layout_item")
+# Names of MindSpore's parameters -> those of torch's modules.
+_NAMES = {
+    "gamma": "weight",
+    "beta": "bias",
+    "embedding_table": "weight",
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
+}
+# What MindSpore calls an operator -> what it may be here.
+_OPERATORS = {
+    "MatMul": ("linear", "mm", "matmul", "addmm"),
+    "BatchMatMul": ("matmul", "bmm"),
+    "Gather": ("embedding",),
+    "LayerNorm": ("layer_norm", "native_layer_norm"),
+    "Conv2D": ("conv2d", "convolution"),
+}
+
+
+@dataclass(frozen=True)
+class StrategyFile:
+    """What the file says, for one module. ``layouts``: parameters with their layouts as text; ``strategies``: modules
+    with the split counts of their operator; ``unused``: what names nothing in the module; ``faults``: what cannot be,
+    a sentence each."""
+
+    mesh: Mesh
+    layouts: dict[str, str]
+    strategies: dict[str, tuple[tuple[int, ...], ...]]
+    unused: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Where the slices of a parameter are."""
+
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+    shard: tuple[int, int]  # how far apart the ranks are that split the first dim once more, and how many
+
+
+def is_strategy_file(plan: Any) -> bool:
+    return isinstance(plan, Mapping) and any(item in plan for item in ITEMS)
+
+
+def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, devices: int) -> StrategyFile:
+    """What the file says for ``module``, whose ``graph`` knows its operators. Raises ShardwiseError for what is no such
+    file, for one of stages, of another number of devices, and for one that names nothing in the module."""
+    strategies, slices = _items(plan)
+    shapes = {name: tuple(p.shape) for name, p in (*module.named_parameters(), *module.named_buffers())}
+    named = {name: (_known(name, shapes), own) for name, own in slices.items()}
+    unused = [name for name, (found, _) in named.items() if found is None]
+    mesh = _mesh([own for _, own in named.values()], devices)
+    layouts: dict[str, str] = {}
+    faults: list[str] = []
+    for name, (found, own) in named.items():
+        if found is not None:
+            _add(layouts, faults, found, partial(_layout, own, shapes[found], mesh), name)
+    operators: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for node, counts in strategies.items():
+        path, op = _operator(node, graph, {name for name, _ in module.named_modules()})
+        if op is None:
+            unused.append(node)
+        else:
+            _add(operators, faults, path, partial(_counts, op, counts, graph, devices), node)
+    if not layouts and not operators and not faults:
+        there = [*shapes]
+        raise ShardwiseError(
+            problem(
+                f"the strategy file names nothing in {type(module).__name__}: {listed(unused)}",
+                facts=[("there is", listed(there))],
+                fix="parameters are found by name (fc1.weight), operators by their cells (.../fc1-Dense/MatMul-op3)",
+            )
+        )
+    return StrategyFile(mesh, layouts, operators, tuple(sorted(unused)), tuple(faults))
+
+
+def _add(into: dict[str, _T], faults: list[str], key: str, made: Callable[[], _T], name: str) -> None:
+    try:
+        into[key] = made()
+    except ShardwiseError as error:
+        faults.append(f"{name}: {error}")
+
+
+def _items(plan: Mapping[str, Any]) -> tuple[dict[str, tuple[tuple[int, ...], ...]], dict[str, _Slices]]:
+    """Split counts by node, and slices by parameter; those of the optimizer's states are those of its parameters."""
+    try:
+        strategies = {}
+        for node, own in dict(plan.get(ITEMS[0]) or {}).items():
+            _no_stage(own["stage"], node)
+            strategies[str(node)] = tuple(tuple(map(_whole, dims)) for dims in own["parallel_strategy"])
+        slices = {}
+        for name, own in dict(plan.get(ITEMS[1]) or {}).items():
+            shard = _whole(own.get("opt_weight_shard_step", 0)), _whole(own.get("opt_weight_shard_size", 0))
+            sizes = tuple(map(_whole, own["dev_matrix"]))
+            if not str(name).startswith(("moments.", "moment1.", "moment2.", "accum.", "stat.")):
+                slices[str(name)] = _Slices(sizes, tuple(map(_whole, own["tensor_map"])), shard)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ShardwiseError):
+            raise
+        what = f"it is no strategy file of MindSpore: {type(error).__name__} {shown(str(error))}"
+        fix = 'strategy_ckpt_config={"save_file": "strategy.json"} writes one that can be read'
+        raise ShardwiseError(problem(what, fix=fix)) from error
+    return strategies, slices
+
+
+def _no_stage(stage: Any, name: str) -> None:
+    if stage:
+        what = f"{name} is in stage {shown(stage)}: pipelines of MindSpore are not checked"
+        raise ShardwiseError(
+            problem(what, fix="check the file of one stage, with stage 0, and the module of that stage")
+        )
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
+        raise ValueError(f"{value!r} where a whole number is expected")
+    return value
+
+
+def _known(name: str, shapes: Mapping[str, Any]) -> str | None:
+    """The parameter of the module that is meant: by its name, without the cells around the network."""
+    path, _, last = name.rpartition(".")
+    for leaf in dict.fromkeys((last, _NAMES.get(last, last))):
+        parts = [*(path.split(".") if path else ()), leaf]
+        for first in range(len(parts)):
+            if (found := ".".join(parts[first:])) in shapes:
+                return found
+            if parts[first] not in ("network", "_backbone", "_network"):
+                break
+    return None
+
+
+def _mesh(slices: Sequence[_Slices], devices: int) -> Mesh:
+    """Axes of which every dim of every device matrix is a run: they are cut wherever one of them is."""
+    cuts = {1, devices}
+    for own in slices:
+        if prod(own.sizes) != devices:
+            what = f"the file is for {prod(own.sizes)} devices ({list(own.sizes)}), not {devices}"
+            raise ShardwiseError(problem(what, fix=f"devices={prod(own.sizes)}"))
+        cuts.update(prod(own.sizes[i:]) for i in range(len(own.sizes)))
+        step, size = own.shard
+        cuts.update((step, step * size) if size > 1 else ())
+    strides = sorted(cuts)
+    for inner, outer in pairwise(strides):
+        if inner < 1 or outer % inner:
+            what = f"the device matrices do not go together: runs of {inner} and of {outer} ranks overlap"
+            raise ShardwiseError(problem(what, fix="device matrices of one network have common sizes"))
+    sizes = [outer // inner for inner, outer in pairwise(strides)]
+    return Mesh({f"d{number}": size for number, size in enumerate(reversed(sizes))})
+
+
+def _axes(mesh: Mesh, inner: int, outer: int) -> list[str]:
+    """The axes that lie between two strides, the slowest first."""
+    found, stride = [], mesh.num_devices
+    for name, size in mesh.axes:
+        if inner <= stride // size and stride <= outer:
+            found.append(name)
+        stride //= size
+    return found
+
+
+def _layout(own: _Slices, shape: Sequence[int], mesh: Mesh) -> str:
+    if len(own.places) != len(shape):
+        raise ShardwiseError(
+            f"the tensor map {list(own.places)} has {len(own.places)} dims, the parameter {list(shape)}"
+        )
+    split = [place for place in own.places if place >= 0]
+    if len(split) != len(set(split)) or any(place >= len(own.sizes) for place in split):
+        raise ShardwiseError(
+            f"the tensor map {list(own.places)} names a device dim twice, or one that {list(own.sizes)} lacks"
+        )
+    texts = []
+    for dim, (size, place) in enumerate(zip(shape, own.places, strict=True)):
+        at = len(own.sizes) - 1 - place
+        axes = [] if place < 0 else _axes(mesh, prod(own.sizes[at + 1 :]), prod(own.sizes[at:]))
+        step, count = own.shard
+        if dim == 0 and count > 1:
+            axes += _axes(mesh, step, step * count)
+        ways = prod(dict(mesh.axes)[axis] for axis in axes)
+        if size % ways:
+            raise ShardwiseError(f"dim {dim} has {size} elements, which {ways} slices do not divide")
+        texts.append(f"{size}@({','.join(axes)})" if axes else str(size))
+    return f"[{', '.join(texts)}]"
+
+
+def _operator(node: str, graph: Graph, modules: set[str]) -> tuple[str, Op | None]:
+    """The module of a node, by the cells that it stands in, and the operator there; None: there is none, or several."""
+    *cells, kind = node.split("/")
+    path = [cell.rpartition("-")[0] for cell in cells if "-" in cell]
+    kind = re.sub(r"-op\d+$", "", kind)
+    while path and ".".join(path) not in modules:
+        path = path[1:]
+    own = ".".join(path)
+    inside = [op for op in graph.ops if op.name.rpartition("/")[0] == own and own]
+    found = [op for op in inside if str(op.target).split(".")[1] in _OPERATORS.get(kind, ())]
+    return own, found[0] if len(found) == 1 else None
+
+
+def _counts(op: Op, counts: tuple[tuple[int, ...], ...], graph: Graph, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Of the operands of an operator here. MindSpore's products have two dims: further ones of what a linear layer
+    reads are between its first and its last."""
+    shapes = [graph.by_name[name].shape for name in op.operands]
+    own = [list(dims) for dims in counts]
+    if str(op.target).split(".")[1] == "embedding":  # MindSpore's Gather: table, indices; here as well
+        own = own[:2]
+    found = []
+    for number, dims in enumerate(own[: len(shapes)]):
+        missing = len(shapes[number]) - len(dims)
+        if missing > 0 and len(dims) == 2 and number == 0:
+            dims = [dims[0], *[1] * missing, dims[1]]
+        if len(dims) != len(shapes[number]):
+            raise ShardwiseError(f"{dims} for an input of shape {list(shapes[number])}")
+        for dim, (size, ways) in enumerate(zip(shapes[number], dims, strict=True)):
+            if ways < 1 or size % ways:
+                raise ShardwiseError(
+                    f"dim {dim} of input {number} has {size} elements, which {ways} slices do not divide"
+                )
+        if devices % prod(dims):
+            raise ShardwiseError(f"{dims} are {prod(dims)} slices, which {devices} devices do not hold evenly")
+        found.append(tuple(dims))
+    return tuple(found)
+
+
+__all__ = ["ITEMS", "StrategyFile", "is_strategy_file", "read_strategies"]

@@ -1,0 +1,86 @@
+"""Errors of torch.export as a user should see them: the line of the model, and the mend."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
+from shardwise.graph.user_lines import DATA_DEPENDENT, run_model
+
+_TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
+
+
+def explained(error: Exception) -> CaptureError:
+    """The error as the user should see it: the innermost line of the model, and the mend."""
+    source = _line_of(error)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if type(error).__name__ in DATA_DEPENDENT or isinstance(error.__cause__, DataDependentOutputException):
+        fix = "compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers"
+        if any(
+            Path(frame.filename).parent.name == "distributions" for frame in traceback.extract_tb(error.__traceback__)
+        ):
+            fix = "a distribution checks the data of its parameters: pass it validate_args=False"
+        return CaptureError(
+            problem(
+                f"the model's control flow, or a size, depends on the data of a tensor ({first})",
+                source=source,
+                fix=fix,
+            )
+        )
+    fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"
+    if "Disabling autocast" in first:
+        what = "the model calls torch.autocast for a device that is not here, where it does nothing"
+        fix = "name the device of the tensors, torch.autocast(x.device.type, ...), or plan where that device is"
+        return CaptureError(problem(what, source=source, fix=fix))
+    used = next((name for name in map(_construct, _files_of(error)) if name), "")
+    if used:
+        return CaptureError(
+            problem(f"{used} in forward can not be captured ({first})", source=source, fix=CONSTRUCTS[used])
+        )
+    return CaptureError(
+        problem(f"the model can not be captured: {type(error).__name__}: {first}", source=source, fix=fix)
+    )
+
+
+def _files_of(error: BaseException | None) -> list[str]:
+    """The files that an error, and those that it came from, passed through."""
+    files: list[str] = []
+    while error is not None:
+        files += [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        error = error.__cause__ or error.__context__
+    return files
+
+
+def _construct(filename: str) -> str:
+    """Which of ``CONSTRUCTS`` a file of torch belongs to, or ""."""
+    path = Path(filename)
+    if path.parent.name == "_higher_order_ops":
+        return next((name for name in CONSTRUCTS if name.rpartition(".")[2] == path.stem), "")
+    return TRANSFORMS if path.parent.name == "_functorch" and path.stem in ("vmap", "eager_transforms", "apis") else ""
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost user line of a traceback; that of a torch module if the user called it from outside the model."""
+    line = module_line = ""
+    inside = False
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        here = f"{Path(code.co_filename).name}:{step.tb_lineno}"
+        if code is run_model.__code__:
+            inside = True
+        elif inside and not code.co_filename.startswith(NOT_USER_CODE):
+            line = here
+        elif inside and code.co_filename.startswith(_TORCH_MODULES):
+            module_line = here
+        step = step.tb_next
+    return line or module_line
+
+
+__all__ = ["explained"]

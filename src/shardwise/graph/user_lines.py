@@ -1,0 +1,159 @@
+"""The user's line of every operator, and what the model must not do between them, while its Python runs.
+
+A model that catches what capture raises would go another way than on one device, where nothing is raised. So errors of
+that kind are noted (``UserLines.caught``), whatever becomes of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
+from shardwise.graph.rejected import READ_A_NUMBER
+from shardwise.graph.stand_ins import STAND_INS
+
+_TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
+# What Python, numpy and others read the data of a tensor by: a tensor without data refuses it, each in its own way.
+_READS = frozenset(
+    {
+        *("__array__", "__complex__", "__deepcopy__", "__dlpack__", "__float__", "__format__", "__index__", "__int__"),
+        *("__reduce_ex__", "allclose", "data_ptr", "numpy", "storage", "untyped_storage"),
+    }
+)
+DATA_DEPENDENT = frozenset(
+    {
+        "GuardOnDataDependentSymNode",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "UserError",
+    }
+)
+
+
+def run_model(call: Callable[..., Any], *arguments: Any) -> Any:
+    """``call(*arguments)``. Its frame is the outermost one of the model's."""
+    return call(*arguments)
+
+
+class UserLines(TorchFunctionMode):
+    """Notes the user's line with every operator that is traced while the mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformed = ""  # the first line under a transform of torch.func
+        self.caught: list[CaptureError] = []  # where the model goes on, it caught them
+        self._saving = saved_tensors_hooks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = user_line(sys._getframe(1))
+        try:
+            return self._called(func, args, kwargs, line)
+        except Exception as error:
+            self._raised(func, error, line)
+            raise
+
+    def _called(self, func: Any, args: Any, kwargs: Any, line: str) -> Any:
+        if line and not self.transformed and torch._C._functorch.maybe_current_level() is not None:
+            self.transformed = line
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(problem("torch.inference_mode hides its region", source=line, fix="use torch.no_grad"))
+        if func is torch.autograd.grad and not (kwargs or {}).get("create_graph"):
+            raise CaptureError(
+                problem(
+                    "torch.autograd.grad inside the model gives a result that its own gradient must not pass",
+                    source=line,
+                    fix="pass create_graph=True, or take the gradient outside the model",
+                )
+            )
+        if func is torch.Tensor.backward and line:
+            raise CaptureError(
+                problem(
+                    "backward in forward: a plan differentiates the loss once, behind the call",
+                    source=line,
+                    fix="return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)",
+                )
+            )
+        if func in _TENSOR_HOOKS and line:
+            raise CaptureError(
+                problem(
+                    f"{func.__name__} in forward: hooks of tensors do not fire under a plan",
+                    source=line,
+                    fix="write what it does to the gradient as a torch.autograd.Function; hooks of parameters are "
+                    "registered before sw.parallelize, outside of forward",
+                )
+            )
+        if saved_tensors_hooks() not in (self._saving, None) and line:
+            self._check_saving(line)
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
+                raise CaptureError(
+                    problem(
+                        f"a tensor {list(arg.shape)} that requires grad is no parameter of the captured module",
+                        source=line,
+                        fix="register it as an nn.Parameter of the module; closures and hooks must not hold weights",
+                    )
+                )
+        initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}
+        with torch.fx.traceback.annotate({LINE: line, **initial}):
+            return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+
+    def _raised(self, func: Any, error: Exception, line: str) -> None:
+        """Notes an error that one device would not raise."""
+        name = getattr(func, "__name__", "")
+        if isinstance(error, CaptureError):
+            self.caught.append(error)
+        elif line and (name in _READS or type(error).__name__ in DATA_DEPENDENT):
+            what = f"{name.strip('_')} reads the data of a tensor, which is not there while the model is captured"
+            self.caught.append(CaptureError(problem(what, source=line, fix=READ_A_NUMBER)))
+
+    def _check_saving(self, line: str) -> None:
+        """Raises CaptureError for hooks for saved tensors that the model sets; those of torch change no number."""
+        pack = saved_tensors_hooks()
+        if pack is None or pack.__module__.partition(".")[0] in ("torch", "shardwise"):
+            return
+        raise CaptureError(
+            problem(
+                "torch.autograd.graph.saved_tensors_hooks in forward: under a plan they do not see what backward keeps",
+                source=line,
+                fix="set them around the call of the parallel module, or write a torch.autograd.Function",
+            )
+        )
+
+
+def saved_tensors_hooks() -> Any:
+    """The function that packs what is saved for backward, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``"model.py:41"`` of the innermost frame of the user's model, or "".
+
+    Raises CaptureError inside a re-entrant checkpoint.
+    """
+    line, reentrant = "", False
+    while frame is not None and frame.f_code is not run_model.__code__:
+        name = frame.f_code.co_filename
+        if not line and not name.startswith(NOT_USER_CODE):
+            line = f"{Path(name).name}:{frame.f_lineno}"
+        reentrant |= frame.f_code is CheckpointFunction.forward.__code__
+        frame = frame.f_back
+    if frame is not None and reentrant:
+        what = "re-entrant activation checkpointing hides its gradients"
+        raise CaptureError(problem(what, source=line, fix="checkpoint(..., use_reentrant=False)"))
+    return "" if frame is None else line  # outside the model: export itself
+
+
+__all__ = ["DATA_DEPENDENT", "UserLines", "run_model", "user_line"]

@@ -1,0 +1,351 @@
+"""A launcher of an elastic job on several machines, as the others see it.
+
+Every launcher listens at a *station*. That of machine 0 has the job's head at first (``launch.head``); when it is lost,
+that of the next machine has it. A thread keeps the station, so that others hear from this machine while its ranks run.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shardwise.errors import LaunchError, problem
+from shardwise.launch.channel import Channel, readable
+from shardwise.launch.course import Course, Elastic
+from shardwise.launch.head import EXIT_ALONE, Address, Head
+from shardwise.launch.job import EXIT_INTERRUPTED, say
+from shardwise.launch.processes import Failure
+
+_TURN_SECONDS = 0.1
+_BEAT_SECONDS = 0.5
+_TAKE_OVER_SECONDS = 15.0  # for the others to notice as well that the head is lost
+_HELLO_SECONDS = 2.0
+_SURE_SECONDS = 3.0  # several words of the head, who says one twice a second
+_MOST_STRANGERS = 64  # connections that have not said who they are
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A generation, as the head tells a machine of it. ``first``: its first rank; ``num_ranks``: of all machines;
+    ``num_spares``: slots that are left; ``master``: where the ranks meet; ``step``: the last that was done."""
+
+    number: int
+    suspect: bool
+    first: int
+    num_ranks: int
+    slots: list[int]
+    num_spares: int
+    master: Address
+    step: int
+
+
+class Station(threading.Thread):
+    """Where a launcher listens. ``head``: the job's, if it is here; ``seat``: where it is otherwise; ``called``: where
+    one says that it is."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True, name="station")
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._listener = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        self.port: int = self._listener.getsockname()[1]
+        self.head: Head | None = None
+        self.seat: Address | None = None
+        self.called: Address | None = None
+        self.member: Channel | None = None
+        self.step = -1
+        self._strangers: list[Channel] = []
+        self._closing = False
+        self._lock = threading.Lock()  # of the head
+
+    def lead(self, head: Head) -> None:
+        with self._lock:
+            self.head = head
+
+    def run(self) -> None:
+        beaten = 0.0
+        while not self._closing:
+            with self._lock:
+                self._turn()
+            if self.member is not None and time.monotonic() > beaten + _BEAT_SECONDS:
+                beaten = time.monotonic()
+                self.member.send(beat=self.step)
+
+    def _turn(self) -> None:
+        machines = [] if self.head is None else [one.channel for one in self.head.machines.values()]
+        waiting = [one for one in (*self._strangers, *machines) if not one.gone]
+        if self._listener.fileno() in readable([self._listener, *waiting], _TURN_SECONDS):
+            connection, _ = self._listener.accept()
+            self._strangers = [*self._strangers, Channel(connection)][-_MOST_STRANGERS:]
+        for stranger in list(self._strangers):
+            for message in stranger.messages()[:1]:
+                self._strangers.remove(stranger)
+                try:
+                    self._answer(stranger, message)
+                except (LookupError, TypeError, ValueError):  # no launcher of ours
+                    stranger.close()
+        self._strangers = [stranger for stranger in self._strangers if not stranger.gone]
+        if self.head is not None:
+            self.head.turn()
+
+    def _answer(self, stranger: Channel, message: Mapping[str, Any]) -> None:
+        if "hello" in message and self.head is not None:
+            self.head.admit(stranger, message)
+            return
+        if "hello" in message:
+            stranger.send(seat=self.seat)
+        elif "come" in message:
+            self.called = str(message["come"][0]), int(message["come"][1])
+            if self.head is not None and self.head.number == 0:  # another one leads this job already
+                self.head = None
+        stranger.close()
+
+    def close(self) -> None:
+        self._closing = True
+        if self.is_alive():
+            self.join()
+        self._listener.close()
+        machines = [] if self.head is None else [machine.channel for machine in self.head.machines.values()]
+        for channel in machines:
+            channel.finish()
+        for channel in (*self._strangers, *machines):
+            channel.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a launcher is in its job. ``num_machines``, ``num_ranks``: of the job at its start; ``home``: where that of
+    machine 0 listens; ``name``: by which others reach this machine ("": as the head sees it)."""
+
+    node: int
+    num_machines: int
+    num_ranks: int
+    home: Address
+    name: str
+    slots: list[int]
+    spares: list[int]
+
+
+@dataclass
+class Member:
+    """This machine's part in a job. ``caught``: signals sent to the launcher; ``free_port``: one on which ranks could
+    meet."""
+
+    settings: Elastic
+    own: Own
+    caught: list[int]
+    free_port: Callable[[], int]
+    station: Station = field(init=False)
+    channel: Channel | None = None
+    crew: list[tuple[int, str, int]] = field(default_factory=list)  # node, address, port of those that take part
+    leader: int = 0
+    number: int = -1  # of the latest generation
+    stopped: bool = False
+    inbox: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        own = self.own
+        self.node, self.home, self.slots, self.spares = own.node, own.home, own.slots, own.spares
+        self.name = own.name or (own.home[0] if own.node == 0 else "")
+        self.station = self._listen()
+        if self.node == 0:
+            now = time.monotonic()
+            self._lead(set(range(self.own.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
+        self.station.start()
+
+    def _listen(self) -> Station:
+        """At a port that is the same whenever this machine comes; only machine 0 must have it."""
+        try:
+            return Station((self.home[1] + self.node) % (1 << 16))
+        except OSError as error:
+            if self.node == 0:
+                what = f"machine 0 cannot listen on port {self.home[1]}: {error.strerror}"
+                raise LaunchError(problem(what, fix="choose another --master-port, the same on every node")) from None
+        return Station(0)
+
+    def _lead(self, awaited: set[int], until_all: float, seconds: float) -> Head:
+        course = Course(self.settings, self.own.num_ranks)
+        head = Head(course, self.node, self.own.num_machines, awaited, until_all, time.monotonic() + seconds)
+        self.station.lead(head)
+        return head
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        self.station.member = None
+        self.station.close()
+
+    # ------------------------------------------------------------------------------------------------- between ranks
+
+    def wait(self) -> Begin | int:
+        """The next generation, or the exit code of the job."""
+        self.stopped = False
+        limit = time.monotonic() + self.settings.wait_seconds
+        while True:
+            if self.caught:
+                if self.channel is not None:
+                    self.channel.send(leave=EXIT_INTERRUPTED)
+                return EXIT_INTERRUPTED
+            if self.channel is None and not self._meet():
+                if time.monotonic() > limit:
+                    where = ":".join(map(str, self.home))
+                    say(f"machine {self.node} found no others at {where} in {self.settings.wait_seconds:g} seconds")
+                    return EXIT_ALONE
+                time.sleep(_TURN_SECONDS)
+                continue
+            assert self.channel is not None
+            messages, self.inbox = [*self.inbox, *self.channel.messages(_TURN_SECONDS)], []
+            for message in messages:
+                found = self._take(message)
+                if found is not None:
+                    return found
+            if self._head_is_lost and (code := self._follow()) is not None:
+                return code
+
+    def _take(self, message: Mapping[str, Any]) -> Begin | int | None:
+        if "end" in message:
+            if message["why"]:
+                say(str(message["why"]))
+            return int(message["end"])
+        if "dropped" in message:
+            self._come_again()
+        if "machines" in message:
+            self.crew = [(int(node), str(address), int(port)) for node, address, port in message["machines"]]
+            self.leader, self.number = int(message["head"]), int(message["generation"])
+            self.name = self.name or next((address for node, address, _ in self.crew if node == self.node), "")
+        if "ranks" not in message:
+            return None
+        self.slots, self.spares = list(message["slots"]), list(message["spares"])
+        if message["how"]:
+            say(str(message["how"]))
+        first, num_ranks = message["ranks"]
+        master = str(message["master"][0]), int(message["master"][1])
+        step = int(message["step"])
+        return Begin(
+            self.number, bool(message["suspect"]), first, num_ranks, self.slots, len(self.spares), master, step
+        )
+
+    # -------------------------------------------------------------------------------------------------- beside ranks
+
+    def is_stopped(self) -> bool:
+        """Whether this machine's ranks are to end, since others have: the head says so, or is lost."""
+        if not self.stopped and self.channel is not None:
+            self.inbox += self.channel.messages()
+            told = any({"stop", "end", "dropped"} & message.keys() for message in self.inbox)
+            self.stopped = told or self._head_is_lost
+        return self.stopped
+
+    def report(self, code: int, lost: Failure | None, absent: Sequence[int], step: int) -> None:
+        """This machine's ranks of the latest generation have ended."""
+        self.station.step = step
+        if self.channel is not None:
+            failure = None if lost is None else asdict(lost)
+            port = self.free_port()
+            self.channel.send(beat=step)
+            self.channel.send(ended=self.number, code=code, failure=failure, absent=list(absent), rank_port=port)
+
+    # ------------------------------------------------------------------------------------------------ finding the head
+
+    def _meet(self) -> bool:
+        """Whether a head was found that took this machine in."""
+        station = self.station
+        places = [place for place in (station.called, station.seat, self.home) if place is not None]
+        if station.head is not None:
+            places = [(self.name or self.home[0], station.port)]
+        return any(self._join(place) for place in dict.fromkeys(places))
+
+    def _join(self, place: Address) -> bool:
+        try:
+            channel = Channel(socket.create_connection(place, timeout=_HELLO_SECONDS))
+        except OSError:
+            return False
+        channel.send(
+            hello=self.node,
+            machines=self.own.num_machines,
+            ranks=self.own.num_ranks,
+            slots=self.slots,
+            spares=self.spares,
+            port=self.station.port,
+            rank_port=self.free_port(),
+            name=self.name,
+        )
+        answer = channel.messages(_HELLO_SECONDS)
+        for message in answer:
+            if "seat" in message:  # no head is there
+                if message["seat"] is not None:
+                    self.station.seat = str(message["seat"][0]), int(message["seat"][1])
+                channel.close()
+                return False
+        if channel.gone:
+            return False
+        self.channel = self.station.member = channel
+        self.inbox = list(answer)
+        return True
+
+    @property
+    def _head_is_lost(self) -> bool:
+        channel = self.channel
+        return channel is None or channel.gone or self._silence > self.settings.silent_seconds
+
+    @property
+    def _silence(self) -> float:
+        return 0.0 if self.channel is None else time.monotonic() - self.channel.heard
+
+    def _come_again(self) -> None:
+        """The others went on without this machine: what it was in the job does not count."""
+        say("the others went on without this machine, which was silent; it asks to be taken again")
+        seat = next(((address, port) for node, address, port in self.crew if node == self.leader), None)
+        self.station.seat = seat or self.station.seat
+        self.number, self.crew = -1, []
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = self.station.member = None
+
+    def _follow(self) -> int | None:
+        """The head is lost: find the next one, or be it. The exit code where that must not be."""
+        silent = (
+            self._silence > _SURE_SECONDS
+        )  # a connection that broke after some silence may not be the launcher's end
+        self._hang_up()
+        if self.number < 0 or self.leader == self.node:  # no generation yet: begin from the start
+            return None
+        everybody = sorted(self.crew)
+        left = [place for place in everybody if place[0] != self.leader]
+        for node, address, port in left:
+            if node != self.node:
+                limit = time.monotonic() + _TAKE_OVER_SECONDS
+                while time.monotonic() < limit and not self.caught:
+                    if self._join((address, port)):
+                        return None
+                    time.sleep(_TURN_SECONDS)
+                continue
+            if silent and 2 * len(left) <= len(everybody):
+                what = (
+                    f"machine {self.leader}, which led, is silent: half of the machines cannot know whether it goes on"
+                )
+                say(f"{what} without them, and end")
+                return EXIT_ALONE
+            self._take_over(left, silent)
+            return None
+        return EXIT_ALONE
+
+    def _take_over(self, left: Sequence[tuple[int, str, int]], silent: bool) -> None:
+        now = time.monotonic()
+        head = self._lead({node for node, _, _ in left}, now + _TAKE_OVER_SECONDS, self.settings.wait_seconds)
+        head.number = self.number + 1
+        head.course.step = self.station.step
+        head.known = {node: (address, port) for node, address, port in self.crew}
+        head.least = len(self.crew) // 2 + 1 if silent else 1
+        after = head.course.after_step
+        how = "is silent" if silent else "is gone"
+        head.how = f"machine {self.leader}, which led, {how}{after}; generation {head.number} goes on"
+
+
+__all__ = ["Begin", "Member", "Station"]

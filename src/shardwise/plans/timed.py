@@ -1,0 +1,79 @@
+"""The stages of a pipeline by price. Stages whose programs differ in names only are timed once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import memory_of
+from shardwise.costs.pipeline import StageSeconds, send_seconds, stage_seconds
+from shardwise.costs.prices import Prices
+from shardwise.graph.cut import Cut
+from shardwise.graph.form import GraphForm
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.plans.pipelining import Pipelining
+from shardwise.plans.stages import delivered_layouts
+from shardwise.programs.spmd import Choice, Spmd
+from shardwise.programs.vjp import Kinds
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a stage takes of a micro-batch, and the bytes of a device: held with one of them (``peak``), of that kept
+    for its backward (``kept``), and sent to the next stage."""
+
+    seconds: StageSeconds
+    peak: float
+    kept: float
+    sent: float
+
+
+def timed_stages(
+    how: Pipelining, cut: Cut, choices: Sequence[Choice], spmds: Sequence[Spmd], kinds: Kinds
+) -> list[Timed]:
+    """All stages."""
+    known: dict[Hashable, Timed] = {}
+    found = []
+    for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
+        key = _without_names(part, choice, spmd)
+        if key not in known:
+            known[key] = _timed(how, part, spmd, cut.sends(number), kinds)
+        own = known[key]
+        if not number and how.schedule.splits_backward:  # nobody waits for cotangents of the first stage
+            seconds = own.seconds
+            own = replace(own, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
+        found.append(own)
+    return found
+
+
+def _timed(how: Pipelining, part: Graph, spmd: Spmd, sends: Sequence[str], kinds: Kinds) -> Timed:
+    prices = Prices(Links(how.part, spmd.mesh), how.settings.optimizer, how.settings.passes)
+    prices = prices.with_buckets(part, how.settings.bucket_bytes)
+    delivered = delivered_layouts(part, spmd)
+    sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
+    on_links = replace(prices, links=Links(how.cluster, Mesh(device=how.cluster.num_devices)))
+    send = send_seconds(on_links, how.part.num_devices, sent) if sends else 0.0
+    memory = memory_of(spmd, prices, kinds=kinds)
+    seconds = stage_seconds(spmd, prices, send, kinds)
+    return Timed(seconds, float(memory.peak.num_bytes), float(memory.kept_bytes), sent)
+
+
+def _without_names(part: Graph, choice: Choice, spmd: Spmd) -> Hashable:
+    """All that decides a program but names: equal for stages that take and hold the same."""
+    form, lifetimes = GraphForm.of(part), spmd.lifetimes
+    ends = {"shared": choice.shared, "delivered": choice.delivered}
+    return (
+        form.key,
+        spmd.mesh,
+        tuple(choice.strategies[name] for name in form.ops),
+        tuple(choice.sources[source.value] for source in part.sources),
+        tuple((end, at, own[name]) for end, own in ends.items() for at, name in enumerate(form.values) if name in own),
+        tuple((op.name in lifetimes.operators, op.name in lifetimes.offloaded) for op in spmd.graph.ops),
+        tuple(conversion.result in lifetimes.conversions for conversion in spmd.conversions),
+        tuple(source.value in lifetimes.once for source in part.sources),
+    )
+
+
+__all__ = ["Timed", "timed_stages"]

@@ -1,0 +1,26 @@
+"""What the search prices as not kept from forward to backward, or as done once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Gathered parameters are held from forward to backward, gathered again in backward (ZeRO-3), or gathered once for all
+# passes of a step, whose gradients add up whole (ZeRO-1). In a step of one pass the last is the same as the first.
+Gathered = Literal["once", "held", "again"]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """``operators``: those whose results are made again; ``gathered``: what becomes of parameters; ``offloaded``:
+    operators whose results wait on the host; ``local``: those of ``operators`` whose results are kept where a message
+    brought them, as it is not sent again. Conversions of values that are done again, and copies to the host, are left
+    to the simulation."""
+
+    operators: frozenset[str] = frozenset()
+    gathered: Gathered = "held"
+    offloaded: frozenset[str] = frozenset()
+    local: frozenset[str] = frozenset()
+
+
+__all__ = ["Again", "Gathered"]

@@ -1,0 +1,248 @@
+"""Models that keep what they know of the tokens so far: keys and values, as buffers of fixed lengths.
+
+``Decoder`` is a model of text alone, whose program takes a chunk of a prompt or one token. An encoder with a decoder is
+two modules over the same buffers: ``FirstToken`` runs the encoder and keeps what every layer of the decoder reads of
+the source, ``NextToken`` reads that. ``Rows`` exchanges sequences among the rows of the buffers, as beams ask for it.
+All are ordinary modules: they are planned, split and run as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import EncoderDecoderCache, StaticCache, StaticLayer
+
+from shardwise.api import plan as make_plan
+from shardwise.plans.plan import Plan
+from shardwise.runtime.parallel import Parallel
+
+# Factors of products and tables, as their rules name them: of which the program that takes one token has 1, and of
+# which it has as many as there are samples.
+_TOKENS, _SAMPLES = {"b1"}, {"b", "b0", "m"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``rows``: sequences of a pass; ``length``: the most tokens of each; ``source``: those of what an encoder reads
+    (0: there is none)."""
+
+    rows: int
+    length: int
+    source: int = 0
+
+
+class Caches(torch.nn.Module):
+    """The buffers: ``keys_0``, ``values_0`` and so on, and of a source ``source_keys_0``, ... (on meta)."""
+
+    def __init__(self, config: Any, sizes: Sizes, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.sizes = config.get_text_config(decoder=True), sizes
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        for kind, length in (("", sizes.length), ("source_", sizes.source)):
+            for layer in range(self.config.num_hidden_layers if length else 0):
+                for name in ("keys", "values"):
+                    empty = torch.empty(sizes.rows, heads, length, width, dtype=dtype, device="meta")
+                    self.register_buffer(f"{kind}{name}_{layer}", empty, persistent=False)
+
+    def cache(self, start: torch.Tensor) -> StaticCache:
+        """transformers' cache over the buffers, of which ``start`` tokens are known."""
+        found = StaticCache(config=self.config, max_cache_len=self.sizes.length)
+        self.fill(found, start)
+        return found
+
+    def fill(self, cache: StaticCache, start: torch.Tensor, kind: str = "") -> None:
+        for number, layer in enumerate(cache.layers):
+            assert isinstance(layer, StaticLayer), "another kind was refused"
+            layer.keys = getattr(self, f"{kind}keys_{number}")
+            layer.values = getattr(self, f"{kind}values_{number}")
+            layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+            layer.cumulative_length = start.clone()
+            layer.is_initialized = True
+
+
+class Decoder(Caches):
+    """A model of text and its caches: the logits behind some more tokens."""
+
+    def __init__(self, model: torch.nn.Module, config: Any, sizes: Sizes) -> None:
+        super().__init__(config, sizes, dtype_of(model))
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        start: torch.Tensor,
+        last: torch.Tensor,
+    ) -> torch.Tensor:
+        """``attention_mask``: of all tokens that there may be, [samples, length]; ``start``: the place of the first of
+        these; ``last``: which of them the logits are for, [1]."""
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=self.cache(start),
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits.index_select(1, last)[:, 0]
+        return logits
+
+
+class _Translation(Caches):
+    """An encoder with a decoder and its caches."""
+
+    def __init__(self, model: torch.nn.Module, config: Any, sizes: Sizes) -> None:
+        super().__init__(config, sizes, dtype_of(model))
+        self.model, self.width = model, config.hidden_size
+
+    def decoded(
+        self,
+        source: Mapping[str, Any],
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        start: torch.Tensor,
+        *,
+        knows_source: bool,
+    ) -> torch.Tensor:
+        of_source = StaticCache(config=self.config, max_cache_len=self.sizes.source)
+        cache = EncoderDecoderCache(self.cache(start), of_source)
+        self.fill(of_source, torch.zeros_like(start), "source_")  # afterwards: it would ask a tensor for its value
+        cache.is_updated = dict.fromkeys(range(self.config.num_hidden_layers), knows_source)
+        output = self.model(
+            **source,
+            decoder_input_ids=tokens,
+            decoder_attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+class NextToken(_Translation):
+    """Behind the first token: the logits behind one more."""
+
+    def forward(
+        self,
+        decoder_input_ids: torch.Tensor,
+        decoder_attention_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        start: torch.Tensor,
+    ) -> torch.Tensor:
+        """``decoder_attention_mask``: of all tokens that there may be, [rows, length]; ``attention_mask``: of the
+        source; ``start``: the place of this token."""
+        # Its layers know keys and values of the source: of what the encoder made, only the shape is looked at.
+        encoded = torch.zeros(self.sizes.rows, self.sizes.source, self.width, dtype=dtype_of(self.model))
+        known = {"encoder_outputs": (encoded,), "attention_mask": attention_mask}
+        return self.decoded(known, decoder_input_ids, decoder_attention_mask, start, knows_source=True)
+
+
+class FirstToken(_Translation):
+    """What the source is, and the logits behind the first token."""
+
+    def forward(
+        self,
+        decoder_input_ids: torch.Tensor,
+        decoder_attention_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        start: torch.Tensor,
+        input_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        source = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return self.decoded(source, decoder_input_ids, decoder_attention_mask, start, knows_source=False)
+
+
+class Rows(Caches):
+    """The caches alone: every row becomes a copy of another one. What is known of a source stays: the beams of a
+    sample have the same."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in range(self.config.num_hidden_layers):
+            for name in ("keys", "values"):
+                buffer = self.get_buffer(f"{name}_{layer}")
+                buffer.copy_(buffer.index_select(0, rows))
+        return rows + 0
+
+
+def dtype_of(model: torch.nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def decoder_inputs(sizes: Sizes, tokens: int) -> dict[str, torch.Tensor]:
+    """Arguments of a Decoder, all zeros."""
+    shapes = {
+        "input_ids": (sizes.rows, tokens),
+        "attention_mask": (sizes.rows, sizes.length),
+        "position_ids": (sizes.rows, tokens),
+        "start": (),
+        "last": (1,),
+    }
+    return _zeros(shapes)
+
+
+def token_inputs(sizes: Sizes, *, first: bool) -> dict[str, torch.Tensor]:
+    """Arguments of NextToken, or of FirstToken, all zeros."""
+    shapes = {
+        "decoder_input_ids": (sizes.rows, 1),
+        "decoder_attention_mask": (sizes.rows, sizes.length),
+        "attention_mask": (sizes.rows, sizes.source),
+        "start": (),
+    }
+    return _zeros({**shapes, "input_ids": (sizes.rows, sizes.source)} if first else shapes)
+
+
+def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+
+
+def planned(
+    module: Caches, inputs: Mapping[str, torch.Tensor], par: Parallel, caches: Mapping[str, str] | None = None
+) -> Plan:
+    """A plan for a module with caches. Parameters stay where ``par`` has them, the products over them are split as in
+    training, and the rest follows. ``caches``: their layouts; None: in a first plan they are whole, and it says how
+    they are used; in the second they are kept so."""
+    mesh = par.plan.mesh
+    model = getattr(module, "model", None)
+    modules = set() if model is None else {name for name, _ in model.named_modules()}
+    if isinstance(module, NextToken):  # the encoder does not run, nor what reads it
+        run = make_plan(module, dict(inputs), mesh.num_devices, mesh=mesh, search="sharding_propagation")
+        modules &= {entry.name.rpartition("/")[0].removeprefix("model.") for entry in run.operators}
+    single = _TOKENS | (_SAMPLES if module.sizes.rows == 1 else set())
+    strategies = {}
+    for entry in par.plan.operators:
+        path = entry.name.rpartition("/")[0]
+        if path in modules and entry.target.split(".")[1] in ("linear", "embedding", "addmm") and entry.strategy:
+            kept = [split for split in entry.strategy.split() if split.partition("@")[0] not in single]
+            if kept:
+                strategies[f"model.{path}"] = " ".join(kept)
+    layouts: dict[str, Any] = {} if model is None else {f"model.{p.name}": p.layout for p in par.plan.parameters}
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "strategies": strategies,
+        "search": "sharding_propagation",
+        "precision": par.plan.precision,
+        "bucket_bytes": par.plan.bucket_bytes,
+    }
+    if caches is None:
+        whole = make_plan(module, dict(inputs), mesh.num_devices, layouts=layouts, **settings)
+        names = {name for name, _ in module.named_buffers(recurse=False)}
+        caches = {c.value: c.target for c in whole.conversions if c.value in names}
+    return make_plan(module, dict(inputs), mesh.num_devices, layouts={**layouts, **caches}, **settings)
+
+
+__all__ = [
+    "Caches",
+    "Decoder",
+    "FirstToken",
+    "NextToken",
+    "Rows",
+    "Sizes",
+    "decoder_inputs",
+    "dtype_of",
+    "planned",
+    "token_inputs",
+]

@@ -1,0 +1,3 @@
+"""A file of a user's program that holds a number."""
+
+COUNT = 0

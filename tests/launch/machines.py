@@ -1,0 +1,56 @@
+"""Launchers of one job, each as on a machine of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_START = """
+import sys
+from shardwise.launch import zygote
+from shardwise.launch.course import Elastic
+from shardwise.launch.launcher import launch
+if {plain}:
+    zygote.PRELOADED = ()
+options = dict(nnodes={machines}, node_rank={node}, master_addr="127.0.0.1", master_port={port}, show_all={plain})
+sys.exit(launch({command}, {ranks}, elastic=Elastic({settings}), **options))
+"""
+
+
+class Machines:
+    """``ranks``: of each; ``settings``: of ``Elastic``, as text; ``plain``: the ranks load no torch."""
+
+    def __init__(
+        self, folder: Path, command: Sequence[str], port: int, *, machines: int = 2, ranks: int = 2, settings: str = "",
+        plain: bool = True,
+    ) -> None:  # fmt: skip
+        self.folder, self.port, self.num_machines = folder, port, machines
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self._text = {
+            "command": list(command), "port": port, "machines": machines, "ranks": ranks, "settings": settings,
+            "plain": plain,
+        }  # fmt: skip
+
+    def start(self, node: int, **others: object) -> None:
+        text = _START.format(**{**self._text, **others}, node=node)
+        with (self.folder / f"said-by-{node}").open("ab") as said:
+            self.running[node] = subprocess.Popen([sys.executable, "-c", text], stdout=said, stderr=said)
+
+    def said(self, node: int) -> str:
+        return (self.folder / f"said-by-{node}").read_text()
+
+    def lose(self, node: int) -> None:
+        """As if its power was cut, but that the system closes its connections."""
+        self.running[node].kill()
+        self.running.pop(node).wait()
+
+    def codes(self, seconds: float = 120.0) -> list[int]:
+        """Of those that run, machine by machine, when they have ended."""
+        return [self.running[node].wait(timeout=seconds) for node in sorted(self.running)]
+
+    def close(self) -> None:
+        for process in self.running.values():
+            process.kill()
+            process.wait()

@@ -1,0 +1,140 @@
+"""Submodules in another mode than their model, and attributes that are set after the split: as on one device, or
+refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+
+# Sums of at most 8 rows and 12 columns of float64 in another order, over three steps.
+ROUNDING = 1e-13
+
+
+class Net(nn.Module):
+    rate = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.drop, self.down = (
+            nn.Linear(6, 12),
+            nn.BatchNorm1d(12),
+            nn.Dropout(0.5),
+            nn.Linear(12, 3),
+        )
+        self.scale, self.table = 2.0, torch.ones(3, dtype=torch.float64)
+        self.again = self.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.drop(self.norm(self.up(x).tanh()))
+        return (self.down(h) * self.table).square().mean() * self.scale * self.rate
+
+
+def set_modes(net: Any, training: bool, norm: bool, drop: bool = False) -> None:
+    net.train(training)
+    net.norm.train(norm)
+    net.drop.train(drop)
+
+
+# (the modes in which it is split, those of the steps): of the model, its norm and its dropout
+MODES: dict[str, tuple[tuple[bool, bool], list[tuple[bool, bool]]]] = {
+    "a frozen norm": ((True, False), [(True, False)] * 3),
+    "a norm that is frozen later": ((True, True), [(True, True), (True, False), (True, True)]),
+    "a norm that is thawed later": ((True, False), [(True, False), (True, True), (False, False)]),
+    "a norm alone in training": ((False, True), [(False, True), (False, False), (True, True)]),
+}
+
+
+def trained(name: str) -> list[float]:
+    """Errors of losses and buffers, step by step."""
+    at_first, steps = MODES[name]
+    torch.manual_seed(0)
+    net, batches = Net().double(), torch.randn(3, 8, 6, dtype=torch.float64)
+    set_modes(net, *at_first)
+    alone = copy.deepcopy(net)
+    plan = sw.plan(net, batches[0], 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp", "down": "k@tp"})
+    par = sw.parallelize(net, plan)
+    assert par.again is par.norm
+    assert [m.training for m in par.modules()] == [m.training for m in net.modules()]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (alone, par)]
+    errors = []
+    for batch, modes in zip(batches, steps, strict=True):
+        losses = []
+        for module, optimizer in zip((alone, par), optimizers, strict=True):
+            set_modes(module, *modes)
+            optimizer.zero_grad()
+            loss = module(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        errors.append(abs(losses[0] - losses[1]))
+    assert int(par.norm.num_batches_tracked) == int(alone.norm.num_batches_tracked)
+    return errors
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_submodules_in_another_mode_are_as_on_one_device(name: str, run_ranks: Callable[..., Any]) -> None:
+    for errors in run_ranks(trained, 2, name, time_limit_seconds=240):
+        assert max(errors) < ROUNDING
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a number": (lambda par: setattr(par, "scale", 3.0), "scale is an attribute of the Net"),
+    "a number of the class": (lambda par: setattr(par, "rate", 3.0), "rate is an attribute of the Net"),
+    "a tensor": (lambda par: setattr(par, "table", torch.zeros(3)), "table is an attribute of the Net"),
+    "forward": (lambda par: setattr(par.up, "forward", lambda x: x), "forward is an attribute of the Linear"),
+    "a setting of a layer": (
+        lambda par: setattr(par.norm, "momentum", 0.5),
+        "momentum is an attribute of the BatchNorm1d",
+    ),
+    "a probability": (lambda par: setattr(par.drop, "p", 0.0), "p is an attribute of the Dropout"),
+}
+
+
+def changed() -> dict[str, str]:
+    torch.manual_seed(0)
+    net, batch = Net().double(), torch.randn(8, 6, dtype=torch.float64)
+    par = sw.parallelize(net, sw.plan(net, batch, 2, mode="data_parallel"))
+    messages = {}
+    for name, (change, _) in CHANGES.items():
+        try:
+            change(par)
+        except sw.ShardwiseError as error:
+            messages[name] = str(error)
+    par.note = "what the model has not is anybody's own"
+    copy.deepcopy(par).train()
+    return messages
+
+
+def test_attributes_that_ranks_would_not_see_are_refused_by_name(run_ranks: Callable[..., Any]) -> None:
+    for messages in run_ranks(changed, 2, time_limit_seconds=240):
+        for name, (_, what) in CHANGES.items():
+            assert what in messages.get(name, "nothing")
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(x).square().mean()
+
+
+def named_as_ours() -> str:
+    net = Named()
+    try:
+        sw.parallelize(net, sw.plan(net, torch.randn(4, 4), 2, mode="data_parallel"))
+    except sw.ShardwiseError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_submodule_with_a_name_of_parallel_modules_is_refused_by_name(run_ranks: Callable[..., Any]) -> None:
+    assert all("a submodule step" in message for message in run_ranks(named_as_ours, 2, time_limit_seconds=240))
