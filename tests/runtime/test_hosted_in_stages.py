@@ -149,7 +149,10 @@ class Tied(nn.Module):
 
 def refused() -> str:
     ids = torch.randint(0, 6, (8,))
-    par = sw.parallelize(Tied(), sw.plan(Tied(), ids, 2, stages=2, micro_batch=2), host=("embed.weight",))
+    plan = sw.plan(Tied(), ids, 2, stages=2, micro_batch=2)
+    with pytest.raises(sw.PlanError, match="tables on the host are not compiled"):
+        sw.parallelize(Tied(), plan, host=("embed.weight",), compile=True)
+    par = sw.parallelize(Tied(), plan, host=("embed.weight",))
     with pytest.raises(sw.ShardwiseError) as error:
         par.step(ids)
     return str(error.value)

@@ -45,7 +45,7 @@ from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
-from shardwise.runtime.shared_parameters import shared_groups
+from shardwise.runtime.shared_parameters import PlaceGroups
 from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal
 from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
@@ -53,7 +53,7 @@ from shardwise.runtime.stage_calls import Ready
 from shardwise.runtime.stage_faults import StageFaults
 from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state import State
-from shardwise.runtime.torch_schedules import Scheduled, position_groups
+from shardwise.runtime.torch_schedules import Scheduled
 from shardwise.runtime.trail import trail
 
 LossOn = Literal["all", "last"]
@@ -81,11 +81,10 @@ class Pipeline(Split):
         own_place = next(ranks for ranks in self._places if rank in ranks)
         self._position = own_place.index(rank)
         self._stages = [number for number, stage in enumerate(plan.stages) if stage.placement.ranks == own_place]
-        self._group = position_groups(self._places)[self.position]
         self._ranks = self._host_ranks = [Communicator(stage.placement, name) for stage in plan.stages]
         if settings.host and self.device.type != "cpu":
             self._host_ranks = [Communicator(stage.placement, name, backend="gloo") for stage in plan.stages]
-        self._shared = shared_groups(plan, own_place, self.position, settings.host)
+        self._groups = PlaceGroups.of(plan, own_place, self.position, settings.host)
         self._faults = StageFaults(plan, self._stages, self.position, self._everyone)
         calls = Calls(module, plan, settings, self._everyone, self._everyone)
         self._calls = calls
@@ -147,7 +146,7 @@ class Pipeline(Split):
             entry.name: stage.placement.ranks for stage in reversed(self.plan.stages) for entry in stage.parameters
         }
         own = self.plan.stages[self._stages[0]].placement.ranks
-        elsewhere = frozenset(name for name in self._shared if first[name] != own)
+        elsewhere = frozenset(name for name in self._groups.shared if first[name] != own)
         protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
         place_states(self, self.plan.optimizer, self._calls.settings.host)
 
@@ -376,7 +375,7 @@ class Pipeline(Split):
         )
         schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else schedule_of(self.schedule.instead)
         by_number = {worker.number: worker for worker in workers}
-        scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._group)
+        scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._groups.every)
         return Ready(captured, passes, bounds, workers, scheduled)
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
@@ -467,7 +466,7 @@ class Pipeline(Split):
             for value, gradient in gradients.items():
                 name = sources[value].names[0]
                 totals[name] = totals[name] + gradient if name in totals else gradient
-        for name, group in self._shared.items():
+        for name, group in self._groups.shared.items():
             if name in updated and state[name].requires_grad:
                 parameter = state[name]
                 total = totals[name].contiguous() if name in totals else torch.zeros_like(parameter)
