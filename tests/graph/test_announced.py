@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import shardwise as sw
 from shardwise.errors import CaptureError, CaptureWarning, LayoutError
@@ -124,3 +125,12 @@ def test_bits_of_numbers_that_a_verification_widens_are_refused_by_it_and_planne
     plan = sw.plan(net, x, 2, mesh=sw.Mesh(dp=2))
     with pytest.raises(sw.ShardwiseError, match=r"(?s)reads the bits of .* as .*test_announced.py.*verify the model"):
         sw.verify(net, x, plan)
+
+
+def test_a_pruned_model_is_planned_and_equal():
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    net(x)
+    plan = sw.plan(net, (x, torch.randn(4, 4)), 2, mesh=sw.Mesh(dp=2), loss=F.mse_loss)
+    assert plan.collectives(backward=True)
+    assert sw.verify(net, (x, torch.randn(4, 4)), plan, loss=F.mse_loss).ok

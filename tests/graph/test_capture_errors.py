@@ -437,3 +437,37 @@ def test_a_module_that_can_not_be_copied_is_explained():
     module.generator = (i for i in range(3))
     with pytest.raises(CaptureError, match="deepcopy"):
         capture(module, (torch.ones(2, 2),))
+
+
+class Overlapping(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("mean", torch.zeros(8))
+        if kind == "buffers":
+            self.register_buffer("part", self.mean[2:6])
+        elif kind == "parameters":
+            self.bias = nn.Parameter(self.weight.data[1])
+        elif kind == "a buffer in a parameter":
+            self.register_buffer("last", self.weight.detach()[3, 3:])
+        elif kind == "parts side by side":
+            flat = torch.ones(8)
+            self.first, self.second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+        elif kind == "tied":
+            self.again, self.copied = self.weight, nn.Parameter(self.weight.data.clone())
+
+    def forward(self, x):
+        self.mean.add_(1)
+        return sum((x @ p).sum() for p in self.parameters() if p.dim() == 2) + self.mean.sum()
+
+
+@pytest.mark.parametrize("kind", ["buffers", "parameters", "a buffer in a parameter"])
+def test_tensors_in_each_others_memory_are_refused_by_name(kind):
+    names = {"buffers": "mean and part", "parameters": "weight and bias", "a buffer in a parameter": "weight and last"}
+    with pytest.raises(CaptureError, match=f"{names[kind]} lie in the same memory"):
+        capture(Overlapping(kind), (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize("kind", ["parts side by side", "tied"])
+def test_tied_tensors_and_parts_of_one_storage_are_captured(kind):
+    assert capture(Overlapping(kind), (torch.ones(2, 4),)).graph.ops

@@ -20,6 +20,7 @@ from shardwise.graph.trees import (
     NotCarried,
     constant_key,
     flatten,
+    flatten_call,
     flatten_output,
     is_constant,
     is_plain_tensor,
@@ -72,6 +73,22 @@ def test_constants_have_equal_keys_only_if_they_make_equal_programs():
     assert len(set(keys)) == len(keys)
     assert constant_key(float("nan")) == constant_key(math.nan)
     assert len({constant_key(lambda x: x) for _ in range(3)}) == 1
+
+
+def test_a_call_is_the_tree_of_its_arguments_whatever_they_are():
+    x, y = torch.zeros(2), torch.ones(3)
+    for args, kwargs in (
+        ((), {}), ((x,), {}), ((x, y), {}), ((), {"b": x, "a": y}), ((), {"a": y, "b": x}), ((x,), {"a": y}),
+        ((nn.Parameter(x), y), {}), ((x, 2), {}), ((x, None), {"a": y}), (((x, y),), {}), ((Batch(x),), {}),
+        (([],), {}),
+    ):  # fmt: skip
+        for _ in range(2):  # the second time the spec is known
+            leaves, spec = flatten_call(args, kwargs)
+            expected, expected_spec = flatten((args, kwargs))
+            assert spec == expected_spec
+            assert len(leaves) == len(expected)
+            assert all(a is b for a, b in zip(leaves, expected, strict=True))
+            assert unflatten(leaves, spec)[1].keys() == kwargs.keys()
 
 
 def test_dataclasses_are_trees_in_arguments_and_outputs():

@@ -16,9 +16,10 @@ import shardwise as sw
 from search.deep_model import VOCABULARY, Deep
 from shardwise import api
 from shardwise.graph.capture import capture
-from shardwise.plans import chosen, joint
+from shardwise.plans import chosen, joint, timed
 from shardwise.plans.fronts import ROOM, RUNGS, SLACK, Front, Fronts
 from shardwise.plans.joint import Joint, Setting
+from shardwise.search import fitting
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.levers import Levers
@@ -194,3 +195,57 @@ def test_what_a_stage_receives_is_split_where_it_is_worked_on_in_parts() -> None
     assert "32@dp" in received.layout, received.layout
     assert plan.pipeline is not None
     assert plan.pipeline.stages[0].sent_bytes == 32 * 256 * 512 * 4 / 8
+
+
+def test_what_is_ahead_of_all_blocks_and_behind_them_can_be_stages() -> None:
+    fronts = fronts_of(32, Settings(memory_bytes=1e15))
+    fronts.meshes = lambda part: (sw.Mesh(dp=part.num_devices),)
+    setting = Setting(len(fronts.blocks) + 2, "1F1B", 32, 32)
+    parts = fronts.parts(setting, [1.0] * setting.stages)
+    assert parts is not None
+    assert [name for part in parts for name in part] == [op.name for op in fronts.whole.ops]
+    readers = {op.name for op in fronts.whole.ops if any(name in fronts.whole.source_of for name in op.operands)}
+    assert all(readers.intersection(part) for part in parts)
+    assert fronts.parts(replace(setting, stages=setting.stages + 1), [1.0] * (setting.stages + 1)) is None
+
+
+def test_stages_that_are_asked_to_make_all_again_are_cut_by_what_that_keeps() -> None:
+    model, batch = Deep(LAYERS, 64), small_batch(256)
+    options: dict[str, Any] = {"stages": 4, "micro_batch": 32, "global_batch": 256, "mesh": sw.Mesh(dp=1)}
+    free = sw.plan(model, batch, 4, recompute="full", **options)
+    assert free.pipeline is not None
+    limit = max(own.peak_bytes for own in free.pipeline.stages)
+    found = sw.plan(model, batch, 4, recompute="full", memory_bytes=limit, **options)
+    assert found.pipeline is not None
+    assert found.pipeline.step_seconds <= free.pipeline.step_seconds * 1.05
+    assert sw.verify(model, batch, found).ok
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_stages_that_differ_in_names_are_timed_once(schedule: str) -> None:
+    model, batch = Deep(LAYERS, WIDTH), small_batch(8)
+    options: dict[str, Any] = {"micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=1), "schedule": schedule}
+    with mock.patch.object(timed, "_timed", wraps=timed._timed) as calls:
+        plan = sw.plan(model, batch, 4, stages=4 if schedule == "1F1B" else 8, **options)
+    assert plan.pipeline is not None
+    assert calls.call_count < len(plan.stages)
+    with mock.patch.object(timed, "_without_names", side_effect=lambda part, choice, spmd: object()):
+        apart = sw.plan(model, batch, 4, stages=len(plan.stages), **options)
+    assert apart.pipeline == plan.pipeline
+
+
+def test_parameters_are_gathered_once_a_step_where_that_is_faster() -> None:
+    """A limit below what whole states take, and above what whole gradients do: in every pass is slower."""
+    model, batch = Deep(LAYERS, 128), small_batch(64)
+    options: dict[str, Any] = {"micro_batch": 8, "global_batch": 64, "mesh": sw.Mesh(dp=4), "recompute": "auto"}
+    free = sw.plan(model, batch, 4, **options)
+    limit = 0.75 * free.prediction.memory_bytes
+    found = sw.plan(model, batch, 4, memory_bytes=limit, **options)
+    parts = [own for own in found.parameters if own.once and "@" in own.layout]
+    assert parts, "something is stored in parts and gathered once"
+    without = tuple(rung for rung in fitting.LADDER if rung[1] != "once")
+    with mock.patch.object(fitting, "LADDER", without):
+        each = sw.plan(model, batch, 4, memory_bytes=limit, **options)
+    assert found.prediction.planned_seconds < each.prediction.planned_seconds
+    assert found.prediction.bound <= found.prediction.planned_seconds
+    assert sw.verify(model, batch, found).ok

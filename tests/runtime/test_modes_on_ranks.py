@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,45 @@ def test_attributes_that_ranks_would_not_see_are_refused_by_name(run_ranks: Call
     for messages in run_ranks(changed, 2, time_limit_seconds=240):
         for name, (_, what) in CHANGES.items():
             assert what in messages.get(name, "nothing")
+
+
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "normal": lambda net: nn.init.normal_(net.up.weight),
+    "uniform of .data": lambda net: nn.init.uniform_(net.up.weight.data),
+    "truncated": lambda net: nn.init.trunc_normal_(net.up.weight),
+    "xavier": lambda net: nn.init.xavier_uniform_(net.up.weight),
+    "kaiming": lambda net: nn.init.kaiming_normal_(net.up.weight),
+    "orthogonal": lambda net: nn.init.orthogonal_(net.up.weight),
+    "eye": lambda net: nn.init.eye_(net.up.weight),
+    "sparse": lambda net: nn.init.sparse_(net.up.weight, 0.5),
+}
+
+
+def drawn() -> tuple[dict[str, str], list[str], bool]:
+    torch.manual_seed(0)
+    net, batch = Net().double(), torch.randn(8, 6, dtype=torch.float64)
+    plan = sw.plan(net, batch, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp", "down": "k@tp"})
+    par = sw.parallelize(net, plan)
+    messages = {}
+    for name, draw in DRAWN.items():
+        try:
+            draw(par)
+        except sw.ShardwiseError as error:
+            messages[name] = str(error)
+        draw(Net())  # what is no shard is drawn
+    nn.init.constant_(par.up.weight, 0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        par.apply(lambda module: None)
+    return messages, [str(warning.message) for warning in caught], bool((par.up.weight == 0.5).all())
+
+
+def test_initial_values_of_shards_are_refused_and_apply_says_what_it_meets(run_ranks: Callable[..., Any]) -> None:
+    for messages, said, is_constant in run_ranks(drawn, 2, time_limit_seconds=240):
+        assert messages.keys() == DRAWN.keys()
+        assert all("torch.nn.init on a shard of up.weight" in message for message in messages.values())
+        assert "isinstance(m, nn.Linear)" in said[0]
+        assert is_constant
 
 
 class Named(nn.Module):

@@ -49,6 +49,7 @@ from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
+from shardwise.graph.shared_memory import check_memory
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.state import difference
 from shardwise.graph.tracing import (
@@ -119,6 +120,7 @@ def capture(
     if not isinstance(module, nn.Module):
         what = f"the model is a {type(module).__name__} and no torch.nn.Module"
         raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
+    check_memory(module)
     precision = precision.at_hand
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, in_spec = flatten_with_path((args, kwargs))

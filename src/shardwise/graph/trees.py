@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable
+from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
@@ -30,6 +31,20 @@ _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, F
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and spec. Dataclasses are registered on sight."""
     return pytree.tree_flatten(tree, is_leaf=_register)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call, (args, kwargs), and their spec: that of tensors alone is known."""
+    leaves = [*args, *kwargs.values()]
+    if all(type(leaf) is torch.Tensor for leaf in leaves):
+        return leaves, _spec_of_leaves(len(args), tuple(kwargs))
+    return flatten((args, kwargs))
+
+
+@lru_cache(maxsize=256)
+def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
+    """Of a call with so many leaves by position, and others by name."""
+    return flatten(((0,) * count, dict.fromkeys(names, 0)))[1]
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:

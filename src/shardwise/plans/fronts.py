@@ -32,7 +32,7 @@ from shardwise.search.again import Gathered
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
 from shardwise.search.dynamic_programming import HIDDEN
 from shardwise.search.elimination import Scope, TooWide
-from shardwise.search.levers import Levers, blocks_of
+from shardwise.search.levers import Levers, blocks_of, ends_of
 from shardwise.search.planner import Planner, Settings
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
@@ -147,21 +147,10 @@ class Fronts:
         self.ends = [(self.blocks[run[0]].path, self.blocks[run[-1]].path) for run in runs for _ in run]
         if short is None:
             self.ends = [(block.path, block.path) for block in self.blocks]
-        self.starts, self.apart = self._where_stages_begin()
-
-    def _where_stages_begin(self) -> tuple[list[str], tuple[bool, bool]]:
-        """The operators before which a stage may begin, and whether what is ahead of all blocks, and what is behind
-        them, can be a stage: it reads parameters."""
-        ops = self.whole.ops
-        if not self.blocks:
-            return [], (False, False)
-        inside = [number for number, op in enumerate(ops) if block_of(op.name)]
-        parameters = {source.value for source in self.whole.sources if source.kind == "parameter"}
-        ahead, behind = ops[: inside[0]], ops[inside[-1] + 1 :]
-        apart = [any(parameters.intersection(op.operands) for op in own) for own in (ahead, behind)]
-        firsts = [block.ops[0].name for block in self.blocks]
-        names = [*(op.name for op in ahead[: apart[0]]), *firsts, *(op.name for op in behind[: apart[1]])]
-        return names, (apart[0], apart[1])
+        self.apart = ends_of(self.whole)
+        ahead, behind = self.apart
+        firsts = [*ahead[:1], *(block.ops[0] for block in self.blocks), *behind[:1]]
+        self.starts = [op.name for op in firsts]  # before which a stage may begin
 
     def seconds(self, setting: Setting) -> float:
         """About the seconds of a step; infinite where the model is no sum over such micro-batches, or nothing fits."""
@@ -182,7 +171,7 @@ class Fronts:
         limit = ROOM * (self.cluster.device.usable_bytes if given is None else given)
         if not self.ends:  # no blocks to cut between: as if the work could be divided evenly
             front = front.divided(setting.stages)
-        front = front.with_ends_apart(*self.apart)
+        front = front.with_ends_apart(*map(bool, self.apart))
         return front.cut(limit * setting.places / setting.stages, flying)
 
     def parts(self, setting: Setting, flying: Sequence[float]) -> list[list[str]] | None:

@@ -31,7 +31,7 @@ from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import doing
 from shardwise.rules.bands import EVERYTHING, band_of
-from shardwise.search.levers import blocks_of
+from shardwise.search.levers import blocks_of, ends_of
 from shardwise.search.micro_batch import Batches
 
 TRIES = 24  # settings that are planned at most
@@ -236,13 +236,14 @@ def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
 def settings_of(
     graph: Graph, batches: Batches, num_devices: int, schedule: str | None, mesh_devices: int | None
 ) -> tuple[Setting, ...]:
-    """All settings: every number of stages that divides the devices and is not above the number of repeated blocks (of
-    operators with parameters, where there are none), every schedule, every micro-batch under which it is full.
-    ``mesh_devices``: the devices of a stage, where they are given."""
+    """All settings: every number of places that divides the devices, of stages that is not above the number of repeated
+    blocks and of what is ahead of and behind them (of operators with parameters, where there are none), every schedule,
+    every micro-batch under which it is full. ``mesh_devices``: the devices of a stage, where they are given."""
     parameters = {s.value for s in graph.sources if s.kind == "parameter"}
     free = free_values(graph)
     readers = [op for op in graph.ops if parameters.intersection(op.operands) and not free.issuperset(op.results)]
-    most = len(blocks_of(graph)) or len(readers)
+    blocks = len(blocks_of(graph))
+    most = blocks + sum(map(bool, ends_of(graph))) if blocks else len(readers)
     schedules = [schedule_of(name) for name in ((schedule,) if schedule is not None else SCHEDULES)]
     found = []
     for size in batches.candidates:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 from shardwise.graph.called import call_module, divide_targets
 from shardwise.graph.capture import Capture
+from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Ref, Source
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.precision import Precision
@@ -68,7 +69,7 @@ class OneDevice:
         self.passes_of_statistics = passes
         self.captured, self.loss, self.precision = start.captured, start.loss, start.precision
         self.args, self.kwargs = start.args, start.kwargs
-        self.module = copy.deepcopy(start.module)
+        self.module = copied(start.module)
         self.optimizer = optimizer_of(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
         # Sources of which ranks return copies, gathered when the module is called.
         layouts = start.spmd.layouts

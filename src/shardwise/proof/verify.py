@@ -7,7 +7,6 @@ Compared are the loss, every output, every gradient, the buffers, and parameters
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from shardwise.graph.autocast import check_ambient
 from shardwise.graph.batch import batch_size
 from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import Capture, capture
+from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.graph.widen import widen
@@ -136,7 +136,7 @@ def verify(
     call = Example(module, own_inputs, loss, precision=plan.precision)
     args, named = pytree.tree_map_only(torch.Tensor, widened, own_inputs)
     initial = with_values(module, seed)
-    reference = copy.deepcopy(initial).double()
+    reference = copied(initial).double()
     if plan.is_pipeline:
         return _pipeline_report(plan, captured, reference, call, (args, named), steps, tolerance)
     is_in_passes = plan.micro_batches > 1 and (batch_size(graph) or 0) > (plan.micro_batch or 0)
@@ -300,13 +300,13 @@ def with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """A copy on the CPU with the module's (initial) values."""
     held = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in held):
-        twin = copy.deepcopy(module, {id(t): _empty(t) for t in held})  # not to_empty, which unties shared weights
+        twin = copied(module, {id(t): _empty(t) for t in held})  # not to_empty, which unties shared weights
         tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
         with torch.no_grad():
             for name, full in full_tensors(module, seed):
                 tensors[name].copy_(full)
     else:
-        twin = copy.deepcopy(module).cpu()
+        twin = copied(module).cpu()
     return twin
 
 

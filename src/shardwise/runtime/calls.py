@@ -16,10 +16,11 @@ from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, pro
 from shardwise.graph.autocast import check_ambient, no_autocast
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
+from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
-from shardwise.graph.trees import check_leaves, flatten, flatten_with_path, is_constant, is_plain_tensor, leaf_name
+from shardwise.graph.trees import check_leaves, flatten_call, flatten_with_path, is_constant, is_plain_tensor, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
@@ -78,7 +79,7 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
     """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
     plain tensors or constants, and for tensors without data."""
-    flat, spec = flatten((args, kwargs))
+    flat, spec = flatten_call(args, kwargs)
     flat = [plain(x) if isinstance(x, WhenRead) else x for x in flat]
     if all(is_constant(x) or (is_plain_tensor(x) and (not x.is_meta or device.type == "meta")) for x in flat):
         return flat, spec
@@ -445,13 +446,15 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
         if isinstance(tensor, torch.nn.Parameter):
             empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def in_other_mode(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
     """Of a module and all its submodules, by path, those that are in eval() where it is in train(), or the other way
     round."""
     modes = list(map(_TRAINING, modules.values()))
+    if len(set(modes)) == 1:  # in every call, as a rule
+        return ()
     return tuple(path for path, mode in zip(modules, modes, strict=True) if mode != modes[0])
 
 

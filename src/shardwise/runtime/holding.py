@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import PlanError, ShardwiseError, problem
+from shardwise.graph.shared_memory import check_memory
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.runtime.hooks import Shards, carry_hooks
@@ -31,6 +32,7 @@ def hold(
     fault: ShardwiseError | None = None
     try:
         _check_module(module, plan)
+        check_memory(module)
         found.fill(module, seed, init, weights)
     except ShardwiseError as error:
         fault = error

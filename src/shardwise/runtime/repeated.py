@@ -88,16 +88,19 @@ class Running:
 
     def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
         """Add the gradients that a pass has found. ``read``: what is read later; its memory is not added to."""
-        held: set[int] = set()
+        held: list[_Extent] = []
         if not gradients.keys() <= self.sums.keys():
-            held = {_memory(tensor) for tensor in (*read, *self.given)}
+            held = [_extent(tensor) for tensor in (*read, *self.given)]
         for source, gradient in gradients.items():
             if source in self.sums:
                 self.sums[source].add_(gradient)
                 continue
-            # A compiler may return one tensor for two gradients: what is added to is nobody else's.
-            self.sums[source] = gradient.clone() if _memory(gradient) in held else gradient
-            held.add(_memory(gradient))
+            # A compiler may return one tensor for two gradients: what is added to is nobody else's. Gradients that came
+            # in one message lie beside each other.
+            memory, first, last = _extent(gradient)
+            is_shared = any(other == memory and first < end and start < last for other, start, end in held)
+            self.sums[source] = gradient.clone() if is_shared else gradient
+            held.append((memory, first, last))
 
     def end(self) -> dict[str, Tensor]:
         """Source -> the gradient of what is stored, of all passes together."""
@@ -125,8 +128,14 @@ def scale_of(scaler: GradScaler | None, device: torch.device) -> Tensor | None:
     return scale
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+_Extent = tuple[int, int, int]
+
+
+def _extent(tensor: Tensor) -> _Extent:
+    """A tensor's memory, and between which bytes of it the elements lie."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.untyped_storage().data_ptr(), first, first + (reach + 1) * tensor.itemsize * bool(tensor.numel())
 
 
 def _through(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], value: Any) -> Any:

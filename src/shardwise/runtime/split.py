@@ -3,12 +3,14 @@ all ranks, another one for every call in training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from shardwise.errors import PlanWarning
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
@@ -19,6 +21,7 @@ from shardwise.runtime.hooks import StandIn
 from shardwise.runtime.signatures import Signature, mode_text
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
+_SET_BY_CALLS = frozenset({"_seed", "_failed", "_draws", "_latest", "_last_mode"})  # no parameters, no modules
 
 
 class Split(StandIn):
@@ -28,6 +31,22 @@ class Split(StandIn):
     plan: Plan
     inputs: Inputs
     _calls: Calls
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET_BY_CALLS:  # torch asks of every value whether it is a parameter or a module
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
+        """As of every module; ``fn`` meets what stands for the model's submodules, and is told so."""
+        warnings.warn(
+            "apply meets stand-ins of the model's submodules, which hold shards and are of none of their classes "
+            "(isinstance(m, nn.Linear) is False): change the model before sw.parallelize",
+            PlanWarning,
+            stacklevel=2,
+        )
+        return super().apply(fn)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:

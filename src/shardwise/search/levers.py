@@ -14,7 +14,7 @@ from typing import Literal
 
 from shardwise.costs.flops import FLOPS
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.ir import Graph, refs
+from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction
@@ -113,6 +113,20 @@ def blocks_of(graph: Graph) -> tuple[Segment, ...]:
         if block_of(op.name):
             members.setdefault(block_of(op.name), set()).add(op.name)
     return tuple(Segment(path, "full", frozenset(names)) for path, names in members.items())
+
+
+def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """The operators ahead of all repeated blocks, and those behind them, where they read parameters: each can be a
+    stage of its own."""
+    inside = [number for number, op in enumerate(graph.ops) if block_of(op.name)]
+    if not inside:
+        return (), ()
+    parameters = {source.value for source in graph.sources if source.kind == "parameter"}
+    ahead, behind = (
+        own if any(parameters.intersection(op.operands) for op in own) else ()
+        for own in (graph.ops[: inside[0]], graph.ops[inside[-1] + 1 :])
+    )
+    return ahead, behind
 
 
 def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:

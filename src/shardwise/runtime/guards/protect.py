@@ -1,13 +1,14 @@
 """Torch's own functions, made right for shards: gradient norms, loss scaling, optimizer steps, checkpoints.
 
 Each of them is handed tensors that are shards and, left alone, would quietly compute something else than on one device.
-When the first module that holds shards is made, four places of torch are changed, once per process:
+When the first module that holds shards is made, these places of torch are changed, once per process:
 
 * the body of ``torch.nn.utils.get_total_norm``, through which ``clip_grad_norm_`` goes as well: ``norms.total_norm``
   where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
 * two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
 * a hook that sees every optimizer before its step (``elementwise.before_step``);
 * ``DistributedDataParallel``, which refuses a module with shards in it;
+* the functions of ``torch.nn.init`` that draw or look at positions, which refuse shards (``initial_values``);
 * the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``checkpoints``).
 
 For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.runtime.guards import checkpoints
+from shardwise.runtime.guards import checkpoints, initial_values
 from shardwise.runtime.guards.elementwise import before_step
 from shardwise.runtime.guards.memory import Owners
 from shardwise.runtime.guards.norms import total_norm
@@ -55,7 +56,7 @@ def _install() -> None:
     missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
     if body is None:
         missing.insert(0, "the body of torch.nn.utils.get_total_norm")
-    missing += checkpoints.missing()
+    missing += initial_values.missing() + checkpoints.missing()
     if missing:
         raise ShardwiseError(
             problem(
@@ -72,6 +73,7 @@ def _install() -> None:
     for kind, name, change in (*changes, (DistributedDataParallel, "__init__", _refusing_shards)):
         setattr(kind, name, change(getattr(kind, name)))
     register_optimizer_step_pre_hook(before_step)
+    initial_values.install()
     checkpoints.install()
 
 

@@ -1,0 +1,49 @@
+"""``torch.nn.init`` on shards: what is drawn or computed from a tensor's shape would be that of the shard's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.guards.memory import Owners
+from shardwise.runtime.guards.registry import held_shards
+
+# What is inside of the functions that draw, and those that look at positions; constants are the same for all parts.
+_DRAWING = ("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out")
+_PLACING = ("dirac_", "eye_", "orthogonal_", "sparse_")
+
+
+def missing() -> list[str]:
+    """What this version of torch does not have."""
+    return [f"torch.nn.init.{name}" for name in (*_DRAWING, *_PLACING) if not hasattr(torch.nn.init, name)]
+
+
+def install() -> None:
+    """Let them refuse shards."""
+    for name in (*_DRAWING, *_PLACING):
+        setattr(torch.nn.init, name, _refusing(getattr(torch.nn.init, name)))
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        has_data = not (tensor.is_meta or is_fake(tensor)) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        held = Owners(held_shards()).of(tensor) if has_data else None
+        if held is not None:
+            raise ShardwiseError(
+                problem(
+                    f"torch.nn.init on a shard of {held.name}: values would be those of a tensor of its shape",
+                    fix="initialise the model before sw.parallelize, or give sw.parallelize init=",
+                )
+            )
+        return function(tensor, *args, **kwargs)
+
+    return checked
+
+
+__all__ = ["install", "missing"]
