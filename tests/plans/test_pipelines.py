@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -63,6 +64,59 @@ def marked(**marks: int) -> Staged:
     for name, number in marks.items():
         sw.stage(model.get_submodule(name.replace("_", ".")), number)
     return model
+
+
+@pytest.mark.parametrize("search", ["sharding_propagation", "dynamic_programming"])
+def test_a_strategy_speaks_of_its_operator_where_a_cut_parts_it_from_its_bias(search: str) -> None:
+    """Stage 1 begins with the bias of a linear layer whose strategy names factors of the matmul."""
+
+    def before_bias(graph: Graph, *_: Any) -> tuple[list[list[str]], bool]:
+        names = [op.name for op in graph.ops]
+        at = names.index("blocks.1/add")
+        return [names[:at], names[at:]], True
+
+    strategies = {"blocks.*": "n@tp"}
+    with mock.patch.object(pipelines, "balanced_parts", before_bias):
+        found = plan(mesh=sw.Mesh(tp=2), strategies=strategies, search=search)
+    assert "blocks.1/linear" in found.stages[0].strategies
+    assert "blocks.1/add" in found.stages[1].strategies
+    assert {found.strategies[f"blocks.{i}/linear"] for i in range(4)} == {"n@tp"}
+    assert sw.verify(Staged(), BATCH, found, steps=1).ok
+
+
+def test_a_strategy_of_no_operator_is_refused_in_stages_too() -> None:
+    model = Staged()
+    sw.shard(model.norms, "n@tp")
+    with pytest.raises(sw.ShardwiseError, match="covers no operator"):
+        plan(model, mesh=sw.Mesh(tp=2))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def test_statistics_of_micro_batches_are_announced() -> None:
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    with pytest.warns(sw.PlanWarning, match=r"layers\.0\.1.*every micro-batch"):
+        found = sw.plan(Normed(), batch, 2, stages=2, micro_batch=4, search="sharding_propagation")
+    assert found.micro_batches == 2
+    assert sw.verify(Normed(), batch, found, steps=2).ok
+
+
+def test_what_is_sent_is_compared_with_what_is_listed() -> None:
+    found = plan(mode="data_parallel")
+    first, second = found.stages
+    assert sw.verify(Staged(), BATCH, found, steps=1).ok
+    for wrong in (first.sends[1:], (replace(first.sends[0], layout="bool[2, 5]"), *first.sends[1:])):
+        with pytest.raises(sw.PlanError, match=r"not the one that the plan lists: stage 0 sends .* and lists"):
+            sw.verify(Staged(), BATCH, replace(found, stages=(replace(first, sends=wrong), second)), steps=1)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -104,8 +104,19 @@ def optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-def trained_alone(name: str, precision: sw.Precision, steps: int = 3, *, off: float = 0.0, seed: int = 0) -> Trained:
-    """One device. ``off``: every number that is computed with is changed by this share of it, up or down, at random."""
+def trained_alone(
+    name: str,
+    precision: sw.Precision,
+    steps: int = 3,
+    *,
+    off: float = 0.0,
+    seed: int = 0,
+    passes: int = 1,
+    scale: float = 1.0,
+) -> Trained:
+    """One device. ``off``: every number that is computed with is changed by this share of it, up or down, at random;
+    ``passes``: equal micro-batches, whose losses' mean is the step's; ``scale``: what is differentiated is the loss
+    times this, and gradients are divided by it."""
     model, random = made(name), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -122,11 +133,17 @@ def trained_alone(name: str, precision: sw.Precision, steps: int = 3, *, off: fl
 
     for step in range(steps):
         cast = {key: computed(p) for key, p in model.named_parameters()}
-        loss = torch.func.functional_call(model, cast, tuple(map(computed, MODELS[name][1](step))))
         optimizer.zero_grad()
-        loss.backward()
+        found = []
+        for part in zip(*(computed(x).chunk(passes) for x in MODELS[name][1](step)), strict=True):
+            loss = torch.func.functional_call(model, cast, part) / passes
+            (loss * scale).backward(retain_graph=True)  # through the casts, which all passes share
+            found.append(loss.detach())
+        for parameter in model.parameters():
+            if parameter.grad is not None and scale != 1.0:
+                parameter.grad /= scale
         optimizer.step()
-        losses.append(loss.detach())
+        losses.append(sum(found[1:], found[0]))
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     return Trained(losses, gradients, {key: x.detach() for key, x in model.state_dict().items()})
 

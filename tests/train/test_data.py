@@ -43,7 +43,7 @@ def loader_of(layouts: dict[str, str], mesh: sw.Mesh, device: int, dataset: Any,
 
     loader = sw.DataLoader(dataset, nn.Identity(), batch_size, **more)
     loader._parts.layouts = {name: parse_layout(text, mesh) for name, text in layouts.items()}
-    loader._parts.coordinates = mesh.coordinates(device)
+    loader._parts.position = device
     loader._parts.with_samples = frozenset(layouts)
     return loader
 

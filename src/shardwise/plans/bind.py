@@ -57,7 +57,7 @@ def program_of_choice(
     original: Graph | None = None,
 ) -> Spmd:
     """The program of a choice that a plan made (``bind``). Raises as ``program_of`` does."""
-    stage, is_planned = plan.only_stage, _is_planned(plan, graph, training)
+    stage, is_planned = plan.only_stage, is_planned_for(plan, graph, training)
     placed, lowered = place(graph, factored.rules, choice.strategies, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
     spmd = insert_conversions(placed, lowered, replace(choice, route=route), stage.mesh)
@@ -80,7 +80,7 @@ def program_of_choice(
     return spmd
 
 
-def _is_planned(plan: Plan, graph: Graph, training: bool | None) -> bool:
+def is_planned_for(plan: Plan, graph: Graph, training: bool | None) -> bool:
     """Whether the graph is the one that the plan was made for."""
     same_mode = training in (None, plan.training)
     return same_mode and same_inputs(plan, graph) and {op.name for op in graph.ops} == plan.strategies.keys()

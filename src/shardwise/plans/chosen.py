@@ -3,10 +3,12 @@ that of the stage among them which keeps most micro-batches, under the names of 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.costs.routing import Router
+from shardwise.graph.annotate import Annotation
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
@@ -20,6 +22,7 @@ from shardwise.rules.atoms import Factored
 from shardwise.search.auto import Search
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
+from shardwise.search.fixed import annotated_rules, covers_nothing, subjects
 from shardwise.search.kept import keep
 from shardwise.search.levers import Levers, blocks_of
 from shardwise.search.planner import Planner, built
@@ -50,12 +53,33 @@ class Chosen:
         return self.spmd.mesh
 
 
+# What the user says of operators that a cut has parted from others of their scope -> the operators that are meant.
+Meant = Mapping[Annotation, frozenset[str]]
+
+
+def meant_in(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotation]) -> Meant:
+    """Of annotations whose scope several parts have, the operators of the whole graph that they speak of: a part that
+    has a bias alone has no matmul to split. Raises LayoutError for an annotation of no operator."""
+    scopes = Counter(scope for part in parts for scope in {op.scope for op in part.ops})
+    used = {one.source for one in annotations if scopes[one.scope]}
+    for one in annotations:
+        if one.source not in used:
+            raise covers_nothing(one)
+    divided = tuple(one for one in annotations if scopes[one.scope] > 1)
+    if not divided:
+        return {}
+    _, factored = annotated_rules(graph, divided)
+    return {one: frozenset(op.name for op in subjects(graph, factored, one)) for one in divided}
+
+
 @dataclass
 class Chooser:
-    """``known``: what decides a part's plan -> the first part that it was made for, and what was chosen."""
+    """``meant``: of the whole graph; ``known``: what decides a part's plan -> the first part that it was made for, and
+    what was chosen."""
 
     how: Pipelining
     kinds: Kinds
+    meant: Meant
     known: dict[Hashable, tuple[GraphForm, Chosen]] = field(default_factory=dict)
 
     def of_all(self, parts: tuple[Graph, ...], in_flight: tuple[int, ...], limit: float) -> list[Chosen]:
@@ -83,14 +107,25 @@ class Chooser:
         said = self.how.settings.layouts
         kept = [next((said[name] for name in s.names if name in said), None) for s in part.sources]
         ends = tuple(taken.get(name) for name in part.cotangents or ())
-        key = form.key, in_flight, limit, str(segments), str(kept), ends
+        annotations = self._annotations(part)
+        key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
         if key not in self.known:
             settings = replace(self.how.settings, in_flight=in_flight, taken=taken)
-            chosen = _choose(replace(self.how, settings=settings), part, limit, self.kinds)
+            how = replace(self.how, settings=settings, annotations=annotations)
+            chosen = _choose(how, part, limit, self.kinds)
             self.known[key] = form, chosen
             return chosen
         first, chosen = self.known[key]
         return chosen if first.ops == form.ops else self._renamed(chosen, first, form, part)
+
+    def _annotations(self, part: Graph) -> tuple[Annotation, ...]:
+        """What the user says of operators of a part."""
+        names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
+        return tuple(
+            one
+            for one in self.how.annotations
+            if one.scope in scopes and (one not in self.meant or names & self.meant[one])
+        )
 
     def _renamed(self, one: Chosen, first: GraphForm, form: GraphForm, part: Graph) -> Chosen:
         """What was chosen for one part, for an equal one."""
@@ -138,8 +173,7 @@ def _living_as(one: Spmd, spmd: Spmd) -> Spmd:
 
 def _choose(how: Pipelining, part: Graph, limit: float, kinds: Kinds) -> Chosen:
     """What the search chooses for a part. ``limit``: the bytes of a device for it."""
-    names, scopes = set(part.op_by_name), {op.scope for op in part.ops}
-    annotations = tuple(own for own in how.annotations if own.scope in scopes)
+    names, annotations = set(part.op_by_name), how.annotations
     segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
     known = {name for source in part.sources for name in source.names}
     has_blocks = bool(blocks_of(part))  # an embedding by itself has none
@@ -163,4 +197,4 @@ def _choose(how: Pipelining, part: Graph, limit: float, kinds: Kinds) -> Chosen:
     return Chosen(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
 
 
-__all__ = ["Chooser", "Chosen", "Searched"]
+__all__ = ["Chooser", "Chosen", "Searched", "meant_in"]

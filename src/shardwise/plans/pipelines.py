@@ -33,7 +33,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
 from shardwise.plans.axis_names import Doing, by_roles
-from shardwise.plans.chosen import Chooser, Chosen, Searched
+from shardwise.plans.chosen import Chooser, Chosen, Searched, meant_in
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.example import Example, announce_statistics
 from shardwise.plans.fronts import Fronts, rungs_of
@@ -220,7 +220,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     check_last(cut, graph)
     _check_parameters(cut)
     limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
-    chooser = Chooser(how, kinds)
+    chooser = Chooser(how, kinds, meant_in(graph, cut.parts, how.annotations))
     chosen = chooser.of_all(cut.parts, flying, limits[0])
     for left in reversed(range(TRIES)):
         choices, spmds = _together(cut, chosen, how.settings)

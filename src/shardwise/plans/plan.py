@@ -122,6 +122,15 @@ class Plan:
         return tuple(entry for stage in self.stages for entry in stage.inputs)
 
     @property
+    def input_layouts(self) -> dict[str, Layout]:
+        """Input -> its layout in the first stage that reads it, over the mesh of that stage: where ranks pass their
+        parts of a batch, the part of a rank is that of its device number in its stage."""
+        found: dict[str, Layout] = {}
+        for stage in reversed(self.stages):
+            found |= {entry.name: stage.layouts[entry.name] for entry in stage.inputs}
+        return found
+
+    @property
     def micro_batch(self) -> int | None:
         """The samples of a pass: dim 0 of the first input that has dims; None: no input has."""
         return next((entry.shape[0] for entry in self.inputs if entry.shape), None)

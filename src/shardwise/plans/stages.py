@@ -17,8 +17,10 @@ from shardwise.graph.stages import with_stages
 from shardwise.layouts.choice import layout_of, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.text import parse_layout
 from shardwise.layouts.transfer import boundary_layout, on_mesh
-from shardwise.plans.bind import bind, program_of_choice
+from shardwise.plans.bind import bind, is_planned_for, program_of_choice
+from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import whole_sources
 from shardwise.programs.spmd import Choice, Spmd
@@ -103,7 +105,7 @@ def bound(
 ) -> Bound:
     """The programs of all stages of a plan for a graph of its model: that of a pass of its step, or of another call.
     ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64. Raises PlanError as
-    ``plans.bind.program_of`` does."""
+    ``plans.bind.program_of`` does, and where other values cross than the plan lists."""
     names = [[entry.name for entry in stage.operators] for stage in plan.stages]
     cut = cut_for_stages(graph, with_stages(graph, names), prelude)
     plans = [plan.alone(number) for number in range(len(plan.stages))]
@@ -119,7 +121,27 @@ def bound(
         program_of_choice(one, part, factored, choice, training=training, original=first)
         for one, part, (factored, _), choice, first in zip(plans, cut.parts, own, choices, originals, strict=True)
     )
+    for number, (one, part, spmd) in enumerate(zip(plans, cut.parts, spmds, strict=True)):
+        if one.only_stage.conversions is not None and is_planned_for(one, part, training):
+            _check_sends(one.only_stage, number, cut, spmd)
     return Bound(cut, spmds)
+
+
+def _check_sends(stage: Stage, number: int, cut: Cut, spmd: Spmd) -> None:
+    """Raise PlanError unless a stage sends what it lists, in the layouts that it lists."""
+    delivered = delivered_layouts(cut.parts[number], spmd)
+    listed = {entry.name: parse_layout(entry.layout, stage.mesh).canonical() for entry in stage.sends}
+    sent = {name: delivered[name].canonical() for name in cut.sends(number)}
+    differing = sorted(name for name in listed.keys() | sent.keys() if listed.get(name) != sent.get(name))
+    if differing:
+        name = differing[0]
+        raise PlanError(
+            problem(
+                f"the program is not the one that the plan lists: stage {number} sends {name} "
+                f"{sent.get(name, 'nowhere')}, and lists {listed.get(name, 'none')}",
+                fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives conversions anew",
+            )
+        )
 
 
 def meeting(cut: Cut, own: Sequence[tuple[Factored, Choice]], meshes: Sequence[Mesh]) -> list[Choice]:

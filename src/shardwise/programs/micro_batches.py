@@ -50,6 +50,11 @@ def whole_sources(graph: Graph) -> tuple[str, ...]:
     return tuple(s.value.removeprefix(_WHOLE) for s in graph.sources if s.value.startswith(_WHOLE))
 
 
+def numbers_samples(graph: Graph) -> bool:
+    """Whether a pass computes with the numbers that its samples have in the batch. Random numbers do not count."""
+    return any(op.target not in STREAMS and op.target != aten.eq.Scalar for op in graph.consumers.get(FIRST, ()))
+
+
 def pass_sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
     """The samples of every pass over a batch: as many as a micro-batch has, and what is left in the last one.
 
@@ -413,6 +418,7 @@ __all__ = [
     "FIRST",
     "Passes",
     "is_of_step",
+    "numbers_samples",
     "pass_graph",
     "pass_sizes",
     "values_of_step",

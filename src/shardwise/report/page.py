@@ -72,7 +72,7 @@ def write_page(
 ) -> None:
     """Write the page. ``known``: what the search says, for charts, types and alternatives; ``profile``: a measured step
     (``par.profile``) to lay over the prediction; ``other``: a plan to set beside this one. Raises PlanError for a plan
-    without a prediction."""
+    without a prediction, and for a profile of a pipeline."""
     for one in (plan, other):
         if one is not None and one.predicted is None and one.pipeline is None:
             raise PlanError(
@@ -81,6 +81,13 @@ def write_page(
                     fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists what it does',
                 )
             )
+    if profile is not None and plan.is_pipeline:
+        raise PlanError(
+            problem(
+                "the page of a plan of stages has no place for a measured step",
+                fix="print(profile) has its figures, profile.trace(path) both timelines",
+            )
+        )
     meshes = [stage.mesh for one in (plan, other) if one is not None for stage in one.stages]
     environment = Environment(
         loader=PackageLoader("shardwise.report"),

@@ -26,10 +26,8 @@ from shardwise.plans.stages import bound, step_graph
 from shardwise.programs.spmd import Spmd
 from shardwise.runtime.calls import Calls, Settings
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.room import check_room, room_on
-from shardwise.runtime.step import Step
-from shardwise.runtime.step_profile import StepProfile, profile_step
+from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
 
 _SCALE = 0.02  # of the numbers that stand for parameters and inputs
 
@@ -121,7 +119,7 @@ def _measured(calls: Calls, spmd: Spmd, rank: int, steps: int, *, repeats: bool)
     calls.create_groups(spmd)
     own = calls.step_of(spmd, loss_only=True, repeats=repeats)
     tensors = _made_up(spmd, calls.ranks, device)
-    run = _steps(own, tensors, plan.micro_batches)
+    run = steps_of(own, tensors, plan.micro_batches)
     return profile_step(run, lambda: own, plan, list(tensors), device, steps, alone=rank)
 
 
@@ -158,29 +156,6 @@ def _made_up(spmd: Spmd, ranks: Communicator, device: torch.device) -> list[Tens
             made.normal_(std=_SCALE)
         tensors.append(made.requires_grad_(source.trainable))
     return tensors
-
-
-def _steps(own: Step | RepeatedStep, tensors: list[Tensor], passes: int) -> Callable[[], None]:
-    """Forward and backward of a whole batch."""
-
-    def run() -> None:
-        for tensor in tensors:
-            tensor.grad = None
-        if isinstance(own, Step):
-            delivered, _ = own(tensors)
-            delivered[0].backward()  # the loss is delivered first
-            return
-        running = own.begin(tensors)
-        is_differentiated = any(running.each.program.cotangents)
-        for _ in range(passes):
-            if is_differentiated:
-                running.run(tensors)
-            else:  # a stage whose parameters are all frozen
-                with torch.no_grad():
-                    running.forward(tensors)
-        running.end()
-
-    return run
 
 
 __all__ = ["run_alone"]

@@ -243,10 +243,10 @@ class Calls:
                 prelude = self._compiled_for(captured, passes.prelude, call, state, None)
             return passes, programs, prelude
 
-    def of_stage(self, plan: Plan, ranks: Communicator) -> Calls:
+    def of_stage(self, plan: Plan, ranks: Communicator, host_ranks: Communicator) -> Calls:
         """The same for the plan of one stage, on its ranks."""
         other = copy.copy(self)
-        other.plan, other.ranks, other.host_ranks = plan, ranks, ranks
+        other.plan, other.ranks, other.host_ranks = plan, ranks, host_ranks
         return other
 
     def captured(self, call: Call) -> Capture:
@@ -291,6 +291,9 @@ class Calls:
     def create_groups(self, spmd: Spmd) -> None:
         """Create the process groups of a program; every rank of the job asks for it."""
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
+        if self.host_ranks is not self.ranks:
+            values = hosted(localize(spmd, 0), self.settings.host).values
+            self.host_ranks.create_groups(m.axes for c in spmd.conversions if c.value in values for m in c.moves)
 
     def compiled_of(
         self,
@@ -333,6 +336,11 @@ class Calls:
             split=split,
         )
 
+    def check_hosted(self, spmd: Spmd) -> None:
+        """Raise ShardwiseError where a program reads a table on the host otherwise than by looking rows up."""
+        if self.settings.host:
+            hosted(localize(spmd, 0), self.settings.host)
+
     def step_of(self, spmd: Spmd, loss_only: bool, *, repeats: bool) -> Step | RepeatedStep:
         """This rank's step of a program, emitted; ``repeats``: the passes of one."""
         device, compiles = self.settings.device, self.settings.compile is not False
@@ -341,9 +349,6 @@ class Calls:
             local = _with_streams(local)
             self._announce_kept(local)
         placed = hosted(local, self.settings.host)
-        if self.host_ranks is not self.ranks:
-            late = (c for c in spmd.conversions if c.value in placed.values)
-            self.host_ranks.create_groups(move.axes for c in late for move in c.moves)
         kinds = Kinds(device.type if device.type != "meta" else "cpu")
 
         def written(**settings: Any) -> tuple[Program, frozenset[str]]:

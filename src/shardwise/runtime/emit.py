@@ -26,11 +26,14 @@ class Emitted:
     """``forward``: the local tensors of the sources, in order, and of what else is given -> (delivered, mutations,
     saved), tuples all;
     ``backward``: (saved, as a list that it empties; cotangents in the order of those there are) -> gradients, in the
-    order of ``program.gradients``."""
+    order of ``program.gradients``; ``device``, ``on_host``, ``host_ranks``: as they were emitted with."""
 
     program: Program
     forward: fx.GraphModule
     backward: fx.GraphModule
+    device: torch.device | None
+    on_host: frozenset[str]
+    host_ranks: Communicator
 
 
 def emit(
@@ -47,13 +50,14 @@ def emit(
     The node of a value of the program has its name as ``meta["value"]``.
     """
     check_program(program)
-    writer = _Writer(program, ranks, host_ranks or ranks, device, on_host)
-    return Emitted(program, writer.forward(), writer.backward())
+    host_ranks = host_ranks or ranks
+    writer = _Writer(program, ranks, host_ranks, device, on_host)
+    return Emitted(program, writer.forward(), writer.backward(), device, on_host, host_ranks)
 
 
-def emit_backward(program: Program, ranks: Communicator, device: torch.device) -> fx.GraphModule:
-    """The backward of a program by itself, as in ``Emitted``: of a part of one that has been checked."""
-    return _Writer(program, ranks, ranks, device, frozenset()).backward()
+def emit_backward(program: Program, ranks: Communicator, whole: Emitted) -> fx.GraphModule:
+    """A part of the backward of a program that was emitted (``whole``), by itself."""
+    return _Writer(program, ranks, whole.host_ranks, whole.device, whole.on_host).backward()
 
 
 class Boxed:

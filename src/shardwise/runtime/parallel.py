@@ -14,7 +14,7 @@ from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.trees import constant_key, flatten_with_path, leaf_name, unflatten
+from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
@@ -43,7 +43,7 @@ from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, wit
 from shardwise.runtime.repeated import RepeatedStep, scale_of
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
-from shardwise.runtime.signatures import Batch, LocalInputs, Signature, check_equal, mode_text
+from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal
 from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
@@ -78,15 +78,12 @@ class Parallel(Split):
         self._parts = None
         if self.inputs == "local":
             numbers = Communicator(everywhere, name, backend="gloo")
-            self._parts = LocalInputs(plan, self._ranks, numbers, self.device)
+            self._parts = LocalInputs(plan, self._ranks, self._ranks, numbers, self.device)
         self._calls = Calls(module, plan, settings, self._ranks, self._host_ranks)
         self._compiled: dict[Any, Compiled] = {}
         self._in_passes: dict[Any, StepInPasses] = {}
-        self._has_said_whole = self._has_said_gathered = False
-        self._signatures: dict[Any, Signature] = {}
+        self._has_said_whole = False
         self._latest: Compiled | None = None
-        self._last_mode: tuple[object, ...] | None = None
-        self._circumstances: tuple[str, ...] = ()  # of this call
         self._start_from(seed, self.device)
         hosts = (settings.host, self._host_ranks)
         hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights)
@@ -168,8 +165,6 @@ class Parallel(Split):
         measured, twice. Gradients, buffers and random numbers are afterwards as before; optimizers are not asked."""
         if steps < 1:
             raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
-        held, buffers = [*self.parameters(), *self.buffers()], [b.clone() for b in self.buffers()]
-        gradients, seed, draws = [p.grad for p in self.parameters()], self._seed.clone(), self._draws
 
         def step() -> None:
             self.zero_grad()
@@ -180,15 +175,12 @@ class Parallel(Split):
             return self._latest.runs
 
         replicas, self._replicas = self._replicas, None  # a checked step is another one
+        held = [*self.parameters(), *self.buffers()]
         try:
-            return profile_step(step, taken, self.plan, held, self.device, steps)
+            with self._unchanged():
+                return profile_step(step, taken, self.plan, held, self.device, steps)
         finally:
-            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in zip(self.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
-            self._seed, self._draws, self._replicas = seed, draws, replicas
+            self._replicas = replicas
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
@@ -269,7 +261,7 @@ class Parallel(Split):
         named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         mode = (self.training, True, False, in_other_mode(self._state.modules))
-        own = key = _key(flat, spec, mode, [x.shape for x in tensors])
+        own = key = call_key(flat, spec, mode, [x.shape for x in tensors])
         batch = None
         if self._parts is not None:
             parts_of_call, signature = self._parts, self._signature(own, flat, spec, mode)
@@ -283,7 +275,7 @@ class Parallel(Split):
         shapes = dict(zip(named, (tuple(x.shape) for x in tensors), strict=True)) if batch is None else batch.shapes
         samples = samples_of(self.plan, shapes)
         if batch is not None:
-            key = _key(flat, spec, mode, list(shapes.values()))
+            key = call_key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
         if batch is None and (step is None or self._failed or (mode, self._circumstances) != self._last_mode):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
@@ -300,7 +292,11 @@ class Parallel(Split):
         given = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))
         split = with_samples_in(self.plan)
         cut_by = samples
-        if self._parts is not None and batch is not None and not self._cuts_parts(step, batch, split):
+        if (
+            self._parts is not None
+            and batch is not None
+            and not self._parts.divides(batch, step.passes, lambda whole: self._wanted(step, whole), split)
+        ):
             given = {name: self._parts.whole(name, x, batch) for name, x in given.items()}
             batch = None
 
@@ -314,26 +310,12 @@ class Parallel(Split):
         check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
         return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
 
-    def _cuts_parts(self, step: StepInPasses, batch: Batch, split: frozenset[str]) -> bool:
-        """Whether a pass takes the same share of every rank's part of a batch, as its program wants it; else the parts
-        are gathered. Once, rank 0 says so."""
-        assert self._parts is not None, "ranks pass their parts"
-        samples = sum(step.passes.sizes)
-        wanted = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
-        wanted += [] if step.prelude is None else [(step.prelude, 0, samples)]
-        fits = all(
-            self._parts.is_part(name, layout, batch, *((start, stop) if name in split else (0, samples)), samples)
-            for compiled, start, stop in wanted
-            for name, layout in zip(batch.shapes, compiled.inputs, strict=False)
-        )
-        if not fits and not self._has_said_gathered and self._ranks.rank == 0:
-            warnings.warn(
-                f"the ranks' parts of {samples} samples do not divide into passes over {step.passes.sizes[0]}: they "
-                "are gathered and divided anew in every such step",
-                stacklevel=5,
-            )
-        self._has_said_gathered |= not fits
-        return fits
+    @staticmethod
+    def _wanted(step: StepInPasses, batch: Batch) -> list[Wanted]:
+        """What the programs of a step take of its inputs."""
+        spans = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
+        spans += [] if step.prelude is None else [(step.prelude, 0, sum(step.passes.sizes))]
+        return [(dict(zip(batch.shapes, own.inputs, strict=False)), start, stop) for own, start, stop in spans]
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The leaves of a call and their tree, when a call begins."""
@@ -346,15 +328,6 @@ class Parallel(Split):
         self._circumstances = self._state.circumstances()
         return flat, spec
 
-    @staticmethod
-    def _examples(flat: Sequence[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """The arguments of a call with tensors of some shapes, on meta."""
-        whole = iter(shapes)
-        examples = [
-            torch.empty(next(whole), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x for x in flat
-        ]
-        return unflatten(examples, spec)
-
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Compiled, list[torch.Tensor]]:
@@ -362,12 +335,12 @@ class Parallel(Split):
         its inputs."""
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         shapes: Sequence[tuple[int, ...]] = [x.shape for x in tensors]
-        own = key = _key(flat, spec, mode, shapes)
+        own = key = call_key(flat, spec, mode, shapes)
         batch = None
         if self._parts is not None:
             batch = self._parts.batch(self._signature(own, flat, spec, mode), tensors)
             shapes = tuple(batch.shapes.values())
-            key = _key(flat, spec, mode, shapes)
+            key = call_key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
         if batch is None and (compiled is None or self._failed or (mode, self._circumstances) != self._last_mode):
@@ -390,14 +363,6 @@ class Parallel(Split):
         named = zip(batch.shapes, given, strict=False)
         return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
 
-    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
-        """A call in words, for the other ranks."""
-        key = key, self._circumstances
-        if key not in self._signatures:
-            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            self._signatures[key] = Signature.of(named, ", ".join([mode_text(*mode), *self._circumstances]))
-        return self._signatures[key]
-
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's part of a whole input."""
         return shard(tensor, layout, self._ranks.coordinates) if layout.positions else tensor
@@ -406,6 +371,10 @@ class Parallel(Split):
     def coordinates(self) -> Mapping[str, int]:
         """Where this rank is on the mesh."""
         return self._ranks.coordinates
+
+    @property
+    def position(self) -> int:
+        return self._ranks.rank
 
     @property
     def compiled(self) -> tuple[Compiled, ...]:
@@ -432,12 +401,6 @@ class Parallel(Split):
         if not self.compiled:
             raise ShardwiseError("no program yet: it is made for the first inputs")
         return self.compiled[-1].program
-
-
-def _key(flat: Sequence[Any], spec: Any, mode: Mode, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
-    """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
-    whole = iter(shapes)
-    return *mode, spec, *((next(whole), x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
 
 
 def _check_gradients(compiled: Compiled, given: list[torch.Tensor]) -> None:

@@ -51,7 +51,9 @@ def parallelize(
     several ranks give one, all must be equal. Parameters are kept in the dtype of its precision, with the values that
     they have in the module. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
     calls pass the whole batch on every rank or this rank's part of it, of any size (under a plan of several
-    micro-batches, the batch of a step: a pass takes the same share of every rank's part). ``seed``, ``init``: how
+    micro-batches, the batch of a step: a pass takes the same share of every rank's part, and random numbers are those
+    of one device whose batch is in that order; under stages, the part of this rank's device in
+    ``plan.input_layouts``, which the ranks of that number in all stages pass alike). ``seed``, ``init``: how
     parameters and buffers of a module without values (built under ``sw.deferred`` or on meta) get them
     (``runtime.initial``; by default from the seed given to ``sw.deferred``); those that have values keep them.
     ``init(name, tensor)`` fills the whole tensor, or returns one of its shape and dtype, or NotImplemented: then it
@@ -60,7 +62,8 @@ def parallelize(
     files lack of a module without values is an error, or is left to ``init``. ``compile``: whether
     PyTorch's compiler makes kernels of the programs. With ``"auto"``, the default on CUDA, the first ten training steps
     run eager and compiled in turns and the faster way stays; it is remembered on disk (``runtime.trials``; eager under
-    a schedule whose backward works on cotangents and on weights apart, and within hooks for saved tensors). The default
+    a schedule whose backward works on cotangents and on weights apart, under stages with tables on the host, and
+    within hooks for saved tensors). The default
     on CPUs is False: there it takes longer to compile than most runs gain. ``check_replicas``: in every so many
     training calls, the first included, what ranks must hold alike is compared (``runtime.replicas``), and a
     ReplicaError names the first operator, parameter or input that differs; such a call is not compiled. Rank 0's
@@ -99,8 +102,8 @@ def parallelize(
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
-        _check_pipeline(agreed, size, inputs, host, compile)
-        if schedule_of(agreed.schedule, agreed.order).splits_backward:
+        _check_pipeline(agreed, size, compile, host)
+        if host or schedule_of(agreed.schedule, agreed.order).splits_backward:
             compile = False
     else:
         _check_ranks(agreed, size)
@@ -142,7 +145,7 @@ def _check_ranks(plan: Plan, size: int) -> None:
         )
 
 
-def _check_pipeline(plan: Plan, size: int, inputs: Inputs, host: Sequence[str], compile: Compile | None) -> None:
+def _check_pipeline(plan: Plan, size: int, compile: Compile | None, host: Sequence[str]) -> None:
     """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
@@ -152,20 +155,11 @@ def _check_pipeline(plan: Plan, size: int, inputs: Inputs, host: Sequence[str], 
                 fix=f"start {plan.num_ranks} ranks, or plan for {size}",
             )
         )
-    asked = [
-        what
-        for what, is_asked in (
-            ('inputs="local"', inputs == "local"),
-            ("host", host),
-        )
-        if is_asked
-    ]
-    if asked:
+    if compile is True and host:
         raise PlanError(
             problem(
-                f"under a plan of stages there is no {listed(asked)}: an input is read by the ranks of some stages "
-                "alone, and ranks of the others have no part of it; tables on the host have not been tried",
-                fix="pass the whole batch on every rank and leave these out, or plan without stages",
+                "under a plan of stages, programs with tables on the host are not compiled",
+                fix="leave compile=True out, or host=, or plan without stages",
             )
         )
     if compile is True and schedule_of(plan.schedule, plan.order).splits_backward:

@@ -8,35 +8,33 @@ several stages have are added up at the end of a step, and all of them update th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import CollectiveError, PlanError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.trees import constant_key, flatten_with_path, leaf_name, unflatten
+from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import schedule_of
-from shardwise.plans.stages import Bound, bound, only_read, step_graph
+from shardwise.plans.stages import bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
 from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, in_other_mode, leaves_of
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.faults import Waiting, exchange_failed
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
@@ -45,42 +43,20 @@ from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
+from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
-from shardwise.runtime.shared_parameters import shared_groups
-from shardwise.runtime.signatures import Signature, check_equal, mode_text
+from shardwise.runtime.shared_parameters import PlaceGroups
+from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal
 from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
+from shardwise.runtime.stage_calls import Ready
+from shardwise.runtime.stage_faults import StageFaults
 from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state import State
-from shardwise.runtime.torch_schedules import Scheduled, position_groups
+from shardwise.runtime.torch_schedules import Scheduled
 from shardwise.runtime.trail import trail
 
 LossOn = Literal["all", "last"]
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """What one kind of call runs: the captured call, its passes, the cut, and this rank's stages on a schedule."""
-
-    captured: Capture
-    passes: Passes
-    bound: Bound
-    workers: tuple[StageWorker, ...]
-    scheduled: Scheduled
-
-    @property
-    def draws(self) -> bool:
-        """Whether this rank draws random numbers."""
-        programs = (own for worker in self.workers for own in worker.programs.values())
-        return any(own.compiled.seed is not None for own in programs)
-
-    def with_state(self, state: Mapping[str, Tensor]) -> _Ready:
-        """The same with the parameters and buffers of ``state``, by name."""
-        for worker in self.workers:
-            worker.programs = {
-                size: replace(own, compiled=own.compiled.with_state(state)) for size, own in worker.programs.items()
-            }
-        return self
 
 
 class Pipeline(Split):
@@ -97,26 +73,37 @@ class Pipeline(Split):
         weights: str | Path | None = None,
     ) -> None:
         super().__init__()
-        self.plan, self.device, self.schedule = plan, settings.device, schedule_of(plan.schedule, plan.order)
+        self.plan, self.device, self.inputs = plan, settings.device, settings.inputs
+        self.schedule = schedule_of(plan.schedule, plan.order)
         name, rank = type(module).__name__, dist.get_rank()
         self._everyone = Communicator(Placement.whole(Mesh(rank=dist.get_world_size())), name)
         self._places = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
         own_place = next(ranks for ranks in self._places if rank in ranks)
         self._position = own_place.index(rank)
         self._stages = [number for number, stage in enumerate(plan.stages) if stage.placement.ranks == own_place]
-        self._group = position_groups(self._places)[self._position]
-        self._ranks = [Communicator(stage.placement, name) for stage in plan.stages]
-        self._shared = shared_groups(plan, own_place, self._position)
+        self._ranks = self._host_ranks = [Communicator(stage.placement, name) for stage in plan.stages]
+        if settings.host and self.device.type != "cpu":
+            self._host_ranks = [Communicator(stage.placement, name, backend="gloo") for stage in plan.stages]
+        self._groups = PlaceGroups.of(plan, own_place, self.position, settings.host)
+        self._faults = StageFaults(plan, self._stages, self.position, self._everyone)
         calls = Calls(module, plan, settings, self._everyone, self._everyone)
         self._calls = calls
-        self._calls_of = [calls.of_stage(plan.alone(i), ranks) for i, ranks in enumerate(self._ranks)]
-        self._ready: dict[Any, _Ready] = {}
-        self._signatures: dict[Any, Signature] = {}
+        self._calls_of = [
+            calls.of_stage(plan.alone(i), *own) for i, own in enumerate(zip(self._ranks, self._host_ranks, strict=True))
+        ]
+        self._ready: dict[Any, Ready] = {}
+        self._latest: Ready | None = None
         self._has_said_instead = False
         self._start_from(seed, self.device)
-        for ranks in self._ranks:  # of all devices of a stage: parameters are gathered for hooks over it
-            ranks.create_groups([ranks.mesh.sub_axes])
-        own = Own(self.layouts, self._ranks[self._stages[0]], self._everyone, frozenset(), self._everyone, self._names)
+        self._parts = None
+        if self.inputs == "local":
+            numbers = Communicator(self._everyone.place, name, backend="gloo")
+            self._parts = LocalInputs(plan, self._ranks[self._stages[0]], self._everyone, numbers, self.device)
+        for ranks in dict.fromkeys((*self._ranks, *self._host_ranks)):
+            ranks.create_groups([ranks.mesh.sub_axes])  # of all of a stage: parameters are gathered for hooks over it
+        first = self._stages[0]
+        hosts = (settings.host, self._host_ranks[first])
+        own = Own(self.layouts, self._ranks[first], self._everyone, *hosts, self._names)
         hold(self, module, plan, own, self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
@@ -140,6 +127,10 @@ class Pipeline(Split):
         """Where this rank is on the mesh of its first stage."""
         return self._ranks[self._stages[0]].coordinates
 
+    @property
+    def position(self) -> int:
+        return self._position
+
     @cached_property
     def _names(self) -> frozenset[str]:
         stages = [self.plan.stages[number] for number in self._stages]
@@ -148,19 +139,19 @@ class Pipeline(Split):
     def _holders(self, name: str) -> list[int]:
         """The other ranks that have this rank's shard of a parameter of several stages."""
         have = [stage.placement.ranks for stage in self.plan.stages if name in stage.layouts]
-        return sorted({ranks[self._position] for ranks in have} - {dist.get_rank()})
+        return sorted({ranks[self.position] for ranks in have} - {dist.get_rank()})
 
     def _protect(self) -> None:
         first = {
             entry.name: stage.placement.ranks for stage in reversed(self.plan.stages) for entry in stage.parameters
         }
         own = self.plan.stages[self._stages[0]].placement.ranks
-        elsewhere = frozenset(name for name in self._shared if first[name] != own)
+        elsewhere = frozenset(name for name in self._groups.shared if first[name] != own)
         protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
-        place_states(self, self.plan.optimizer)
+        place_states(self, self.plan.optimizer, self._calls.settings.host)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}, "_signatures": {}}  # a copy makes its own programs
+        return {**self.__dict__, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy makes its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -179,7 +170,7 @@ class Pipeline(Split):
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
             )
         flat, spec = self._begin(args, kwargs)
-        ready = self._for_step(flat, spec)
+        ready, batch = self._for_step(flat, spec)
         tensors = _named(args, kwargs)
         for name, tensor in tensors.items():
             if tensor.requires_grad:
@@ -194,7 +185,7 @@ class Pipeline(Split):
                 check_frozen(program.compiled)
         check = self._replicas if self.training else None
         check = check if check is not None and check.is_due() else None
-        losses = self._run(ready, tensors, keeps=True, scale=scale_of(scaler, self.device), check=check)
+        losses = self._run(ready, tensors, batch, keeps=True, scale=scale_of(scaler, self.device), check=check)
         self._add_gradients(ready, check)
         last = self.plan.stages[-1].placement.ranks
         total = sum(losses[1:], losses[0]).detach() if losses else None
@@ -204,7 +195,10 @@ class Pipeline(Split):
         value = (
             torch.zeros((), dtype=graph.by_name[str(graph.loss)].dtype, device=self.device) if total is None else total
         )
-        with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]), trail.waiting(b"the loss"):
+        with (
+            self._faults.exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]),
+            trail.waiting(b"the loss"),
+        ):
             dist.broadcast(value, last[0])
         return value
 
@@ -227,14 +221,28 @@ class Pipeline(Split):
         Every tensor is whole on every rank, without gradients."""
         return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
 
-    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> NoReturn:
-        """Raises PlanError: a rank's stages are measured by themselves, without the others."""
-        raise PlanError(
-            problem(
-                "a plan of stages is not profiled: its stages wait for each other, which belongs to no operator",
-                fix="shardwise run --alone RANK PLAN MODEL measures the stages of a rank",
-            )
-        )
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> PipelineProfile:
+        """A training step on this batch, measured and laid over the simulated one: what stages take and how long they
+        wait, and every stage operator by operator. Called on every rank; ``steps``: how many are measured, twice.
+        Gradients, buffers and random numbers are afterwards as before; optimizers are not asked."""
+        if steps < 1:
+            raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
+
+        def step() -> None:
+            self.zero_grad()
+            self.step(*args, **kwargs)
+
+        def taken() -> Ready:
+            assert self._latest is not None, "a step has run"
+            return self._latest
+
+        replicas, self._replicas = self._replicas, None  # a checked step is another one
+        own = {number: self._ranks[number] for number in self._stages}
+        try:
+            with self._unchanged():
+                return profile_pipeline(step, taken, self.plan, own, self.device, steps)
+        finally:
+            self._replicas = replicas
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         self._everyone.calls += 1
@@ -248,15 +256,15 @@ class Pipeline(Split):
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, predicts: bool) -> Any:
         flat, spec = self._begin(args, kwargs)
-        key, call = self._call(flat, spec, loss_only=False, predicts=predicts)
+        key, call, batch = self._call(flat, spec, loss_only=False, predicts=predicts)
         if key not in self._ready:
             captured = self._calls.captured(call)
             self._ready[key] = self._made(captured, Passes.single(captured.graph), call)
         ready = self._ready[key]
-        self._run(ready, _named(args, kwargs), keeps=False)
+        self._run(ready, _named(args, kwargs), batch, keeps=False)
         return unflatten(self._collected(ready), ready.captured.out_spec)
 
-    def _collected(self, ready: _Ready) -> list[Any]:
+    def _collected(self, ready: Ready) -> list[Any]:
         """The flattened outputs, brought from the stages that make them to all ranks."""
         graph, home = ready.captured.graph, dict(ready.bound.cut.output_parts)
         own = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
@@ -270,7 +278,7 @@ class Pipeline(Split):
             tensor = own[out.name].detach().clone() if dist.get_rank() in made else empty
             wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor.contiguous()
             wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
-            with self._exchange(f"an output of stage {home[out.name]}", made[:1]), trail.waiting(b"an output"):
+            with self._faults.exchange(f"an output of stage {home[out.name]}", made[:1]), trail.waiting(b"an output"):
                 dist.broadcast(wire, made[0])
             received = torch.view_as_complex(wire) if tensor.is_complex() else wire.view(value.dtype)
             whole[out.name] = received.view(value.shape)
@@ -278,19 +286,35 @@ class Pipeline(Split):
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def _call(self, flat: Sequence[Any], spec: Any, *, loss_only: bool, predicts: bool = False) -> tuple[Any, Call]:
-        """What tells a call apart, and the call, with tensors on meta; compared among the ranks when it is new."""
+    def _call(
+        self, flat: Sequence[Any], spec: Any, *, loss_only: bool, predicts: bool = False
+    ) -> tuple[Any, Call, Batch | None]:
+        """What tells a call apart, the call, with tensors on meta and whole, and the batch of which ranks pass parts
+        (None: each passes all of it); compared among the ranks when it is new."""
         mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
-        key = (*mode, spec, *((x.shape, x.dtype) if isinstance(x, Tensor) else constant_key(x) for x in flat))
-        if key not in self._ready or self._failed:
-            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            check_equal(Signature.of(named, mode_text(*mode)), self._everyone, self.device)
-        self._compared()
-        empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in flat]
-        return key, Call(unflatten(empty, spec), *mode)
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        shapes: list[tuple[int, ...]] = [tuple(x.shape) for x in tensors]
+        own = key = call_key(flat, spec, mode, shapes)
+        batch = None
+        if self._parts is not None:
+            parts, signature = self._parts, self._signature(own, flat, spec, mode)
 
-    def _for_step(self, flat: Sequence[Any], spec: Any) -> _Ready:
-        key, call = self._call(flat, spec, loss_only=True)
+            def agreed() -> Batch:
+                found = parts.batch(signature, tensors)
+                self._everyone.make_sure()
+                return found
+
+            batch = parts.call(agreed)
+            shapes = list(batch.shapes.values())
+            key = call_key(flat, spec, mode, shapes)
+        elif key not in self._ready or self._failed or mode != self._last_mode:
+            check_equal(self._signature(own, flat, spec, mode), self._everyone, self.device)
+        self._last_mode = mode
+        self._compared()
+        return key, Call(self._examples(flat, spec, shapes), *mode), batch
+
+    def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[Ready, Batch | None]:
+        key, call, batch = self._call(flat, spec, loss_only=True)
         if key not in self._ready:
             captured = self._calls.captured(call)
             graph = step_graph(captured.graph)
@@ -310,7 +334,8 @@ class Pipeline(Split):
                 if dist.get_rank() == 0:
                     announce_statistics(sorted(passes.statistics), stacklevel=5)
             self._ready[key] = self._made(captured, passes, call)
-        return self._ready[key]
+        ready = self._latest = self._ready[key]
+        return ready, batch
 
     def _samples(self, call: Call) -> int | None:
         named = {leaf_name(path): x for path, x in flatten_with_path(call.arguments)[0] if isinstance(x, Tensor)}
@@ -318,7 +343,7 @@ class Pipeline(Split):
             return None
         return samples_of(self.plan, {name: tuple(x.shape) for name, x in named.items()})
 
-    def _made(self, captured: Capture, passes: Passes, call: Call) -> _Ready:
+    def _made(self, captured: Capture, passes: Passes, call: Call) -> Ready:
         """The programs of this rank's stages on a schedule; all ranks make the process groups of all stages."""
         # A step of one pass, under a plan of several, has other operators than a pass; a call has outputs.
         is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
@@ -330,6 +355,8 @@ class Pipeline(Split):
         state = {**self._state.tensors, SEED: self._seed}
         programs: dict[int, dict[int, StageProgram]] = {number: {} for number in self._stages}
         for size, one in bounds.items():
+            for calls, spmd in zip(self._calls_of, one.spmds, strict=True):
+                calls.check_hosted(spmd)  # on all ranks alike
             for number, (calls, spmd) in enumerate(zip(self._calls_of, one.spmds, strict=True)):
                 calls.create_groups(spmd)
                 if number in programs:
@@ -348,8 +375,8 @@ class Pipeline(Split):
         )
         schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else schedule_of(self.schedule.instead)
         by_number = {worker.number: worker for worker in workers}
-        scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._group)
-        return _Ready(captured, passes, bounds[max(bounds)], workers, scheduled)
+        scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._groups.every)
+        return Ready(captured, passes, bounds, workers, scheduled)
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
         """The plan's schedule; where so few micro-batches can not have it, the one that takes any number."""
@@ -365,25 +392,32 @@ class Pipeline(Split):
 
     def _run(
         self,
-        ready: _Ready,
+        ready: Ready,
         tensors: Mapping[str, Tensor],
+        batch: Batch | None,
         *,
         keeps: bool,
         scale: Tensor | None = None,
         check: PipelineCheck | None = None,
     ) -> list[Tensor]:
-        """Run the schedule: the losses of micro-batches, where the last stage is."""
+        """Run the schedule: the losses of micro-batches, where the last stage is. ``tensors``: this rank's parts of a
+        ``batch``, or all of it (None)."""
         if check is not None:
-            check.begin(tensors, self._state.tensors)
-        seed = self._seed_of_call(draws=ready.draws)
-        whole = self._whole(ready, tensors)
-        step = Step(tensors, with_samples_in(self.plan), whole, seed, self.device, scale)
+            check.begin(tensors if batch is None else {}, self._state.tensors)
+        seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
+        if batch is not None and self._parts is not None:
+            tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+            if not self._parts.divides(batch, ready.passes, lambda _: ready.wanted, split):
+                tensors = {name: self._parts.whole(name, tensor, batch) for name, tensor in tensors.items()}
+                batch = None
+        whole = self._whole(ready, tensors, batch)
+        step = Step(tensors, batch is not None, split, whole, seed, self.device, scale)
         for worker in ready.workers:
             worker.begin(step, keeps=keeps, check=None if check is None else check.stages[worker.number])
         try:
             losses = ready.scheduled.step() if keeps else ready.scheduled.forward()
         except RuntimeError as error:
-            found = self._explained(error, ready.scheduled)
+            found = self._faults.explained(error, ready.scheduled)
             if found is None:
                 raise
             raise found from error
@@ -391,51 +425,9 @@ class Pipeline(Split):
             check.settle_forward()
         return losses
 
-    def _explained(self, error: RuntimeError, scheduled: Scheduled) -> Exception | None:
-        """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another. None:
-        what the error says itself, and a note of where."""
-        action = scheduled.next_action
-        where = "the end of the step" if action is None else f"stage {action.stage}, {action}"
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, CollectiveError):
-                return CollectiveError(f"{cause}\n  stage:  rank {dist.get_rank()} is at {where}")
-            if isinstance(cause, ShardwiseError):
-                return cause
-            cause = cause.__cause__
-        sending = "send" in str(error).lower()
-        if action is None or sending or action.kind == "weight":
-            peers = {peer for number in self._stages for peer in (number - 1, number + 1)}
-        else:
-            peers = {action.stage + (-1 if action.kind == "forward" else 1)}
-        peers = {peer for peer in peers if 0 <= peer < len(self.plan.stages)} - set(self._stages)
-        ranks = {peer: self.plan.stages[peer].placement.ranks[self._position] for peer in sorted(peers)}
-        others = " or ".join(f"stage {peer} (rank {rank})" for peer, rank in ranks.items())
-        what = f"rank {dist.get_rank()} at {where}: the exchange with {others}"
-        found = self._lost(error, what, ranks.values())
-        if found is None:
-            error.add_note(f"on rank {dist.get_rank()}, at {where}")
-        return found
-
-    def _lost(self, error: RuntimeError, what: str, ranks: Iterable[int]) -> CollectiveError | None:
-        """What to raise for an exchange with some ranks that failed; None: it was not the network."""
-        own = dist.get_rank()
-        waiting = Waiting(f"{self._everyone.name}'s pipeline", self._everyone.calls, what, (own, *ranks))
-        return exchange_failed(error, own, waiting, what, "", "", [("pass", f"call {self._everyone.calls}")])
-
-    @contextmanager
-    def _exchange(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        """An exchange behind the schedule's. Raises CollectiveError naming those who do not come."""
-        try:
-            yield
-        except RuntimeError as error:
-            if (found := self._lost(error, f"rank {dist.get_rank()}: {what}", ranks)) is None:
-                raise
-            raise found from error
-
-    def _whole(self, ready: _Ready, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _whole(self, ready: Ready, tensors: Mapping[str, Tensor], batch: Batch | None) -> dict[str, Tensor]:
         """The values of the prelude, which depends on the inputs of all micro-batches; every rank that needs them
-        computes them."""
+        computes them. Parts of a ``batch`` are gathered for it."""
         prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
         wanted = any(whole_sources(own.part) for worker in ready.workers for own in worker.programs.values())
         if prelude is None or not wanted:
@@ -444,7 +436,10 @@ class Pipeline(Split):
         given: dict[str, Tensor] = {}
         for source in prelude.sources:
             if source.kind == "input":
-                given[source.value] = tensors[source.names[0]].to(self.device, prelude.by_name[source.value].dtype)
+                tensor = tensors[source.names[0]]
+                if batch is not None and self._parts is not None:
+                    tensor = self._parts.whole(source.names[0], tensor, batch)
+                given[source.value] = tensor.to(self.device, prelude.by_name[source.value].dtype)
             elif source.kind == "constant":
                 given[source.value] = ready.captured.constants[source.value].to(self.device)
             else:
@@ -456,7 +451,7 @@ class Pipeline(Split):
             found = interpret(prelude, given)
         return {name: found[name] for name in ready.passes.whole}
 
-    def _add_gradients(self, ready: _Ready, check: PipelineCheck | None) -> None:
+    def _add_gradients(self, ready: Ready, check: PipelineCheck | None) -> None:
         """Add what the step has found to ``.grad``, of parameters of several stages the sum over them."""
         state = self._state.tensors
         totals: dict[str, Tensor] = {}
@@ -466,17 +461,17 @@ class Pipeline(Split):
         for worker in ready.workers:
             sources = ready.bound.cut.parts[worker.number].source_of
             ranks = self.plan.stages[worker.number].placement.ranks
-            with self._exchange(f"gradients of stage {worker.number}", ranks):
+            with self._faults.exchange(f"gradients of stage {worker.number}", ranks):
                 gradients = worker.end()
             for value, gradient in gradients.items():
                 name = sources[value].names[0]
                 totals[name] = totals[name] + gradient if name in totals else gradient
-        for name, group in self._shared.items():
+        for name, group in self._groups.shared.items():
             if name in updated and state[name].requires_grad:
                 parameter = state[name]
                 total = totals[name].contiguous() if name in totals else torch.zeros_like(parameter)
                 what = f"gradient of {name}, which several stages have"
-                with self._exchange(what, self._holders(name)), trail.waiting(what.encode()):
+                with self._faults.exchange(what, self._holders(name)), trail.waiting(what.encode()):
                     dist.all_reduce(total, group=group)
                 totals[name] = total
         reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]

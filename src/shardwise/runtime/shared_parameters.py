@@ -3,8 +3,11 @@ numbers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
+from shardwise.errors import LaunchError, problem
 from shardwise.plans.plan import Plan
 from shardwise.runtime.torch_schedules import position_groups
 
@@ -18,17 +21,41 @@ def shared_places(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     return {name: tuple(ranks) for name, ranks in places.items() if len(ranks) > 1}
 
 
-def shared_groups(plan: Plan, own: tuple[int, ...], position: int) -> dict[str, Any]:
-    """Parameter that several places have, ``own`` among them -> the process group of the ranks with the shard of a
-    position. All ranks make all groups."""
-    groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-    found: dict[str, Any] = {}
-    for name, places in shared_places(plan).items():
-        if places not in groups:
-            groups[places] = position_groups(places)[position]
-        if own in places:
-            found[name] = groups[places]
-    return found
+@dataclass(frozen=True)
+class PlaceGroups:
+    """The process groups of a rank with those that have its device number in other places. ``every``: in all of them;
+    ``shared``: of a parameter that several places have, in these."""
+
+    every: Any
+    shared: Mapping[str, Any]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlaceGroups:
+        return self  # ranks would have to make new ones together
+
+    def __getstate__(self) -> NoReturn:
+        """Raises LaunchError: groups are not in files."""
+        raise LaunchError(
+            problem(
+                "a parallel module of stages is not stored whole: its stages exchange over process groups of this job",
+                fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read",
+            )
+        )
+
+    @staticmethod
+    def of(plan: Plan, own: tuple[int, ...], position: int, host: frozenset[str]) -> PlaceGroups:
+        """Those of a rank of the place ``own``. ``host``: names of the tables on the CPU, whose groups are gloo's. All
+        ranks make all groups."""
+        everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
+        every = position_groups(everywhere)[position]
+        groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}
+        found: dict[str, Any] = {}
+        for name, places in shared_places(plan).items():
+            key = places, name in host
+            if key not in groups:
+                groups[key] = position_groups(places, "gloo" if name in host else None)[position]
+            if own in places:
+                found[name] = groups[key]
+        return PlaceGroups(every, found)
 
 
-__all__ = ["shared_groups", "shared_places"]
+__all__ = ["PlaceGroups", "shared_places"]

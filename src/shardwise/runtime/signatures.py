@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,9 +24,11 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.graph.trees import constant_key
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
+from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire
 from shardwise.runtime.communicator import Communicator, Rows
 from shardwise.runtime.hands import hands
@@ -84,6 +86,12 @@ def _text(leaf: Any) -> str:
     return "a device" if isinstance(leaf, torch.device) else repr(leaf)
 
 
+def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: Sequence[Shape]) -> tuple[Any, ...]:
+    """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
+    whole = iter(shapes)
+    return *mode, spec, *((next(whole), x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
+
+
 def mode_text(training: bool, loss_only: bool, predicts: bool, in_other_mode: Sequence[str]) -> str:
     """How a module is called, in words: ``train(), step(), bn in eval()``."""
     what = "step()" if loss_only else "predict()" if predicts else "a call"
@@ -125,11 +133,15 @@ def _check_same(everywhere: Sequence[Signature], *, with_shapes: bool) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole inputs of which the ranks passed their parts. ``shapes``: by name, whole; ``parts``: per rank, by
-    name."""
+    """The whole inputs of which the ranks passed their parts. ``shapes``: by name, whole; ``parts``: per device of a
+    stage, by name."""
 
     shapes: Mapping[str, Shape]
     parts: tuple[Mapping[str, Shape], ...]
+
+
+# The layouts in which a program takes inputs, by name, and [start, stop) of the samples that it takes.
+Wanted = tuple[Mapping[str, Layout], int, int]
 
 
 class Surprise(Exception):
@@ -137,20 +149,29 @@ class Surprise(Exception):
 
 
 class LocalInputs:
-    """The parts of a batch that the ranks pass. Raises ShardwiseError where the plan splits no input. ``numbers``: what
-    exchanges the integers, on the host, beside all other collectives."""
+    """The parts of a batch that the ranks pass: each that of its device, in the layout of the first stage that reads
+    the input; ranks of all stages with the same device number pass the same. Raises ShardwiseError where the plan
+    splits no input. ``ranks``: those of a place, among which parts are gathered; ``everyone``: all ranks, which agree;
+    ``numbers``: what exchanges the integers, on the host, beside all other collectives."""
 
-    def __init__(self, plan: Plan, ranks: Communicator, numbers: Communicator, device: torch.device) -> None:
-        self.layouts = {entry.name: plan.layouts[entry.name] for entry in plan.inputs}
+    def __init__(
+        self, plan: Plan, ranks: Communicator, everyone: Communicator, numbers: Communicator, device: torch.device
+    ) -> None:
+        self.layouts = plan.input_layouts
         self.planned = {entry.name: entry.shape for entry in plan.inputs}
-        self.ranks, self.numbers, self.device, self.mesh = ranks, numbers, wire(device), plan.mesh
+        self.ranks, self.everyone, self.numbers, self.device = ranks, everyone, numbers, wire(device)
+        places = dict.fromkeys(stage.placement.ranks for stage in plan.stages)
+        device_of = {rank: number for place in places for number, rank in enumerate(place)}
+        self._devices = [device_of[rank] for rank in sorted(device_of)]  # by rank
         self._batches: dict[Combination, Batch] = {}
         # By the digest of this rank's call: the last combination, and whether the one before was the same.
         self._latest: dict[int, tuple[Combination, bool]] = {}
         self._found: Combination | None = None  # that of this call, once it is known
         self._fingerprint = Fingerprint(self.device)
-        self._wanted: dict[object, list[Shape]] = {}  # of the ranks, by input and parts
-        if plan.mesh.num_devices > 1 and not any(layout.positions for layout in self.layouts.values()):
+        self._has_said_gathered = False
+        self._is_own: dict[object, bool] = {}  # by input, layout and parts
+        self._faults: dict[tuple[int, int], tuple[Batch, Passes, str]] = {}
+        if max(self._devices) and not any(layout.positions for layout in self.layouts.values()):
             shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
             raise ShardwiseError(
                 problem(
@@ -171,7 +192,7 @@ class LocalInputs:
             except Surprise:
                 return run()
         finally:
-            self.ranks.before_next = None
+            self.everyone.before_next = None
 
     def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         """The batch of which this rank passes ``tensors``; every rank asks for it in every call.
@@ -179,12 +200,12 @@ class LocalInputs:
         Raises ShardwiseError, on all ranks, where the parts do not make one.
         """
         if self._found is None:
-            self.numbers.create_groups([self.mesh.sub_axes])  # once, and once more where it comes out of a file
+            self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and once more where it comes out of a file
             own = torch.tensor([signature.digest])
             flight = self.numbers.start_gather(own, "the sizes of the ranks' inputs")
             taken, again = self._latest.get(signature.digest, ((), False))
             if again:
-                self.ranks.before_next = lambda: self._check(flight, taken)
+                self.everyone.before_next = lambda: self._check(flight, taken)
                 return self._batches[taken]
             self._read(flight)
         assert self._found is not None, "it was read"
@@ -195,7 +216,7 @@ class LocalInputs:
         return self._batches[self._found]
 
     def _read(self, flight: Rows) -> None:
-        self.ranks.before_next = None
+        self.everyone.before_next = None
         self._found = tuple(flight.wait().flatten().tolist())
 
     def _check(self, flight: Rows, taken: Combination) -> None:
@@ -209,46 +230,86 @@ class LocalInputs:
         share of the whole, which is gathered."""
         parts = [shapes[name] for shapes in batch.parts]
         case = (name, layout, *parts)
-        if case not in self._wanted:
-            ranks = range(self.mesh.num_devices)
-            self._wanted[case] = [layout.local_shape(self.mesh.coordinates(rank)) for rank in ranks]
-            if self._wanted[case] != parts and self.ranks.rank == 0:
+        if case not in self._is_own:
+            wanted = [layout.local_shape(layout.mesh.coordinates(device)) for device in range(len(parts))]
+            self._is_own[case] = wanted == parts and self._is_passed(name, layout, batch)
+            if not self._is_own[case] and self.everyone.rank == 0:
                 warnings.warn(
                     f"the parts of {name} have {_listed(parts)}, and the plan splits the whole, "
-                    f"{list(batch.shapes[name])}, into {_listed(self._wanted[case])}: it is gathered and divided anew "
-                    "in every such call",
+                    f"{list(batch.shapes[name])}, into {_listed(wanted)}: it is gathered and divided anew in every "
+                    "such call",
                     stacklevel=9,  # of par.step
                 )
-        if self._wanted[case] == parts:
+        if self._is_own[case]:
             return tensor
         return shard(self.whole(name, tensor, batch), layout, self.ranks.coordinates)
 
     def is_part(self, name: str, layout: Layout, batch: Batch, start: int, stop: int, samples: int) -> bool:
-        """Whether on every rank the rows of its part that are samples [start, stop), counted in its own part and out of
-        ``samples`` in all, are what the layout of an input of so many samples gives it."""
-        for rank, shapes in enumerate(batch.parts):
+        """Whether on every device the rows of its part that are samples [start, stop), counted in its own part and out
+        of ``samples`` in all, are what the layout of an input of so many samples gives it."""
+        for device, shapes in enumerate(batch.parts):
             first, *rest = shapes[name]
             bounds = [divmod(first * number, samples) for number in (start, stop)]
             part = (bounds[1][0] - bounds[0][0], *rest)
-            if any(left for _, left in bounds) or layout.local_shape(self.mesh.coordinates(rank)) != part:
+            if any(left for _, left in bounds) or layout.local_shape(layout.mesh.coordinates(device)) != part:
                 return False
-        return True
+        return self._is_passed(name, layout, batch)
+
+    def _is_passed(self, name: str, layout: Layout, batch: Batch) -> bool:
+        """Whether a layout gives every device the part of an input that its rank passes, whatever their sizes."""
+        return all(_block(layout, device) == self._places(name, device) for device in range(len(batch.parts)))
+
+    def divides(
+        self, batch: Batch, passes: Passes, wanted: Callable[[Batch], Sequence[Wanted]], with_samples: Collection[str]
+    ) -> bool:
+        """Whether every pass of a step can take the same share of every rank's part. Else rank 0 says once that parts
+        are gathered. ``wanted``: what the programs of the step take; ``with_samples``: the inputs that passes divide.
+        """
+        case = id(batch), id(passes)
+        if case not in self._faults:
+            self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
+        *_, fault = self._faults[case]
+        if fault and not self._has_said_gathered and self.everyone.rank == 0:
+            warnings.warn(f"{fault}: they are gathered and divided anew in every such step", stacklevel=6)
+        self._has_said_gathered |= bool(fault)
+        return not fault
+
+    def _fault(self, batch: Batch, passes: Passes, wanted: Sequence[Wanted], with_samples: Collection[str]) -> str:
+        """Why passes can not take shares of the ranks' parts, or nothing: they must have the same samples of every
+        input, want them on these devices, and compute nothing with their numbers in the batch."""
+        samples = sum(passes.sizes)
+        if any(map(numbers_samples, passes.graphs.values())):
+            return f"the model computes with the numbers that {samples} samples have in the batch"
+        rows = {name: self._sizes(name, batch.parts)[0] for name in batch.shapes if name in with_samples}
+        if len(passes.sizes) > 1 and len(set(map(tuple, rows.values()))) > 1:
+            shown = ", ".join(f"{name} {sizes}" for name, sizes in rows.items())
+            return f"inputs of {samples} samples are passed in different parts ({shown}), so passes can not divide them"
+        if not all(
+            self.is_part(name, layout, batch, *((start, stop) if name in with_samples else (0, samples)), samples)
+            for layouts, start, stop in wanted
+            for name, layout in layouts.items()
+        ):
+            size = f"passes over {passes.sizes[0]}" if len(passes.sizes) > 1 else "those that the programs take"
+            return f"the ranks' parts of {samples} samples do not divide into {size}"
+        return ""
 
     def _agreed(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         prints = {name: int(self._fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
         what = f"the parts of a batch ({signature})"
-        everywhere = gather_objects((signature, prints), self.ranks, self.device, what)
+        everywhere = gather_objects((signature, prints), self.everyone, self.device, what)
         _check_same([own for own, _ in everywhere], with_shapes=False)
-        parts = tuple(own.shapes for own, _ in everywhere)
+        of_ranks = [own.shapes for own, _ in everywhere]
         for name in signature.shapes:
-            self._check_copies(name, parts, [prints[name] for _, prints in everywhere])
+            self._check_copies(name, of_ranks, [prints[name] for _, prints in everywhere])
+        of_devices = dict(zip(self._devices, of_ranks, strict=True))
+        parts = tuple(of_devices[device] for device in range(len(of_devices)))
         return Batch({name: self._whole_shape(name, parts) for name in signature.shapes}, parts)
 
     def _check_copies(self, name: str, parts: Sequence[Mapping[str, Shape]], prints: Sequence[int]) -> None:
         """Ranks that the plan gives the same part of an input must have passed the same."""
         first: dict[tuple[int, ...], int] = {}
         for rank, found in enumerate(prints):
-            leader = first.setdefault(tuple(p for _, p, _ in self._places(name, rank)), rank)
+            leader = first.setdefault(tuple(p for _, p, _ in self._places(name, self._devices[rank])), rank)
             if (prints[leader], parts[leader][name]) == (found, parts[rank][name]):
                 continue
             layout = self.layouts.get(name)
@@ -256,41 +317,32 @@ class LocalInputs:
             raise ShardwiseError(
                 problem(
                     f"ranks {leader} and {rank} pass different {name}, and the plan gives both the same part of it: it "
-                    f"is {text} on {self.mesh}",
-                    fix="choose samples by the coordinates on the axes that split the input "
-                    f'(par.plan.layouts["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with '
-                    "layouts= that split it over all axes",
+                    f"is {text}{'' if layout is None else f' on {layout.mesh}'}",
+                    fix="choose samples by the coordinates on the axes that split the input (par.plan.input_layouts"
+                    f'["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with layouts= that '
+                    "split it over all axes",
                 )
             )
 
-    def _places(self, name: str, rank: int) -> list[tuple[int, int, int]]:
-        """(dim, this rank's position along it, number of positions) for every dim of an input that is split."""
+    def _places(self, name: str, device: int) -> list[tuple[int, int, int]]:
+        """(dim, a device's position along it, number of positions) for every dim of an input that is split."""
         layout = self.layouts.get(name)
-        places = []
-        for dim, atoms in enumerate(layout.dims if layout is not None else ()):
-            axes = [axis for atom in atoms for axis in atom.axes]
-            if not axes:
-                continue
-            assert layout is not None
-            if any(atom.axes for atom in atoms[1:]) or layout.windows:
-                raise ShardwiseError(
-                    problem(
-                        f'inputs="local", and the part of {name} that a rank computes is no block: {layout}',
-                        fix='pass the whole batch on every rank: inputs="global"',
-                    )
+        places = [] if layout is None else _block(layout, device)
+        if places is None:
+            raise ShardwiseError(
+                problem(
+                    f'inputs="local", and the part of {name} that a rank computes is no block: {layout}',
+                    fix='pass the whole batch on every rank: inputs="global"',
                 )
-            position, coordinates = 0, self.mesh.coordinates(rank)
-            for axis in axes:
-                position = position * self.mesh.size_of((axis,)) + coordinates[axis]
-            places.append((dim, position, self.mesh.size_of(axes)))
+            )
         return places
 
     def _sizes(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
         """Per dim of an input the sizes of its parts, in their order. Raises ShardwiseError where parts of ranks that
         hold the same are of different size."""
         sizes: list[dict[int, int]] = [{} for _ in parts[0][name]]
-        for rank, shapes in enumerate(parts):
-            position_of = {dim: position for dim, position, _ in self._places(name, rank)}
+        for device, shapes in enumerate(parts):
+            position_of = {dim: position for dim, position, _ in self._places(name, device)}
             for dim, size in enumerate(shapes[name]):
                 known = sizes[dim].setdefault(position_of.get(dim, 0), size)
                 if known != size:
@@ -320,7 +372,7 @@ class LocalInputs:
         return tuple(map(sum, sizes))
 
     def whole(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The whole input, gathered from the ranks' parts of any size."""
+        """The whole input, gathered from the parts of any size that the ranks of a place have."""
         numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
         padded = tensor.new_zeros(max(numel))
         padded[: tensor.numel()] = tensor.detach().reshape(-1)
@@ -328,13 +380,30 @@ class LocalInputs:
         rows = self.ranks.gather_from_all(sent, f"the parts of {name}").view(tensor.dtype)
         whole = tensor.new_empty(batch.shapes[name])
         starts = [list(accumulate(sizes, initial=0)) for sizes in self._sizes(name, batch.parts)]
-        for rank, row in enumerate(rows):
-            shape = batch.parts[rank][name]
+        for device, row in enumerate(rows):
+            shape = batch.parts[device][name]
             place = whole
-            for dim, position, _ in self._places(name, rank):
+            for dim, position, _ in self._places(name, device):
                 place = place.narrow(dim, starts[dim][position], shape[dim])
-            place.copy_(row[: numel[rank]].view(shape))
+            place.copy_(row[: numel[device]].view(shape))
         return whole
+
+
+def _block(layout: Layout, device: int) -> list[tuple[int, int, int]] | None:
+    """(dim, a device's position along it, number of positions) for every dim that is split; None: a device has no
+    block."""
+    mesh, places = layout.mesh, []
+    coordinates = mesh.coordinates(device)
+    for dim, atoms in enumerate(layout.dims):
+        axes = [axis for atom in atoms for axis in atom.axes]
+        if axes and (layout.windows or any(atom.axes for atom in atoms[1:])):
+            return None
+        position = 0
+        for axis in axes:
+            position = position * mesh.size_of((axis,)) + coordinates[axis]
+        if mesh.size_of(axes) > 1:
+            places.append((dim, position, mesh.size_of(axes)))
+    return places
 
 
 def _listed(shapes: Sequence[Shape]) -> str:
@@ -342,4 +411,4 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return listed + ", ..." * (len(shapes) > _NUM_NAMED)
 
 
-__all__ = ["Batch", "LocalInputs", "Signature", "check_equal", "mode_text"]
+__all__ = ["Batch", "LocalInputs", "Signature", "Wanted", "call_key", "check_equal", "mode_text"]

@@ -4,7 +4,8 @@ all ranks, another one for every call in training."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -12,10 +13,12 @@ import torch
 from shardwise.errors import PlanWarning
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
+from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
-from shardwise.runtime.calls import Calls
+from shardwise.runtime.calls import Calls, Inputs, Mode
 from shardwise.runtime.hooks import StandIn
+from shardwise.runtime.signatures import Signature, mode_text
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset({"_seed", "_failed", "_draws", "_latest", "_last_mode"})  # no parameters, no modules
@@ -26,6 +29,7 @@ class Split(StandIn):
     its programs have drawn."""
 
     plan: Plan
+    inputs: Inputs
     _calls: Calls
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -55,6 +59,11 @@ class Split(StandIn):
         raise NotImplementedError
 
     @property
+    def position(self) -> int:
+        """The number of this rank's device, on the mesh of every stage that it works on."""
+        raise NotImplementedError
+
+    @property
     def original(self) -> torch.nn.Module:
         """The module that was split, on meta."""
         return self._calls.model
@@ -65,6 +74,9 @@ class Split(StandIn):
         self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=device))
         self._failed = False  # whether the last call did, here: other ranks may be in the middle of it
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
+        self._signatures: dict[Any, Signature] = {}
+        self._last_mode: tuple[object, ...] | None = None
+        self._circumstances: tuple[str, ...] = ()  # of this call
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
     def _compared(self) -> None:
@@ -72,6 +84,38 @@ class Split(StandIn):
         if self._failed:
             self._calls.trials.restart()
         self._failed = False
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Steps that are tried out: afterwards gradients, buffers and random numbers are as they were."""
+        buffers = [buffer.clone() for buffer in self.buffers()]
+        gradients, seed, draws = [p.grad for p in self.parameters()], self._seed.clone(), self._draws
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in zip(self.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            self._seed, self._draws = seed, draws
+
+    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
+        """A call in words, for the other ranks."""
+        key = key, self._circumstances
+        if key not in self._signatures:
+            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
+            self._signatures[key] = Signature.of(named, ", ".join([mode_text(*mode), *self._circumstances]))
+        return self._signatures[key]
+
+    @staticmethod
+    def _examples(flat: Sequence[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+        """The arguments of a call with tensors of some shapes, on meta."""
+        whole = iter(shapes)
+        examples = [
+            torch.empty(next(whole), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x for x in flat
+        ]
+        return unflatten(examples, spec)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -126,18 +126,19 @@ class StageProgram:
     @cached_property
     def halves(self) -> tuple[tuple[Program, fx.GraphModule], tuple[Program, fx.GraphModule]]:
         """Backward for cotangents, and for weights."""
-        device = next((tensor.device for tensor in self.compiled.tensors if tensor is not None), torch.device("cpu"))
+        whole = self.compiled.runs.emitted
         first, second = split_backward(self.program)
-        return (first, emit_backward(first, self.ranks, device)), (second, emit_backward(second, self.ranks, device))
+        return (first, emit_backward(first, self.ranks, whole)), (second, emit_backward(second, self.ranks, whole))
 
 
 @dataclass
 class Step:
-    """What the stages of this rank get for one step. ``inputs``: whole, by name; ``with_samples``: those that
-    micro-batches divide; ``whole``: the values of the prelude; ``scale``: by what the loss is multiplied for
-    backward."""
+    """What the stages of this rank get for one step. ``inputs``: by name, whole, or this rank's part of each
+    (``are_parts``); ``with_samples``: those that micro-batches divide; ``whole``: the values of the prelude; ``scale``:
+    by what the loss is multiplied for backward."""
 
     inputs: Mapping[str, Tensor]
+    are_parts: bool
     with_samples: frozenset[str]
     whole: Mapping[str, Tensor]
     seed: Tensor
@@ -150,7 +151,8 @@ class StageWorker:
     """A stage as a schedule asks for it (``torch_schedules.Worker``). ``sizes``: the samples of every micro-batch;
     ``programs``: by size; ``statistics``: names of the buffers that every micro-batch writes.
 
-    ``outputs``: of calls without backward, what the stage delivers. What a step does once is done ahead of the first
+    ``outputs``: of calls without backward, what the stage delivers; ``given``: the tensors of its first micro-batch,
+    where it ``remembers`` them. What a step does once is done ahead of the first
     micro-batch of a size, and at the ``end``.
     """
 
@@ -163,6 +165,8 @@ class StageWorker:
     keeps: bool = True
     check: ReplicaCheck | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    remembers: bool = False
+    given: list[Tensor] = field(default_factory=list)
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
     _running: dict[int, Running] = field(default_factory=dict)  # by size
     _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -182,6 +186,8 @@ class StageWorker:
         own = self.programs[self.sizes[micro_batch]]
         compiled = own.compiled
         tensors = self._tensors(own, micro_batch, received)
+        if self.remembers and micro_batch == 0:
+            self.given = [x if x.requires_grad else x.clone() for x in tensors]
         with torch.no_grad():
             if self.keeps:
                 given = list(tensors)
@@ -223,10 +229,11 @@ class StageWorker:
             elif source.value in given:
                 tensors.append(given[source.value])
             elif source.kind == "input":
-                whole, layout = step.inputs[source.names[0]], compiled.spmd.layouts[source.value]
+                rows, layout = step.inputs[source.names[0]], compiled.spmd.layouts[source.value]
                 if source.names[0] in step.with_samples and len(self.sizes) > 1:
-                    whole = rows_of_pass(whole, start, size, sum(self.sizes))
-                rows = shard(whole, layout, own.ranks.coordinates) if layout.positions else whole
+                    rows = rows_of_pass(rows, start, size, sum(self.sizes))
+                if layout.positions and not step.are_parts:
+                    rows = shard(rows, layout, own.ranks.coordinates)
                 tensors.append(rows.to(step.device))
             else:
                 tensors.append(step.seed if position == compiled.seed else _there(tensor, source.names[0]))

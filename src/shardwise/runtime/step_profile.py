@@ -106,10 +106,12 @@ def profile_step(
     device: torch.device,
     steps: int,
     alone: int | None = None,
+    gather: Callable[[Any], list[Any]] | None = None,
 ) -> StepProfile:
     """Every rank calls it. ``step``: runs forward and backward; ``taken``: what it ran on this rank; ``held``:
-    parameters and buffers of this rank; ``alone``: this rank, where there are no others."""
-    gather = _from_all if alone is None else _from_one
+    parameters and buffers of this rank; ``alone``: this rank, where there are no others; ``gather``: what every rank of
+    the plan has, where these are not all ranks of the job."""
+    gather = gather or (_from_all if alone is None else _from_one)
     step()  # compiles, and takes memory for the first time
     for _ in range(MOST_STEPS):  # until it is known how it runs
         if (compiling := taken().compiling) is not None and compiling.is_on_trial:
@@ -156,6 +158,29 @@ def profile_step(
         (tuple(passes[-1].events), expected),
         alone,
     )
+
+
+def steps_of(own: Step | RepeatedStep, tensors: Sequence[torch.Tensor], passes: int) -> Callable[[], None]:
+    """Forward and backward of a whole batch, or of as many passes, all over the same tensors."""
+
+    def run() -> None:
+        for tensor in tensors:
+            tensor.grad = None
+        if isinstance(own, Step):
+            delivered, _ = own(tensors)
+            delivered[0].backward()  # the loss is delivered first
+            return
+        running = own.begin(tensors)
+        is_differentiated = any(running.each.program.cotangents)
+        for _ in range(passes):
+            if is_differentiated:
+                running.run(tensors)
+            else:  # a stage whose parameters are all frozen
+                with torch.no_grad():
+                    running.forward(tensors)
+        running.end()
+
+    return run
 
 
 def _from_all(value: Any) -> list[Any]:
@@ -320,4 +345,4 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-__all__ = ["Compared", "StepProfile", "profile_step"]
+__all__ = ["Compared", "StepProfile", "profile_step", "steps_of"]

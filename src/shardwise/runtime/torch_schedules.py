@@ -14,10 +14,11 @@ what is not work is waiting, and goes on the rank's page as such (``runtime.trai
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -50,10 +51,21 @@ class Worker(Protocol):
         """The cotangents of what was received; none for weights."""
 
 
-class _Progress:
-    """How far this place is in an ``order`` of actions."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action of this place, measured: seconds since some time (``start``), and how many it took."""
 
-    def __init__(self, order: Sequence[Action]) -> None:
+    action: Action
+    start: float
+    seconds: float
+
+
+class _Progress:
+    """How far this place is in an ``order`` of actions. ``record``: set to a list to measure them, on ``device``."""
+
+    def __init__(self, order: Sequence[Action], device: torch.device) -> None:
+        self.record: list[Timed] | None = None
+        self.device = device
         labels = {action: f"messages of other stages, ahead of stage {action.stage}, {action}" for action in order}
         self._labels = {action: label.encode() for action, label in labels.items()}
         self.begin(backward=True)
@@ -63,7 +75,17 @@ class _Progress:
         self._left = deque(action for action in self._labels if backward or action.kind == "forward")
         self._done: set[Action] = set()
 
-    def done(self, action: Action) -> None:
+    def now(self) -> float:
+        """The time, once the device has done what it was given; only where actions are measured."""
+        if self.record is None:
+            return 0.0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def done(self, action: Action, start: float) -> None:
+        if self.record is not None:
+            self.record.append(Timed(action, start, self.now() - start))
         self._done.add(action)
         while self._left and self._left[0] in self._done:
             self._left.popleft()
@@ -118,8 +140,9 @@ class _Stage(PipelineStage):
         """Around an action: its messages have come."""
         self._micro_batch = micro_batch
         trail.leave()
+        start = self._progress.now()
         yield
-        self._progress.done(Action(self.stage_index, kind, micro_batch))
+        self._progress.done(Action(self.stage_index, kind, micro_batch), start)
         trail.enter(self._progress.waits_for)
 
     # torch runs a schedule forward alone by leaving out what its backward does, but for what folded schedules hand over
@@ -206,7 +229,8 @@ class Scheduled:
     ) -> None:
         num_places = num_stages // schedule.stages_per_place
         place = schedule.place_of(min(workers), num_places)
-        self._progress = _Progress(order_of(schedule, num_places, num_micro_batches)[place])
+        self.order = order_of(schedule, num_places, num_micro_batches)
+        self._progress = _Progress(self.order[place], device)
         stages = [
             _STAGE(worker, number, num_stages, device, group, self._progress)
             for number, worker in sorted(workers.items())
@@ -249,6 +273,16 @@ class Scheduled:
     def next_action(self) -> Action | None:
         """The first action of this place that is not done; None: all are."""
         return self._progress.next_action
+
+    @contextmanager
+    def measured(self) -> Iterator[list[Timed]]:
+        """The actions of this place, as long as it lasts."""
+        found: list[Timed] = []
+        self._progress.record = found
+        try:
+            yield found
+        finally:
+            self._progress.record = None
 
 
 def _in_order(schedule: Schedule, stages: list[_Stage], num_micro_batches: int, settings: dict[str, Any]) -> Any:
@@ -315,9 +349,11 @@ def _numbered(actions: Sequence[Action]) -> list[Action]:
     return numbered
 
 
-def position_groups(places: Sequence[Sequence[int]]) -> list[Any]:
-    """Per position the group of the ranks that have it in every place; all ranks make all of them."""
-    return [dist.new_group(sorted(ranks), timeout=group_timeout()) for ranks in zip(*places, strict=True)]
+def position_groups(places: Sequence[Sequence[int]], backend: str | None = None) -> list[Any]:
+    """Per position the group of the ranks that have it in every place; all ranks make all of them. ``backend``: another
+    one than that of all ranks."""
+    positions = zip(*places, strict=True)
+    return [dist.new_group(sorted(ranks), timeout=group_timeout(), backend=backend) for ranks in positions]
 
 
-__all__ = ["Scheduled", "Worker", "order_of", "position_groups"]
+__all__ = ["Scheduled", "Timed", "Worker", "order_of", "position_groups"]

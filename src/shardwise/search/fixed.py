@@ -50,14 +50,7 @@ def fixed_choices(
             own = {f.name: weight[op.name, f.name] for f in rule.factors}
             fixed[op.name] = choices_for(op, rules[op.name], rule, annotation.strategy, mesh, graph, own)
     for annotation in idle.values():
-        raise LayoutError(
-            problem(
-                f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules",
-                op=annotation.scope,
-                source=annotation.source,
-                fix="annotate the submodule or the call that computes, or remove the strategy",
-            )
-        )
+        raise covers_nothing(annotation)
     for value, text in graph.constraints:
         if text == SUMMED:
             continue
@@ -84,6 +77,18 @@ def fixed_choices(
                 )
             ) from error
     return fixed
+
+
+def covers_nothing(annotation: Annotation) -> LayoutError:
+    """The error for a strategy of no operator."""
+    return LayoutError(
+        problem(
+            f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules",
+            op=annotation.scope,
+            source=annotation.source,
+            fix="annotate the submodule or the call that computes, or remove the strategy",
+        )
+    )
 
 
 def _beside_producer(

@@ -21,7 +21,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.initial.materialize import stable_seed
-from shardwise.runtime.parallel import Parallel
+from shardwise.runtime.split import Split
 from shardwise.train.agreement import from_all
 
 Rows = tuple[int, int]  # [start, stop) of a batch
@@ -219,9 +219,8 @@ class _Parts:
     def __init__(self, par: torch.nn.Module) -> None:
         self.layouts: dict[str, Layout] = {}
         self.with_samples: frozenset[str] = frozenset()
-        if isinstance(par, Parallel) and par.inputs == "local":
-            self.coordinates = par.coordinates
-            self.layouts = {entry.name: par.plan.layouts[entry.name] for entry in par.plan.inputs}
+        if isinstance(par, Split) and par.inputs == "local":
+            self.position, self.layouts = par.position, par.plan.input_layouts
             samples = next((entry.shape[0] for entry in par.plan.inputs if entry.shape), None)
             self.with_samples = frozenset(
                 entry.name for entry in par.plan.inputs if entry.shape and entry.shape[0] == samples
@@ -255,9 +254,10 @@ class _Parts:
     def _range(self, layout: Layout, dim: int, size: int) -> Rows:
         """[start, stop) of a dim of an input of so many rows, as ranks that pass parts divide it."""
         axes = [axis for atom in layout.dims[dim] for axis in atom.axes]
+        coordinates = layout.mesh.coordinates(self.position)
         count, position = layout.mesh.size_of(axes), 0
         for axis in axes:
-            position = position * layout.mesh.sizes[axis] + self.coordinates[axis]
+            position = position * layout.mesh.sizes[axis] + coordinates[axis]
         return position * size // count, (position + 1) * size // count
 
 

@@ -1,0 +1,220 @@
+"""A measured step of a pipeline beside the simulated one: ``par.profile`` under a plan of stages.
+
+Two things are measured. Steps as they are, action by action: what every stage takes of a micro-batch, and how long its
+place waits for others. And every stage's program by itself, operator by operator (``runtime.step_profile``), over what
+its first micro-batch was given; the ranks of a stage exchange their messages in it, other stages are not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.costs.pipeline import Kind, Order, StageSeconds, simulate_pipeline, stage_seconds
+from shardwise.costs.timeline import Event
+from shardwise.costs.trace import write_trace
+from shardwise.layouts.mesh import Mesh
+from shardwise.plans.plan import Plan
+from shardwise.plans.prices import prices_of
+from shardwise.plans.quantities import format_seconds
+from shardwise.programs.vjp import Kinds
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.stage import StageWorker
+from shardwise.runtime.stage_calls import Ready
+from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
+from shardwise.runtime.torch_schedules import Timed
+from shardwise.runtime.trials import MOST_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineProfile:
+    """``step_seconds``: of a step without its optimizer, on the slowest rank, and as predicted; ``bubbles``: the share
+    of all places' time in which they wait, measured, and as predicted; ``order_bubble``: what it would be if the stages
+    took what they took, and messages no time; ``measured``, ``predicted``: of every stage the seconds of a micro-batch;
+    ``stages``: their operators, by the number of the stage; ``events``: the actions of every place in the last step
+    measured, and as predicted. All ranks have the same."""
+
+    step_seconds: tuple[float, float]
+    bubbles: tuple[float, float]
+    order_bubble: float
+    measured: tuple[StageSeconds, ...]
+    predicted: tuple[StageSeconds, ...]
+    stages: Mapping[int, StepProfile]
+    title: str
+    mesh: Mesh = field(repr=False)
+    events: tuple[tuple[tuple[Event, ...], ...], tuple[tuple[Event, ...], ...]] = field(repr=False)
+
+    def trace(self, path: str | Path) -> None:
+        """Write both steps as one trace, which https://ui.perfetto.dev opens: a row per place."""
+        titles = ("measured", "predicted")
+        rows = {
+            f"place {place}, {title}": own
+            for title, places in zip(titles, self.events, strict=True)
+            for place, own in enumerate(places)
+        }
+        write_trace(path, rows, self.mesh)
+
+    def __str__(self) -> str:
+        seconds, expected = map(format_seconds, self.step_seconds)
+        waits, foreseen = self.bubbles
+        lines = [
+            f"{self.title}: {seconds}, predicted {expected}, without the optimizer",
+            f"places wait in {waits:.1%} of it, predicted {foreseen:.1%}; {self.order_bubble:.1%} are of the order, if "
+            "stages take what they took and messages nothing",
+            f"{'':9} {'forward':>10} {'predicted':>10} {'backward':>10} {'predicted':>10}  of a micro-batch",
+        ]
+        for number, (own, other) in enumerate(zip(self.measured, self.predicted, strict=True)):
+            times = own.forward, other.forward, own.input + own.weight, other.input + other.weight
+            lines.append(f"stage {number:<3} " + " ".join(f"{format_seconds(one):>10}" for one in times))
+        for number, profile in sorted(self.stages.items()):
+            lines += [
+                "",
+                f"stage {number} by itself, a micro-batch",
+                *(f"  {line}" for line in str(profile).split("\n")),
+            ]
+        return "\n".join(lines)
+
+
+def profile_pipeline(
+    step: Callable[[], Any],
+    taken: Callable[[], Ready],
+    plan: Plan,
+    ranks: Mapping[int, Communicator],
+    device: torch.device,
+    steps: int,
+) -> PipelineProfile:
+    """Every rank calls it. ``step``: runs forward and backward of a batch; ``taken``: what it ran on this rank;
+    ``ranks``: of this rank's stages, by number."""
+    step()
+    for _ in range(MOST_STEPS):  # until it is known how stages run
+        if _is_on_trial(taken().workers):
+            step()
+    ready = taken()
+    walls, busy, seconds, last = _steps(step, ready, steps)
+    for worker in ready.workers:
+        worker.remembers = True
+    step()
+    own = {worker.number: _operators(worker, plan, ranks[worker.number], device, steps) for worker in ready.workers}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    place_of = {rank: place for place, held in enumerate(_places(plan)) for rank in held}
+    dist.all_gather_object(everywhere, (median(walls), busy / sum(walls), seconds, last, own))
+    slowest: dict[tuple[int, Kind], float] = defaultdict(float)
+    operators: dict[int, StepProfile] = {}
+    events: dict[int, tuple[Event, ...]] = {}
+    for rank, (_, _, found, timed, profiles) in enumerate(everywhere):
+        for key, one in found.items():
+            slowest[key] = max(slowest[key], one)
+        operators = {**profiles, **operators}
+        events.setdefault(place_of[rank], timed)
+    measured = tuple(_measured(slowest, number) for number in range(len(plan.stages)))
+    predicted = _predicted(plan, ready)
+    order = ready.scheduled.order
+    simulated = simulate_pipeline(order, [_without_update(one) for one in predicted])
+    return PipelineProfile(
+        (max(wall for wall, *_ in everywhere), simulated.seconds),
+        (1 - mean(share for _, share, *_ in everywhere), simulated.bubbles),
+        simulate_pipeline(order, measured).bubbles,
+        measured,
+        predicted,
+        operators,
+        f"a step of {len(ready.passes.sizes)} micro-batches in {len(plan.stages)} stages, {plan.schedule}",
+        plan.stages[0].mesh,
+        (tuple(events[place] for place in sorted(events)), _simulated_events(order, simulated.starts, predicted)),
+    )
+
+
+def _is_on_trial(workers: Sequence[StageWorker]) -> bool:
+    runs = (own.compiled.in_passes.compiling for worker in workers for own in worker.programs.values())
+    return any(compiling is not None and compiling.is_on_trial for compiling in runs)
+
+
+def _places(plan: Plan) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
+
+
+def _steps(
+    step: Callable[[], Any], ready: Ready, steps: int
+) -> tuple[list[float], float, dict[tuple[int, Kind], float], tuple[Event, ...]]:
+    """Of some steps their seconds, those in which this rank worked, and in the mean those of each of its actions; and
+    the actions of the last one."""
+    walls: list[float] = []
+    busy = 0.0
+    taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    last: tuple[Event, ...] = ()
+    for _ in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        with ready.scheduled.measured() as actions:
+            step()
+        dist.barrier()  # a place waits at the end for those that work longer
+        walls.append(time.perf_counter() - start)
+        busy += sum(one.seconds for one in actions)
+        for one in actions:
+            taken[one.action.stage, one.action.kind].append(one.seconds)
+        last = tuple(_event(one, start) for one in actions)
+    return walls, busy, {key: mean(found) for key, found in taken.items()}, last
+
+
+def _event(timed: Timed, start: float) -> Event:
+    return Event(
+        f"stage {timed.action.stage}, {timed.action}", timed.action.kind, (), timed.start - start, timed.seconds
+    )
+
+
+def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: torch.device, steps: int) -> StepProfile:
+    """A stage by itself: its largest micro-batch, operator by operator. The ranks of the stage call it together."""
+    own = worker.programs[max(worker.sizes)].compiled.in_passes
+    tensors, worker.given, worker.remembers = worker.given, [], False
+    held = [tensor for tensor in worker.programs[max(worker.sizes)].compiled.tensors if tensor is not None]
+    group = ranks.group(ranks.mesh.sub_axes)
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * len(ranks.place.ranks)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    run = steps_of(own, tensors, 1)
+    return profile_step(run, lambda: own, plan.alone(worker.number), held, device, steps, gather=gather)
+
+
+def _measured(seconds: Mapping[tuple[int, Kind], float], number: int) -> StageSeconds:
+    """What a stage took; where its backward is whole, all of it is of cotangents."""
+    backward = seconds.get((number, "backward"), 0.0)
+    parts = seconds.get((number, "input"), 0.0), seconds.get((number, "weight"), 0.0)
+    return StageSeconds(seconds[number, "forward"], backward or parts[0], parts[1], 0.0, 0.0)
+
+
+def _predicted(plan: Plan, ready: Ready) -> tuple[StageSeconds, ...]:
+    """What stages were expected to take; of a plan that was not chosen by price, on CPU ranks, whose messages to each
+    other take no time."""
+    if plan.pipeline is not None:
+        return tuple(stage.seconds for stage in plan.pipeline.stages)
+    priced = enumerate(ready.bound.spmds)
+    return tuple(stage_seconds(spmd, prices_of(plan.alone(number)), 0.0, Kinds()) for number, spmd in priced)
+
+
+def _without_update(seconds: StageSeconds) -> StageSeconds:
+    return StageSeconds(seconds.forward, seconds.input, seconds.weight, seconds.send, 0.0)
+
+
+def _simulated_events(
+    order: Order, starts: Sequence[Sequence[float]], stages: Sequence[StageSeconds]
+) -> tuple[tuple[Event, ...], ...]:
+    return tuple(
+        tuple(
+            Event(f"stage {action.stage}, {action}", action.kind, (), start, stages[action.stage].of(action.kind))
+            for action, start in zip(actions, own, strict=True)
+        )
+        for actions, own in zip(order, starts, strict=True)
+    )
+
+
+__all__ = ["PipelineProfile", "profile_pipeline"]

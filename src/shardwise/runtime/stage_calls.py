@@ -1,0 +1,59 @@
+"""What one kind of call of a pipeline runs on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from shardwise.graph.capture import Capture
+from shardwise.plans.stages import Bound
+from shardwise.programs.micro_batches import Passes
+from shardwise.runtime.signatures import Wanted
+from shardwise.runtime.stage import StageWorker
+from shardwise.runtime.torch_schedules import Scheduled
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What one kind of call runs: the captured call, its passes, their cuts by size, and this rank's stages on a
+    schedule."""
+
+    captured: Capture
+    passes: Passes
+    bounds: Mapping[int, Bound]
+    workers: tuple[StageWorker, ...]
+    scheduled: Scheduled
+
+    @property
+    def bound(self) -> Bound:
+        """The largest pass, cut."""
+        return self.bounds[max(self.bounds)]
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        """What the programs of all stages take of the inputs."""
+        found: list[Wanted] = []
+        for start, size in zip(self.passes.starts, self.passes.sizes, strict=True):
+            for part, spmd in zip(self.bounds[size].cut.parts, self.bounds[size].spmds, strict=True):
+                inputs = [source for source in part.sources if source.kind == "input"]
+                found.append(({s.names[0]: spmd.layouts[s.value] for s in inputs}, start, start + size))
+        return found
+
+    @property
+    def draws(self) -> bool:
+        """Whether this rank draws random numbers."""
+        programs = (own for worker in self.workers for own in worker.programs.values())
+        return any(own.compiled.seed is not None for own in programs)
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Ready:
+        """The same with the parameters and buffers of ``state``, by name."""
+        for worker in self.workers:
+            worker.programs = {
+                size: replace(own, compiled=own.compiled.with_state(state)) for size, own in worker.programs.items()
+            }
+        return self
+
+
+__all__ = ["Ready"]

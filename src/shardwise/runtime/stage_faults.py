@@ -1,0 +1,68 @@
+"""What is said of an exchange between the stages of a pipeline that fails: who waited where, and who did not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardwise.errors import CollectiveError, ShardwiseError
+from shardwise.plans.plan import Plan
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.faults import Waiting, exchange_failed
+from shardwise.runtime.torch_schedules import Scheduled
+
+
+@dataclass(frozen=True)
+class StageFaults:
+    """Of a rank that works on ``stages`` and is device number ``position`` of them. ``everyone``: all ranks."""
+
+    plan: Plan
+    stages: Sequence[int]
+    position: int
+    everyone: Communicator
+
+    def explained(self, error: RuntimeError, scheduled: Scheduled) -> Exception | None:
+        """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another. None:
+        what the error says itself, and a note of where."""
+        action = scheduled.next_action
+        where = "the end of the step" if action is None else f"stage {action.stage}, {action}"
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, CollectiveError):
+                return CollectiveError(f"{cause}\n  stage:  rank {self.everyone.rank} is at {where}")
+            if isinstance(cause, ShardwiseError):
+                return cause
+            cause = cause.__cause__
+        sending = "send" in str(error).lower()
+        if action is None or sending or action.kind == "weight":
+            peers = {peer for number in self.stages for peer in (number - 1, number + 1)}
+        else:
+            peers = {action.stage + (-1 if action.kind == "forward" else 1)}
+        peers = {peer for peer in peers if 0 <= peer < len(self.plan.stages)} - set(self.stages)
+        ranks = {peer: self.plan.stages[peer].placement.ranks[self.position] for peer in sorted(peers)}
+        others = " or ".join(f"stage {peer} (rank {rank})" for peer, rank in ranks.items())
+        what = f"rank {self.everyone.rank} at {where}: the exchange with {others}"
+        found = self._lost(error, what, ranks.values())
+        if found is None:
+            error.add_note(f"on rank {self.everyone.rank}, at {where}")
+        return found
+
+    def _lost(self, error: RuntimeError, what: str, ranks: Iterable[int]) -> CollectiveError | None:
+        """What to raise for an exchange with some ranks that failed; None: it was not the network."""
+        own = self.everyone.rank
+        waiting = Waiting(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (own, *ranks))
+        return exchange_failed(error, own, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
+
+    @contextmanager
+    def exchange(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """An exchange behind the schedule's. Raises CollectiveError naming those who do not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (found := self._lost(error, f"rank {self.everyone.rank}: {what}", ranks)) is None:
+                raise
+            raise found from error
+
+
+__all__ = ["StageFaults"]
