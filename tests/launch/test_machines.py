@@ -165,6 +165,29 @@ if generation == 1:
     assert "which led" not in machines.said(1)
 
 
+def test_a_leading_launcher_that_was_stopped_does_not_train_beside_the_others(start: Start, tmp_path: Path) -> None:
+    body = """
+step(10 * generation)
+if generation == 0:
+    hang()
+if generation == 1:
+    wait_for("back", 1)
+    step(10 * generation + 1)
+    hang()
+"""
+    machines = start(body, machines=3, ranks=1, settings="min_ranks=1, silent_seconds=4")
+    wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 3)
+    machines.running[0].send_signal(signal.SIGSTOP)
+    wait_until(lambda: len(list(tmp_path.glob("step10-*"))) == 2)
+    machines.running[0].send_signal(signal.SIGCONT)
+    wait_until(lambda: "it asks to be taken again" in machines.said(0))
+    (tmp_path / "back-0").touch()
+    assert machines.codes() == [0, 0, 0]
+    assert "machine 0, which led, is silent after step 0; generation 1 goes on with 2 ranks" in machines.said(1)
+    assert "of 1, local" not in machines.said(0)
+    assert "generation 2: rank 0 of 3" in machines.said(0)
+
+
 def test_too_few_ranks_wait_and_then_end(start: Start, tmp_path: Path) -> None:
     machines = start("step(generation)\nhang()\n", ranks=1, settings="wait_seconds=3")
     wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 2)
