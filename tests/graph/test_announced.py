@@ -134,3 +134,18 @@ def test_a_pruned_model_is_planned_and_equal():
     plan = sw.plan(net, (x, torch.randn(4, 4)), 2, mesh=sw.Mesh(dp=2), loss=F.mse_loss)
     assert plan.collectives(backward=True)
     assert sw.verify(net, (x, torch.randn(4, 4)), plan, loss=F.mse_loss).ok
+
+
+class Computed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.doubled = self.up.weight * 2
+
+    def forward(self, x):
+        return F.linear(self.up(x), self.doubled).square().mean()
+
+
+def test_what_was_computed_from_a_parameter_once_is_not_taken_for_a_constant():
+    with pytest.raises(sw.ShardwiseError, match="requires grad is no parameter"):
+        sw.plan(Computed(), torch.randn(4, 4), 2, mesh=sw.Mesh(dp=2))

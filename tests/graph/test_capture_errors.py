@@ -450,6 +450,14 @@ class Overlapping(nn.Module):
             self.bias = nn.Parameter(self.weight.data[1])
         elif kind == "a buffer in a parameter":
             self.register_buffer("last", self.weight.detach()[3, 3:])
+        elif kind == "parts between each other":
+            table = torch.view_as_complex(torch.ones(8, 4, 2))
+            self.register_buffer("cos", table.real)
+            self.register_buffer("sin", table.imag)
+            self.register_buffer("ones", torch.ones(1).expand(4))
+        elif kind == "every other":
+            self.register_buffer("odd", self.mean[1::2])
+            self.register_buffer("third", self.mean[::3])
         elif kind == "parts side by side":
             flat = torch.ones(8)
             self.first, self.second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
@@ -461,13 +469,14 @@ class Overlapping(nn.Module):
         return sum((x @ p).sum() for p in self.parameters() if p.dim() == 2) + self.mean.sum()
 
 
-@pytest.mark.parametrize("kind", ["buffers", "parameters", "a buffer in a parameter"])
+@pytest.mark.parametrize("kind", ["buffers", "parameters", "a buffer in a parameter", "every other"])
 def test_tensors_in_each_others_memory_are_refused_by_name(kind):
     names = {"buffers": "mean and part", "parameters": "weight and bias", "a buffer in a parameter": "weight and last"}
+    names["every other"] = "mean and third"
     with pytest.raises(CaptureError, match=f"{names[kind]} lie in the same memory"):
         capture(Overlapping(kind), (torch.ones(2, 4),))
 
 
-@pytest.mark.parametrize("kind", ["parts side by side", "tied"])
+@pytest.mark.parametrize("kind", ["parts side by side", "parts between each other", "tied"])
 def test_tied_tensors_and_parts_of_one_storage_are_captured(kind):
     assert capture(Overlapping(kind), (torch.ones(2, 4),)).graph.ops

@@ -6,9 +6,11 @@ Every machine is a launcher of its own on this one; ranks load no torch (``tests
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from shardwise.launch.channel import Channel
 from shardwise.launch.course import Course, Elastic
 from shardwise.launch.head import Head
 from shardwise.launch.launcher import free_port, launch
+from shardwise.launch.member import Begin, Member, Own, Station
 
 BODY = """
 from shardwise.runtime.generation import read_generation
@@ -162,6 +165,29 @@ if generation == 1:
     assert "which led" not in machines.said(1)
 
 
+def test_a_leading_launcher_that_was_stopped_does_not_train_beside_the_others(start: Start, tmp_path: Path) -> None:
+    body = """
+step(10 * generation)
+if generation == 0:
+    hang()
+if generation == 1:
+    wait_for("back", 1)
+    step(10 * generation + 1)
+    hang()
+"""
+    machines = start(body, machines=3, ranks=1, settings="min_ranks=1, silent_seconds=4")
+    wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 3)
+    machines.running[0].send_signal(signal.SIGSTOP)
+    wait_until(lambda: len(list(tmp_path.glob("step10-*"))) == 2)
+    machines.running[0].send_signal(signal.SIGCONT)
+    wait_until(lambda: "it asks to be taken again" in machines.said(0))
+    (tmp_path / "back-0").touch()
+    assert machines.codes() == [0, 0, 0]
+    assert "machine 0, which led, is silent after step 0; generation 1 goes on with 2 ranks" in machines.said(1)
+    assert "of 1, local" not in machines.said(0)
+    assert "generation 2: rank 0 of 3" in machines.said(0)
+
+
 def test_too_few_ranks_wait_and_then_end(start: Start, tmp_path: Path) -> None:
     machines = start("step(generation)\nhang()\n", ranks=1, settings="wait_seconds=3")
     wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 2)
@@ -212,6 +238,7 @@ def test_whoever_says_what_no_launcher_would_changes_nothing(start: Start, tmp_p
         b"[" * 100_000 + b"\n",
         b'{"hello": 5}\n',
         b'{"come": 3}\n',
+        b'{"come": ["127.0.0.1", 1], "number": -1}\n',
         b"\xff\n" * 9,
         b"x" * (1 << 21),
     ):
@@ -222,23 +249,133 @@ def test_whoever_says_what_no_launcher_would_changes_nothing(start: Start, tmp_p
     assert machines.codes() == [0, 0]
 
 
+def hello(node: int, machines: int) -> dict[str, Any]:
+    named = {"slots": [0], "spares": [], "port": 1, "rank_port": 2, "name": "m"}
+    return {"hello": node, "machines": machines, "ranks": machines, **named}
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "goes_on"),
+    [
+        ((2,), "silent", True),
+        ((1, 2), "silent", False),
+        ((1, 2), "closed", True),
+        ((1, 2), "closed behind a silence", False),
+        ((1, 2), "closed while the head was away", False),
+    ],
+)
+def test_a_head_goes_on_without_machines_that_may_live_only_with_half(
+    lost: tuple[int, ...], how: str, goes_on: bool
+) -> None:
+    """The others, if they are more than half, go on without it."""
+    now = time.monotonic()
+    head = Head(Course(Elastic(min_ranks=1), 3), 0, 3, {0, 1, 2}, now, now + 600.0)
+    with contextlib.ExitStack() as stack:
+        ends: list[Channel] = []
+        for node in range(3):
+            ours, theirs = socket.socketpair()
+            ends.append(stack.enter_context(contextlib.closing(Channel(ours))))
+            head.admit(stack.enter_context(contextlib.closing(Channel(theirs))), hello(node, 3))
+        head.turn()
+        assert head.running
+        for node in lost:
+            head.machines[node].channel.heard -= 100.0 * (how in ("silent", "closed behind a silence"))
+            if how != "silent":
+                ends[node].close()
+        head.turned -= 100.0 * (how == "closed while the head was away")
+        head.turn()
+        for node in {0, 1, 2} - {*lost}:
+            ends[node].send(ended=0, code=0, failure=None, absent=[], rank_port=3)
+        head.turn()
+        head.turn()
+        assert (head.running, head.number) == (goes_on, 1 + goes_on)
+        assert not head.over
+
+
+@pytest.mark.parametrize(("number", "gives_way"), [(1, False), (2, True)])
+def test_a_head_that_waits_gives_way_to_one_that_has_begun(number: int, gives_way: bool) -> None:
+    now = time.monotonic()
+    head = Head(Course(Elastic(), 2), 0, 2, set(), now, now + 600.0, number=1)
+    with contextlib.closing(Station(0)) as station:
+        station.lead(head)
+        station.start()
+        with contextlib.closing(Channel(socket.create_connection(("127.0.0.1", station.port)))) as other:
+            other.send(come=("127.0.0.1", 5), number=number)
+            wait_until(lambda: station.called)
+            wait_until(lambda: other.messages(0.1) or other.gone)
+        assert (station.head is None, station.gave_way) == (gives_way, gives_way)
+
+
+def answered(*messages: dict[str, Any], close: bool = False) -> tuple[Begin | int, Member]:
+    """What a launcher does that hears all of this from a head at once, and nothing more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = Own(1, 2, 2, listener.getsockname()[:2], "", [0], [])
+        member = Member(Elastic(wait_seconds=3.0), own, [], free_port)
+        text = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            connection.recv(1 << 16)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # the end travels with the words
+            connection.sendall(text)
+            if close:
+                connection.close()
+            else:
+                kept.append(connection)
+
+        kept: list[socket.socket] = []
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with contextlib.closing(member):
+            found = member.wait()
+            thread.join()
+            member.is_stopped()
+        for connection in kept:
+            connection.close()
+        return found, member
+
+
+def test_a_stop_that_comes_with_the_beginning_of_a_generation_is_heard() -> None:
+    places = [(0, "127.0.0.1", 1), (1, "127.0.0.1", 2)]
+    begin = {"generation": 0, "head": 0, "machines": places, "ranks": (1, 2), "slots": [0], "spares": []}
+    begin |= {"master": ("127.0.0.1", 3), "suspect": False, "step": -1, "how": ""}
+    found, member = answered(begin, {"stop": 0})
+    assert isinstance(found, Begin)
+    assert member.stopped
+    found, member = answered(begin, {"beat": 0}, {"beat": 0})
+    assert not member.stopped
+
+
+def test_the_end_of_a_job_is_heard_from_a_head_that_closes_behind_it() -> None:
+    assert answered({"end": 7, "why": ""}, close=True)[0] == 7
+
+
+def test_interrupting_the_head_that_waits_for_machines_ends_the_job() -> None:
+    member = Member(Elastic(), Own(0, 3, 3, ("127.0.0.1", free_port()), "", [0], []), [], free_port)
+    with contextlib.closing(Channel(socket.create_connection(("127.0.0.1", member.station.port)))) as other:
+        other.send(**hello(1, 3))
+        wait_until(lambda: other.messages(0.1))
+        wait_until(member._meet)
+        member.station._closing = True  # as when the other thread has just looked around
+        member.station.join()
+        member.caught.append(signal.SIGTERM)
+        assert member.wait() == 130
+        thread = threading.Thread(target=member.close)
+        thread.start()
+        heard: list[Any] = []
+        wait_until(lambda: heard.extend(other.messages(0.1)) or other.gone)
+        other.close()
+        thread.join()
+    assert [message["end"] for message in heard if "end" in message] == [130]
+
+
 def test_half_of_a_divided_network_does_not_begin() -> None:
     """A head that took over since the first one was silent needs more than half of the machines."""
     now = time.monotonic()
     head = Head(Course(Elastic(min_ranks=1), 4), 1, 4, {1, 2, 3}, now, now + 600.0, number=1, least=3)
     ends = [socket.socketpair() for _ in range(3)]
     for node, (ours, theirs) in enumerate(ends, start=1):
-        hello = {
-            "hello": node,
-            "machines": 4,
-            "ranks": 4,
-            "slots": [0],
-            "spares": [],
-            "port": 1,
-            "rank_port": 2,
-            "name": "m",
-        }
-        head.admit(Channel(theirs), hello)
+        head.admit(Channel(theirs), hello(node, 4))
         head.turn()
         assert head.running == (node == 3)
         ours.settimeout(1.0)

@@ -80,7 +80,7 @@ def split(model: nn.Module, batch: tuple[Tensor, ...], **options: Any) -> Pipeli
 
 def part_of(par: Pipeline, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The half of a batch of this rank's device."""
-    return tuple(x.chunk(2)[par.position] for x in batch)
+    return tuple(x.chunk(2)[par.device_number] for x in batch)
 
 
 def steps_over_parts(schedule: str, stages: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def steps_over_parts(schedule: str, stages: int) -> dict[str, Any]:
         assert not said, "nothing is gathered"
     batch = staged_batch(16, 5)
     found["another size"] = far(par, model, batch, part_of(par, batch))
-    uneven = slice(0, 3) if par.position == 0 else slice(3, 8)
+    uneven = slice(0, 3) if par.device_number == 0 else slice(3, 8)
     batch = staged_batch(8, 6)
     found["uneven"], said = said_of(lambda: far(par, model, batch, tuple(x[uneven] for x in batch)))
     assert bool(said) == (dist.get_rank() == 0)
@@ -103,8 +103,8 @@ def steps_over_parts(schedule: str, stages: int) -> dict[str, Any]:
     par.eval()
     with torch.no_grad():
         for size, own in (
-            (8, slice(4 * par.position, 4 * par.position + 4)),
-            (5, slice(0, 2) if par.position == 0 else slice(2, 5)),
+            (8, slice(4 * par.device_number, 4 * par.device_number + 4)),
+            (5, slice(0, 2) if par.device_number == 0 else slice(2, 5)),
         ):
             ids, labels = staged_batch(size, 7)
             loss, logits = par(ids[own], labels[own])
@@ -166,7 +166,7 @@ def planned_part(par: Any, name: str, x: Tensor) -> Tensor:
     for atom in layout.dims[0]:
         for axis in atom.axes:
             size = layout.mesh.size_of((axis,))
-            position, count = position * size + layout.mesh.coordinates(par.position)[axis], count * size
+            position, count = position * size + layout.mesh.coordinates(par.device_number)[axis], count * size
     return x.chunk(count)[position]
 
 

@@ -45,7 +45,8 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
                             fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
                         )
                     )
-                memo[id(value)] = value.detach().cpu()
+                # What was computed from parameters is not used: its gradient would not reach them.
+                memo[id(value)] = value.detach().cpu().requires_grad_(not value.is_leaf)
     return copied(module, memo)
 
 

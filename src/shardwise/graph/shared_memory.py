@@ -3,6 +3,8 @@ ranks have memory of their own for each."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
@@ -12,26 +14,54 @@ from shardwise.errors import CaptureError, problem
 
 def check_memory(module: nn.Module) -> None:
     """Raises CaptureError for two parameters or buffers with common elements that are not one tensor; names of one
-    tensor (tied weights) are no fault, nor are parts of one storage side by side."""
-    places: list[tuple[int, int, str]] = []
+    tensor (tied weights) are no fault, nor are parts of one storage beside or between each other (the real and the
+    imaginary part of a table)."""
+    held: list[_Held] = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         has_memory = not (nn.parameter.is_lazy(tensor) or tensor.is_meta or is_fake(tensor))
         if has_memory and tensor.layout == torch.strided and tensor.numel():
-            start = tensor.data_ptr()
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            places.append((start, start + (last + 1) * tensor.element_size(), name))
-    places.sort()
-    end, owner = 0, ""
-    for start, stop, name in places:
-        if start < end:
-            raise CaptureError(
-                problem(
-                    f"{owner} and {name} lie in the same memory and are two tensors: what is written to one would not "
-                    "be in the other on ranks",
-                    fix="register one tensor under both names (tied weights), or a clone() of its own for each",
+            held.append(_Held.of(name, tensor))
+    held.sort(key=lambda one: one.start)
+    open_ones: list[_Held] = []
+    for one in held:
+        open_ones = [other for other in open_ones if other.stop > one.start]
+        for other in open_ones:
+            if _have_common_bytes(other, one):
+                raise CaptureError(
+                    problem(
+                        f"{other.name} and {one.name} lie in the same memory and are two tensors: what is written to "
+                        "one would not be in the other on ranks",
+                        fix="register one tensor under both names (tied weights), or a clone() of its own for each",
+                    )
                 )
-            )
-        end, owner = stop, name
+        open_ones.append(one)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor's bytes: between ``start`` and ``stop``, at ``strides`` over ``sizes``."""
+
+    name: str
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> _Held:
+        each = tensor.element_size()
+        pairs = [(n, s * each) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]  # expanded: once
+        start, last = tensor.data_ptr(), sum((n - 1) * s for n, s in pairs)
+        sizes, strides = (*(n for n, _ in pairs), each), (*(s for _, s in pairs), 1)
+        return _Held(name, start, start + last + each, sizes, strides)
+
+
+def _have_common_bytes(first: _Held, second: _Held) -> bool:
+    """Of two whose bytes lie between each other."""
+    start = min(first.start, second.start)
+    taken = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool, device="cpu")
+    taken.as_strided(first.sizes, first.strides, first.start - start).fill_(True)
+    return bool(taken.as_strided(second.sizes, second.strides, second.start - start).any())
 
 
 __all__ = ["check_memory"]

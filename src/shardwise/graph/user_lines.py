@@ -25,6 +25,7 @@ from shardwise.graph.rejected import READ_A_NUMBER
 from shardwise.graph.stand_ins import STAND_INS
 
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
+_SHAPE = torch.Tensor.shape  # the descriptor
 # What Python, numpy and others read the data of a tensor by: a tensor without data refuses it, each in its own way.
 _READS = frozenset(
     {
@@ -96,13 +97,14 @@ class UserLines(TorchFunctionMode):
             )
         if saved_tensors_hooks() not in (self._saving, None) and line:
             self._check_saving(line)
-        for arg in args:
+        for arg in () if getattr(func, "__self__", None) is _SHAPE else args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 raise CaptureError(
                     problem(
                         f"a tensor {list(arg.shape)} that requires grad is no parameter of the captured module",
                         source=line,
-                        fix="register it as an nn.Parameter of the module; closures and hooks must not hold weights",
+                        fix="register it as an nn.Parameter of the module, or compute it in forward; closures and "
+                        "hooks must not hold weights",
                     )
                 )
         initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}

@@ -21,6 +21,7 @@ from shardwise.launch.watching import count_ranks, name_ranks
 Address = tuple[str, int]
 
 EXIT_ALONE = 1  # the machines that a job needs did not come
+SURE_SECONDS = 3.0  # several words, of which one is said twice a second: who closes behind such a silence may live
 _BEAT_SECONDS = 0.5
 _AWAY_SECONDS = 2.0  # without a turn, after which nobody's silence counts: this machine was suspended
 _TELL_SECONDS = 30.0
@@ -41,7 +42,6 @@ class Machine:
     spares: list[int]
     ranks: range = range(0)
     ended: Mapping[str, Any] | None = None
-    step: int = -1
 
 
 @dataclass(slots=True)
@@ -65,6 +65,7 @@ class Head:
     running: bool = False
     stopping: bool = False
     lost: list[tuple[int, range, str]] = field(default_factory=list)  # machines: node, its ranks, how
+    unsure: bool = False  # whether one of them may live, and others with it
     began_at: int = -1  # the course's step when the generation began
     over: bool = False
     turned: float = field(default_factory=time.monotonic)
@@ -104,19 +105,16 @@ class Head:
         now = time.monotonic()
         away, self.turned = now - self.turned > _AWAY_SECONDS, now
         for machine in list(self.machines.values()):
+            was_silent = away or now - machine.channel.heard > SURE_SECONDS
             if away:
                 machine.channel.heard = now
-            for message in machine.channel.messages():
-                try:
-                    self._take(machine, message)
-                except (LookupError, TypeError, ValueError):  # no launcher says so
-                    machine.channel.close()
+            self._hear(machine)
             silent = now - machine.channel.heard
             if machine.channel.gone:
-                self._lose(machine, "is gone")
+                self._lose(machine, "is gone", may_live=was_silent)
             elif silent > self.course.settings.silent_seconds:
                 machine.channel.send(dropped=True)  # it may hear so later, and come again
-                self._lose(machine, f"gave no sign of life for {silent:.0f} seconds")
+                self._lose(machine, f"gave no sign of life for {silent:.0f} seconds", may_live=True)
         if now > self.beaten + _BEAT_SECONDS:
             self.beaten = now
             for machine in self.machines.values():
@@ -125,20 +123,32 @@ class Head:
             self._call_the_missing(now)
             self._go_on(now)
 
+    def hear(self) -> None:
+        """The last words of the machines, where the launcher ends."""
+        for machine in list(self.machines.values()):
+            self._hear(machine)
+
+    def _hear(self, machine: Machine) -> None:
+        for message in machine.channel.messages():
+            try:
+                self._take(machine, message)
+            except (LookupError, TypeError, ValueError):  # no launcher says so
+                machine.channel.close()
+
     def _take(self, machine: Machine, message: Mapping[str, Any]) -> None:
         if "beat" in message:
-            machine.step = int(message["beat"])
-            self.course.reach(machine.step)
+            self.course.reach(int(message["beat"]))
         elif "ended" in message and message["ended"] == self.number - 1:
             machine.ended, machine.rank_port = message, int(message["rank_port"])
         elif "leave" in message:
             self.finish(int(message["leave"]))
 
-    def _lose(self, machine: Machine, how: str) -> None:
+    def _lose(self, machine: Machine, how: str, *, may_live: bool = False) -> None:
         machine.channel.close()
         del self.machines[machine.node]
         if machine.ranks and self.running:
             self.lost.append((machine.node, machine.ranks, how))
+            self.unsure |= may_live
 
     def _call_the_missing(self, now: float) -> None:
         """A machine that was started anew asks the first one, which may be lost itself."""
@@ -149,7 +159,7 @@ class Head:
         for node in self.known.keys() - self.machines.keys() - {self.node}:
             try:
                 with socket.create_connection(self.known[node], timeout=0.3) as connection:
-                    Channel(connection).send(come=seat)
+                    Channel(connection).send(come=seat, number=self.number)
             except OSError:
                 continue
 
@@ -189,7 +199,9 @@ class Head:
         failures = [_failure(report["failure"]) for report in reports if report["failure"]]
         cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds), default=None)
         code = next((report["code"] for report in reports if report["code"] and not report["failure"]), 0)
-        lost, self.lost = self.lost, []
+        # Machines that fell silent may go on by themselves, if they are more than half.
+        self.least = -(-(len(self._active) + len(self.lost)) // 2) if self.unsure else 1
+        lost, self.lost, self.unsure = self.lost, [], False
         if code:
             self.finish(code)
         elif lost and (cause is None or cause.follow_up or cause.waited_in_vain):
@@ -221,7 +233,7 @@ class Head:
 
     def _regather(self, now: float, how: str) -> None:
         """Look for the ranks of another generation among the machines that are here."""
-        self.how, self.awaited, self.least = how, set(), 1
+        self.how, self.awaited = how, set()
         self.until_all, self.deadline = now, now + self.course.settings.wait_seconds
         self.tell_at = now + 1.0
         for machine in self.machines.values():
@@ -235,6 +247,8 @@ class Head:
         all_here = self.awaited <= self.machines.keys() or now >= self.until_all
         missing = name_machines(set(range(self.num_machines)) - self.machines.keys())
         counts = f"{count_ranks(total)} of the {self.course.fewest} that are needed"
+        if len(chosen) < self.least:
+            counts += f", on {len(chosen)} of the {self.least} machines without which the others may go on"
         if all_here and total >= self.course.fewest and len(chosen) >= self.least:
             self._begin(chosen, total)
         elif now >= self.deadline:
@@ -288,4 +302,4 @@ def _failure(record: Mapping[str, Any]) -> Failure:
     return Failure(**{**record, "blames": tuple(record["blames"])})
 
 
-__all__ = ["EXIT_ALONE", "Address", "Head", "Machine", "name_machines"]
+__all__ = ["EXIT_ALONE", "SURE_SECONDS", "Address", "Head", "Machine", "name_machines"]

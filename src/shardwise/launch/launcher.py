@@ -99,7 +99,7 @@ def launch(
     with contextlib.ExitStack() as stack:
         scratch = tempfile.mkdtemp(prefix="shardwise-")
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        logs = _open_logs(stack, log_dir, here.ranks)
+        logs = _open_logs(stack, log_dir, here.ranks if node_rank < len(hosts) else [])
         caught: list[int] = []
 
         def make_job(folder: str, ranks: Sequence[int]) -> Job:
@@ -116,7 +116,8 @@ def launch(
             if len(hosts) == 1:
                 return agent.run_alone(master)
             spares = list(range(len(slots), len(slots) + elastic.spares))
-            own = Own(node_rank, len(hosts), num_ranks, begin.master, here.name, slots, spares)
+            name = here.name if node_rank < len(hosts) else ""  # a machine that stands by is none of these
+            own = Own(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares)
             member = stack.enter_context(contextlib.closing(Member(elastic, own, caught, free_port)))
             return agent.take_part(member)
         shared = environment(begin)

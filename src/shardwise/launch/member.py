@@ -7,6 +7,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 from shardwise.errors import LaunchError, problem
 from shardwise.launch.channel import Channel, readable
 from shardwise.launch.course import Course, Elastic
-from shardwise.launch.head import EXIT_ALONE, Address, Head
+from shardwise.launch.head import EXIT_ALONE, SURE_SECONDS, Address, Head
 from shardwise.launch.job import EXIT_INTERRUPTED, say
 from shardwise.launch.processes import Failure
 
@@ -25,7 +26,6 @@ _TURN_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
 _TAKE_OVER_SECONDS = 15.0  # for the others to notice as well that the head is lost
 _HELLO_SECONDS = 2.0
-_SURE_SECONDS = 3.0  # several words of the head, who says one twice a second
 _MOST_STRANGERS = 64  # connections that have not said who they are
 
 
@@ -46,7 +46,7 @@ class Begin:
 
 class Station(threading.Thread):
     """Where a launcher listens. ``head``: the job's, if it is here; ``seat``: where it is otherwise; ``called``: where
-    one says that it is."""
+    one says that it is; ``gave_way``: the head that was here did, to that one."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True, name="station")
@@ -56,6 +56,7 @@ class Station(threading.Thread):
         self.head: Head | None = None
         self.seat: Address | None = None
         self.called: Address | None = None
+        self.gave_way = False
         self.member: Channel | None = None
         self.step = -1
         self._strangers: list[Channel] = []
@@ -64,23 +65,25 @@ class Station(threading.Thread):
 
     def lead(self, head: Head) -> None:
         with self._lock:
-            self.head = head
+            self.head, self.gave_way = head, False
 
     def run(self) -> None:
         beaten = 0.0
         while not self._closing:
             with self._lock:
                 self._turn()
-            if self.member is not None and time.monotonic() > beaten + _BEAT_SECONDS:
+            member = self.member  # the other thread may hang up meanwhile
+            if member is not None and time.monotonic() > beaten + _BEAT_SECONDS:
                 beaten = time.monotonic()
-                self.member.send(beat=self.step)
+                member.send(beat=self.step)
 
     def _turn(self) -> None:
         machines = [] if self.head is None else [one.channel for one in self.head.machines.values()]
         waiting = [one for one in (*self._strangers, *machines) if not one.gone]
         if self._listener.fileno() in readable([self._listener, *waiting], _TURN_SECONDS):
-            connection, _ = self._listener.accept()
-            self._strangers = [*self._strangers, Channel(connection)][-_MOST_STRANGERS:]
+            with contextlib.suppress(OSError):  # it is gone already, or too many files are open
+                connection, _ = self._listener.accept()
+                self._strangers = [*self._strangers, Channel(connection)][-_MOST_STRANGERS:]
         for stranger in list(self._strangers):
             for message in stranger.messages()[:1]:
                 self._strangers.remove(stranger)
@@ -99,15 +102,21 @@ class Station(threading.Thread):
         if "hello" in message:
             stranger.send(seat=self.seat)
         elif "come" in message:
+            number = int(message["number"])
             self.called = str(message["come"][0]), int(message["come"][1])
-            if self.head is not None and self.head.number == 0:  # another one leads this job already
-                self.head = None
+            # Another one leads this job, and has begun a generation while this one waits for machines.
+            if self.head is not None and not self.head.running and self.head.number < number:
+                for machine in self.head.machines.values():
+                    machine.channel.close()
+                self.head, self.gave_way = None, True
         stranger.close()
 
     def close(self) -> None:
         self._closing = True
         if self.is_alive():
             self.join()
+        if self.head is not None:
+            self.head.hear()  # this machine's last word may be that somebody interrupts the job
         self._listener.close()
         machines = [] if self.head is None else [machine.channel for machine in self.head.machines.values()]
         for channel in machines:
@@ -198,9 +207,12 @@ class Member:
                 time.sleep(_TURN_SECONDS)
                 continue
             assert self.channel is not None
-            messages, self.inbox = [*self.inbox, *self.channel.messages(_TURN_SECONDS)], []
-            for message in messages:
-                found = self._take(message)
+            messages = self.channel.messages(_TURN_SECONDS)
+            if messages:
+                limit = time.monotonic() + self.settings.wait_seconds
+            self.inbox += messages
+            while self.inbox:  # what came behind a generation's beginning is for those who run its ranks
+                found = self._take(self.inbox.pop(0))
                 if found is not None:
                     return found
             if self._head_is_lost and (code := self._follow()) is not None:
@@ -234,7 +246,7 @@ class Member:
     def is_stopped(self) -> bool:
         """Whether this machine's ranks are to end, since others have: the head says so, or is lost."""
         if not self.stopped and self.channel is not None:
-            self.inbox += self.channel.messages()
+            self.inbox += [message for message in self.channel.messages() if "beat" not in message]
             told = any({"stop", "end", "dropped"} & message.keys() for message in self.inbox)
             self.stopped = told or self._head_is_lost
         return self.stopped
@@ -280,7 +292,8 @@ class Member:
                     self.station.seat = str(message["seat"][0]), int(message["seat"][1])
                 channel.close()
                 return False
-        if channel.gone:
+        if not answer or (channel.gone and not any("end" in message for message in answer)):
+            channel.close()
             return False
         self.channel = self.station.member = channel
         self.inbox = list(answer)
@@ -311,10 +324,15 @@ class Member:
     def _follow(self) -> int | None:
         """The head is lost: find the next one, or be it. The exit code where that must not be."""
         silent = (
-            self._silence > _SURE_SECONDS
+            self._silence > SURE_SECONDS
         )  # a connection that broke after some silence may not be the launcher's end
         self._hang_up()
+        gave_way, self.station.gave_way = self.station.gave_way, False
+        if gave_way and self.number >= 0:
+            self._come_again()
         if self.number < 0 or self.leader == self.node:  # no generation yet: begin from the start
+            return None
+        if self.station.called is not None and self._join(self.station.called):  # somebody was faster
             return None
         everybody = sorted(self.crew)
         left = [place for place in everybody if place[0] != self.leader]
@@ -348,4 +366,4 @@ class Member:
         head.how = f"machine {self.leader}, which led, {how}{after}; generation {head.number} goes on"
 
 
-__all__ = ["Begin", "Member", "Station"]
+__all__ = ["Begin", "Member", "Own", "Station"]

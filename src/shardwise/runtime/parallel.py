@@ -373,7 +373,7 @@ class Parallel(Split):
         return self._ranks.coordinates
 
     @property
-    def position(self) -> int:
+    def device_number(self) -> int:
         return self._ranks.rank
 
     @property

@@ -84,8 +84,8 @@ class Pipeline(Split):
         self._ranks = self._host_ranks = [Communicator(stage.placement, name) for stage in plan.stages]
         if settings.host and self.device.type != "cpu":
             self._host_ranks = [Communicator(stage.placement, name, backend="gloo") for stage in plan.stages]
-        self._groups = PlaceGroups.of(plan, own_place, self.position, settings.host)
-        self._faults = StageFaults(plan, self._stages, self.position, self._everyone)
+        self._groups = PlaceGroups.of(plan, own_place, self._position, settings.host)
+        self._faults = StageFaults(plan, self._stages, self._position, self._everyone)
         calls = Calls(module, plan, settings, self._everyone, self._everyone)
         self._calls = calls
         self._calls_of = [
@@ -128,7 +128,7 @@ class Pipeline(Split):
         return self._ranks[self._stages[0]].coordinates
 
     @property
-    def position(self) -> int:
+    def device_number(self) -> int:
         return self._position
 
     @cached_property
@@ -139,7 +139,7 @@ class Pipeline(Split):
     def _holders(self, name: str) -> list[int]:
         """The other ranks that have this rank's shard of a parameter of several stages."""
         have = [stage.placement.ranks for stage in self.plan.stages if name in stage.layouts]
-        return sorted({ranks[self.position] for ranks in have} - {dist.get_rank()})
+        return sorted({ranks[self._position] for ranks in have} - {dist.get_rank()})
 
     def _protect(self) -> None:
         first = {

@@ -94,9 +94,12 @@ def profile_pipeline(
     """Every rank calls it. ``step``: runs forward and backward of a batch; ``taken``: what it ran on this rank;
     ``ranks``: of this rank's stages, by number."""
     step()
-    for _ in range(MOST_STEPS):  # until it is known how stages run
-        if _is_on_trial(taken().workers):
-            step()
+    for _ in range(MOST_STEPS):  # until it is known how all stages run, of which some may be remembered
+        on_trial: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(on_trial, _is_on_trial(taken().workers))
+        if not any(on_trial):
+            break
+        step()
     ready = taken()
     walls, busy, seconds, last = _steps(step, ready, steps)
     for worker in ready.workers:

@@ -59,7 +59,7 @@ class Split(StandIn):
         raise NotImplementedError
 
     @property
-    def position(self) -> int:
+    def device_number(self) -> int:
         """The number of this rank's device, on the mesh of every stage that it works on."""
         raise NotImplementedError
 

@@ -220,7 +220,7 @@ class _Parts:
         self.layouts: dict[str, Layout] = {}
         self.with_samples: frozenset[str] = frozenset()
         if isinstance(par, Split) and par.inputs == "local":
-            self.position, self.layouts = par.position, par.plan.input_layouts
+            self.position, self.layouts = par.device_number, par.plan.input_layouts
             samples = next((entry.shape[0] for entry in par.plan.inputs if entry.shape), None)
             self.with_samples = frozenset(
                 entry.name for entry in par.plan.inputs if entry.shape and entry.shape[0] == samples
