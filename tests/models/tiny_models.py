@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ def gpt2(heads: int = 4) -> TinyModel:
         n_layer=2, n_embd=8 * heads, n_head=heads, vocab_size=VOCABULARY, n_positions=8, bos_token_id=0, eos_token_id=0
     )
     return TinyModel(
-        lambda: GPT2LMHeadModel(config),
+        lambda: GPT2LMHeadModel(deepcopy(config)),
         token_inputs,
         {
             "transformer.wte": "v@tp",
@@ -73,7 +74,7 @@ def llama(heads: int = 8, key_heads: int = 2) -> TinyModel:
         eos_token_id=0,
     )
     return TinyModel(
-        lambda: LlamaForCausalLM(config),
+        lambda: LlamaForCausalLM(deepcopy(config)),
         token_inputs,
         {
             "model.embed_tokens": "v@tp",
@@ -88,7 +89,7 @@ def llama(heads: int = 8, key_heads: int = 2) -> TinyModel:
 def bert() -> TinyModel:
     config = BertConfig(**WIDTH, num_attention_heads=4, vocab_size=VOCABULARY, max_position_embeddings=8)
     return TinyModel(
-        lambda: BertForMaskedLM(config),
+        lambda: BertForMaskedLM(deepcopy(config)),
         token_inputs,
         {
             "bert.embeddings.word_embeddings": "v@tp",
@@ -105,7 +106,7 @@ def bert() -> TinyModel:
 def vit() -> TinyModel:
     config = ViTConfig(**WIDTH, num_attention_heads=4, image_size=8, patch_size=4, num_labels=CLASSES)
     return TinyModel(
-        lambda: ViTForImageClassification(config),
+        lambda: ViTForImageClassification(deepcopy(config)),
         image_inputs,
         {
             "vit.embeddings.patch_embeddings.projection": "co@tp",
@@ -119,7 +120,7 @@ def vit() -> TinyModel:
 def resnet() -> TinyModel:
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 2], layer_type="basic")
     config.num_labels = CLASSES
-    return TinyModel(lambda: ResNetForImageClassification(config), image_inputs, {})
+    return TinyModel(lambda: ResNetForImageClassification(deepcopy(config)), image_inputs, {})
 
 
 MODELS = {"gpt2": gpt2(), "llama": llama(), "bert": bert(), "vit": vit()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def of(
     strategies: Iterable[tuple[str, str]] = (),
 ) -> TinyModel:
     """A model of a configuration. Images and sounds of a class have the number of labels set here."""
-    return TinyModel(lambda: build(config), inputs, dict(strategies))
+    return TinyModel(lambda: build(deepcopy(config)), inputs, dict(strategies))  # a test may change its model's
 
 
 def qwen2() -> TinyModel:

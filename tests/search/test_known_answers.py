@@ -228,7 +228,7 @@ def test_the_best_mesh_shape_respects_the_levels() -> None:
     """Searched over shapes: one axis between the nodes and one inside them, clearly better than a single axis."""
     cluster = sw.Cluster.load("h100-4x4")
     plan = auto(FEW_LONG, cluster, None, half=True)
-    assert dict(plan.mesh.axes) == {"network": 4, "node": 4}
+    assert dict(plan.mesh.axes) == {"dp": 4, "tp": 4}, "batch between the nodes, features inside them"
     flat = auto(FEW_LONG, cluster, sw.Mesh(x=16), half=True)
     assert plan.prediction.step_seconds < 0.9 * flat.prediction.step_seconds
 
