@@ -128,9 +128,9 @@ def plan(
     how many (one is no pipeline), which schedule and which micro-batch is chosen by price, for the samples of a step
     (``plans.joint``); ``plan.explain("stages")`` says what was tried.
     ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default ``"1F1B"``; or
-    ``"Solved"``: an order that is searched for these stages, within the memory. All but the first two have two stages
-    on every part of the devices. Without ``micro_batch`` a search by price chooses it; other modes take the largest
-    under which the schedule is full.
+    ``"Solved"``: an order that is searched for these stages, within the memory. All but ``GPipe`` and
+    ``1F1B`` have two stages on every part of the devices; loops have as many as they are told, ``"Interleaved1F1B:4"``.
+    Without ``micro_batch`` a search by price chooses it; other modes take the largest under which the schedule is full.
 
     Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits (with
     three mends that do, the cheapest first, where planning takes a few seconds), and for a loss that is no sum over
@@ -227,7 +227,7 @@ def plan(
                 listed = stage_of(graph, rules, choice, planned.spmd)
                 if mesh is None:
                     (listed,) = by_roles((listed,), (Doing(graph, rules, choice.strategies),))
-                pricing = _pricing(cluster, memory_bytes, planned.search)
+                pricing = _pricing(cluster, memory_bytes, planned.search, listed.mesh)
                 found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
                 return Planned.of(found, planned.search)
 
@@ -371,10 +371,14 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
 
 
-def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search) -> PricingEntry:
-    """What a plan says of the prices that it was chosen by."""
+def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search, called: Mesh) -> PricingEntry:
+    """What a plan says of the prices that it was chosen by. ``called``: the mesh of the search as the plan calls it."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
-    separate = tuple(name for name, _ in mesh.axes if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups)
+    separate = tuple(
+        own
+        for (name, _), (own, _) in zip(mesh.axes, called.axes, strict=True)
+        if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups
+    )
     return PricingEntry.of(cluster, memory_bytes, separate)
 
 

@@ -164,6 +164,10 @@ def test_what_cannot_be_is_wrong_with_its_reason(plan: dict[str, Any], says: str
             {"parallel_layout_item": {"fc1.weight": {**slices([8], [-1, -1], [64, 16]), "dev_matrix": ["8"]}}},
             "no strategy file",
         ),
+        (
+            changed("fc1.bias", "fc1", opt_weight_shard_step=1, opt_weight_shard_size=-1),
+            "opt_weight_shard of fc1.bias is",
+        ),
         ({"parallel_strategy_item": [1, 2]}, "no strategy file of MindSpore"),
         (changed("fc1-Dense", "MatMul", stage=1), "pipelines of MindSpore are not checked"),
         (
@@ -200,3 +204,59 @@ def test_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert (data["verdict"], data["plan"], data["mesh"]) == ("equal", "MindSpore strategy file", {"d0": 2, "d1": 4})
     Path("strategy.json").write_text(json.dumps(changed("fc1.weight", "fc1", tensor_map=[0, 0])))
     assert cli.main(["check", "net.py:build", *few]) == 1
+
+
+def test_a_parameter_under_two_names_has_one_layout() -> None:
+    plan = megatron()
+    plan["parallel_layout_item"]["fc2.weight"] = slices([2, 4], [0, -1], [8, 64])
+    report = sw.check(net(), batch(), plan, 8, beside=False)
+    assert report.verdict == "wrong"
+    assert "under another name" in str(report.failure)
+    plan["parallel_layout_item"]["fc2.weight"] = slices([2, 4], [-1, 0], [8, 64])
+    assert sw.check(net(), batch(), plan, 8, beside=False).ok
+
+
+def test_the_cluster_has_as_many_devices_as_the_file() -> None:
+    with pytest.raises(sw.ShardwiseError, match="h100-1x4 has 4 devices, and the file is for 8"):
+        sw.check(net(), batch(), megatron(), 8, cluster=sw.Cluster.load("h100-1x4"))
+
+
+class Scores(nn.Module):
+    """A product beside other work in one module, of three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.bmm(x.softmax(-1), x.transpose(1, 2)))
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = Scores()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(x).square().mean()
+
+
+@pytest.mark.parametrize("counts", [([2, 1, 1], [2, 1, 1]), ([2, 2, 1, 1], [2, 2, 1, 1])])
+def test_what_a_strategy_for_a_module_cannot_say_refutes_nothing(counts: tuple[list[int], ...]) -> None:
+    node, last = f"{SCOPE}/scores-Scores/BatchMatMul-op3", f"{SCOPE}/scores-Scores/last-Dense/MatMul-op4"
+    plan = {"parallel_strategy_item": {node: strategy(*counts), last: strategy([2, 1], [1, 1])}}
+    report = sw.check(Around(), (torch.randn(8, 16, 16),), plan, 4, beside=False)
+    assert report.ok, report
+    assert report.plan.unused == (node,)
+    report = sw.check(
+        Around(),
+        (torch.randn(8, 16, 16),),
+        {
+            "parallel_strategy_item": {last: strategy([2, 1, 1, 1, 1], [1, 1])},
+            "parallel_layout_item": {"scores.last.bias": slices([4], [0], [16])},
+        },
+        4,
+        beside=False,
+    )
+    assert report.plan.unused == (last,)
+    assert report.ok, report

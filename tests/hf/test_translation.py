@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,38 @@ def test_evaluations_write_what_those_of_one_process_do(run_ranks: RunRanks, tmp
                 assert own[key] == (value if key.startswith("eval_a") else pytest.approx(value, rel=1e-6)), key
     first, last = (line["eval_accuracy"] for line in expected[0] if "eval_accuracy" in line)
     assert first != last, "a step of training changes the texts"
+
+
+def test_a_writer_is_gone_before_a_longer_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have caches, which are most of what they hold."""
+    from shardwise.transformers import ShardwiseSeq2SeqTrainer, seq2seq
+
+    alive = weakref.WeakSet[Any]()
+
+    class Writer:
+        def generate(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs
+
+    def made(par: Any, **sizes: int) -> Writer:
+        assert not alive
+        writer = Writer()
+        alive.add(writer)
+        return writer
+
+    monkeypatch.setattr(seq2seq, "generator", made)
+    own = ShardwiseSeq2SeqTrainer.__new__(ShardwiseSeq2SeqTrainer)
+    own.__dict__ |= {"_writers": {}, "_front": t5(), "_parallel": object()}
+    for length in (8, 200):
+        source = torch.ones(2, length, dtype=torch.int64)
+        assert own._write(source) is source
+    assert len(alive) == 1
+
+
+def test_caches_have_the_layers_of_the_decoder() -> None:
+    from shardwise.transformers.caches import Caches, Sizes
+
+    config = tf.T5Config(num_layers=1, num_decoder_layers=3)
+    caches = Caches(config, Sizes(2, 4, 3), torch.float32)
+    assert len(caches.cache(torch.zeros((), dtype=torch.int64)).layers) == 3
+    assert caches.get_buffer("source_values_2").shape[2] == 3
+    assert config.num_layers == 1

@@ -124,7 +124,8 @@ def _load(module_name: str, path: str, qualname: str) -> Callable[..., Any]:
     if module_name not in sys.modules:
         for parent in [module_name.rsplit(".", count)[0] for count in range(module_name.count("."), 0, -1)]:
             if importlib.util.find_spec(parent) is None:  # pickle looks for them
-                sys.modules[parent] = ModuleType(parent)
+                sys.modules[parent] = package = ModuleType(parent)
+                package.__path__ = []  # so that it may have others inside
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
         assert spec.loader is not None

@@ -14,6 +14,7 @@ from plans.priced_plans import MODELS
 from shardwise.graph.capture import capture
 from shardwise.layouts.strategy import Strategy
 from shardwise.plans.axis_names import Doing, mesh_by_roles
+from shardwise.report.planned import Known
 from shardwise.search.fixed import annotated_rules
 
 H100 = sw.Cluster.load("h100-1x8")
@@ -128,3 +129,25 @@ def test_an_axis_that_does_several_things_keeps_its_name() -> None:
     assert called(sw.Mesh(dp1=2, rack=2, machine=2), "m@(rack,machine) n@dp1", "m@dp1") == (
         "Mesh(dp1=2, rack=2, machine=2)"
     )
+
+
+def test_the_page_of_stages_has_the_names_of_the_plan() -> None:
+    module, inputs = model("gpt")
+    plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=2)
+    assert isinstance(plan, Known)
+    known, split = plan.known(), 0
+    for stage in plan.stages:
+        for entry in stage.operators:
+            if entry.name.endswith("linear"):
+                rows = (known.why(entry.name) or {})["rows"]
+                assert [choice for choice, is_chosen, *_ in rows if is_chosen] == [entry.strategy]
+                split += "@" in entry.strategy
+    assert split
+
+
+def test_axes_whose_parts_differ_have_the_names_of_the_plan() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    settings: dict[str, Any] = {"search": "dynamic_programming", "strategies": {"0": ((2, 1), (1, 1))}}
+    plan = sw.plan(module, (torch.empty(64, 16),), H100, max_mesh_axes=1, **settings)
+    assert plan.pricing is not None
+    assert plan.pricing.separate == tuple(name for name, _ in plan.mesh.axes) == ("dp",)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.costs.collectives import Links
 from shardwise.costs.prediction import Prediction
+from shardwise.costs.prices import Prices
+from shardwise.graph.capture import capture
+from shardwise.layouts.routes import Axes
+from shardwise.rules.atoms import factor_graph
+from shardwise.search.again import Again
+from shardwise.search.auto import cost_graph
+from shardwise.search.cost_graph import BYTES
+from shardwise.search.rules import rules_of
 
 MESH = sw.Mesh(dp=2)
 
@@ -65,3 +75,30 @@ def test_plans_for_less_and_less_memory_make_more_again_and_state_a_gap_that_hol
 def test_what_no_setting_makes_fit_is_refused_with_the_least() -> None:
     with pytest.raises(sw.PlanError, match="least memory that was found"):
         plan(1e5)
+
+
+def sums_of(*, trains: bool) -> float:
+    """The most bytes that gathering a weight once a step takes beside those of gathering it in every pass."""
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
+    module[1].requires_grad_(trains)
+    graph = capture(module, (torch.randn(8, 32),), {}, loss=lambda y: y.square().mean()).graph
+    prices = Prices(Links(sw.Cluster.local(2), MESH), "adamw", 4)
+    factored = factor_graph(graph, rules_of(graph))
+    held, once = (
+        cost_graph(graph, factored, {}, Axes.of(MESH), prices, Again(gathered=way)) for way in ("held", "once")
+    )
+    weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
+    storage = held.number["storage", weight]
+    most = 0.0
+    for (scope, kind), (_, own) in zip(held.factors, once.factors, strict=True):
+        if scope[0] == storage and len(scope) == 2:
+            tables = [
+                np.zeros(1) if table is None else table for table in (once.kinds[own][BYTES], held.kinds[kind][BYTES])
+            ]
+            most = max(most, float((tables[0] - tables[1]).max()))
+    return most
+
+
+def test_frozen_weights_have_no_sums_of_gradients() -> None:
+    assert sums_of(trains=True) == 32 * 32 * 4
+    assert sums_of(trains=False) == 0

@@ -45,6 +45,9 @@ def check_strategies(asked: Asked, plan: Mapping[str, Any], devices: int, mesh: 
     are *wrong*, each with the reason; operators that the file does not name follow from those that it does."""
     if mesh is not None:
         raise ShardwiseError(problem("a strategy file of MindSpore says its own mesh", fix="leave out mesh="))
+    if asked.beside and asked.cluster.num_devices != devices:
+        what = f"{asked.cluster.name} has {asked.cluster.num_devices} devices, and the file is for {devices}"
+        raise ShardwiseError(problem(what, fix="cluster= of as many, or beside=False (--no-price)"))
     captured = capture(asked.module, *call_arguments(asked.example_inputs, asked.kwargs), loss=asked.loss)
     found = read_strategies(asked.module, plan, captured.graph, devices)
     foreign = ForeignPlan(KIND, found.mesh, None, found.unused, _notes(found))

@@ -20,12 +20,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from shardwise.costs.kernels import is_view
 from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
 from shardwise.texts import shown
 
 _T = TypeVar("_T")
+Counts = tuple[tuple[int, ...], ...]  # per operand and dim, how many ways it is split
 ITEMS = ("parallel_strategy_item", "parallel_layout_item")
 # Names of MindSpore's parameters -> those of torch's modules.
 _NAMES = {
@@ -48,12 +50,12 @@ _OPERATORS = {
 @dataclass(frozen=True)
 class StrategyFile:
     """What the file says, for one module. ``layouts``: parameters with their layouts as text; ``strategies``: modules
-    with the split counts of their operator; ``unused``: what names nothing in the module; ``faults``: what cannot be,
-    a sentence each."""
+    with the split counts of their operator; ``unused``: what names nothing in the module, or no operator for which
+    a strategy of its module speaks; ``faults``: what cannot be, a sentence each."""
 
     mesh: Mesh
     layouts: dict[str, str]
-    strategies: dict[str, tuple[tuple[int, ...], ...]]
+    strategies: dict[str, Counts]
     unused: tuple[str, ...]
     faults: tuple[str, ...]
 
@@ -84,13 +86,14 @@ def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, de
     for name, (found, own) in named.items():
         if found is not None:
             _add(layouts, faults, found, partial(_layout, own, shapes[found], mesh), name)
-    operators: dict[str, tuple[tuple[int, ...], ...]] = {}
+    operators: dict[str, Counts] = {}
     for node, counts in strategies.items():
         path, op = _operator(node, graph, {name for name, _ in module.named_modules()})
-        if op is None:
+        dims = None if op is None else _of_operands(op, counts, graph)
+        if op is None or dims is None:
             unused.append(node)
         else:
-            _add(operators, faults, path, partial(_counts, op, counts, graph, devices), node)
+            _add(operators, faults, path, partial(_checked, dims, op, graph, devices), node)
     if not layouts and not operators and not faults:
         there = [*shapes]
         raise ShardwiseError(
@@ -105,12 +108,15 @@ def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, de
 
 def _add(into: dict[str, _T], faults: list[str], key: str, made: Callable[[], _T], name: str) -> None:
     try:
-        into[key] = made()
+        own = made()
     except ShardwiseError as error:
         faults.append(f"{name}: {error}")
+        return
+    if into.setdefault(key, own) != own:
+        faults.append(f"{name}: the file says {own} of {key}, and {into[key]} under another name")
 
 
-def _items(plan: Mapping[str, Any]) -> tuple[dict[str, tuple[tuple[int, ...], ...]], dict[str, _Slices]]:
+def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slices]]:
     """Split counts by node, and slices by parameter; those of the optimizer's states are those of its parameters."""
     try:
         strategies = {}
@@ -120,6 +126,8 @@ def _items(plan: Mapping[str, Any]) -> tuple[dict[str, tuple[tuple[int, ...], ..
         slices = {}
         for name, own in dict(plan.get(ITEMS[1]) or {}).items():
             shard = _whole(own.get("opt_weight_shard_step", 0)), _whole(own.get("opt_weight_shard_size", 0))
+            if min(shard) < 0:
+                raise ValueError(f"opt_weight_shard of {name} is {shard}")
             sizes = tuple(map(_whole, own["dev_matrix"]))
             if not str(name).startswith(("moments.", "moment1.", "moment2.", "accum.", "stat.")):
                 slices[str(name)] = _Slices(sizes, tuple(map(_whole, own["tensor_map"])), shard)
@@ -213,41 +221,48 @@ def _layout(own: _Slices, shape: Sequence[int], mesh: Mesh) -> str:
 
 
 def _operator(node: str, graph: Graph, modules: set[str]) -> tuple[str, Op | None]:
-    """The module of a node, by the cells that it stands in, and the operator there; None: there is none, or several."""
+    """The module of a node, by the cells that it stands in, and the operator there; None: there is none, or the module
+    does other work besides, of which a strategy for the module would speak as well."""
     *cells, kind = node.split("/")
     path = [cell.rpartition("-")[0] for cell in cells if "-" in cell]
     kind = re.sub(r"-op\d+$", "", kind)
     while path and ".".join(path) not in modules:
         path = path[1:]
     own = ".".join(path)
-    inside = [op for op in graph.ops if op.name.rpartition("/")[0] == own and own]
-    found = [op for op in inside if str(op.target).split(".")[1] in _OPERATORS.get(kind, ())]
-    return own, found[0] if len(found) == 1 else None
+    inside = [op for op in graph.ops if op.name.startswith((f"{own}/", f"{own}.")) and own]
+    working = [op for op in inside if not is_view(op.target) and str(op.target) != "aten.add.Tensor"]
+    found = [op for op in working if str(op.target).split(".")[1] in _OPERATORS.get(kind, ())]
+    return own, found[0] if len(found) == len(working) == 1 else None
 
 
-def _counts(op: Op, counts: tuple[tuple[int, ...], ...], graph: Graph, devices: int) -> tuple[tuple[int, ...], ...]:
+def _of_operands(op: Op, counts: Counts, graph: Graph) -> Counts | None:
     """Of the operands of an operator here. MindSpore's products have two dims: further ones of what a linear layer
-    reads are between its first and its last."""
+    reads are between its first and its last. None: the dims are not those of the operands."""
     shapes = [graph.by_name[name].shape for name in op.operands]
-    own = [list(dims) for dims in counts]
     if str(op.target).split(".")[1] == "embedding":  # MindSpore's Gather: table, indices; here as well
-        own = own[:2]
+        counts = counts[:2]
     found = []
-    for number, dims in enumerate(own[: len(shapes)]):
+    for number, dims in enumerate(counts[: len(shapes)]):
         missing = len(shapes[number]) - len(dims)
         if missing > 0 and len(dims) == 2 and number == 0:
-            dims = [dims[0], *[1] * missing, dims[1]]
+            dims = (dims[0], *[1] * missing, dims[1])
         if len(dims) != len(shapes[number]):
-            raise ShardwiseError(f"{dims} for an input of shape {list(shapes[number])}")
-        for dim, (size, ways) in enumerate(zip(shapes[number], dims, strict=True)):
+            return None
+        found.append(dims)
+    return tuple(found)
+
+
+def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
+    """The counts. Raises ShardwiseError for those that do not divide their dims, or the devices."""
+    for number, (name, dims) in enumerate(zip(op.operands, counts, strict=False)):
+        for dim, (size, ways) in enumerate(zip(graph.by_name[name].shape, dims, strict=True)):
             if ways < 1 or size % ways:
                 raise ShardwiseError(
                     f"dim {dim} of input {number} has {size} elements, which {ways} slices do not divide"
                 )
         if devices % prod(dims):
-            raise ShardwiseError(f"{dims} are {prod(dims)} slices, which {devices} devices do not hold evenly")
-        found.append(tuple(dims))
-    return tuple(found)
+            raise ShardwiseError(f"{list(dims)} are {prod(dims)} slices, which {devices} devices do not hold evenly")
+    return counts
 
 
 __all__ = ["ITEMS", "StrategyFile", "is_strategy_file", "read_strategies"]

@@ -230,7 +230,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
             break
         if not left:
             raise _too_much(how, cut, flying, over)
-        for number, num_bytes in over.items():
+        for number, num_bytes in sorted(over.items(), reverse=True):  # each is sent to as the next one was chosen now
             limits[number] -= num_bytes
             following = chosen[number + 1] if number + 1 < len(chosen) else None
             chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number], following)

@@ -168,7 +168,15 @@ class Staged(Known):
 
     @staticmethod
     def of(plan: Plan, searched: tuple[Searched | None, ...]) -> Staged:
-        return Staged(**entries(plan), searched=searched)
+        """Equal stages have one search, and equal meshes have equal names."""
+        called: dict[int, Search] = {}
+        own = tuple(
+            None
+            if one is None
+            else replace(one, search=called.setdefault(id(one.search), replace(one.search, called=stage.mesh)))
+            for stage, one in zip(plan.stages, searched, strict=True)
+        )
+        return Staged(**entries(plan), searched=own)
 
     def explain(self, name: str) -> InStage:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
@@ -197,8 +205,7 @@ class Staged(Known):
         """The stage that has an operator or a parameter, and its search."""
         for number, own in enumerate(self.searched):
             if own is not None and name in own.names:
-                search = replace(own.search, called=self.stages[number].mesh)
-                return number, replace(own, search=search)
+                return number, own
         known = [name for own in self.searched if own is not None for name in own.names]
         if not known:
             raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))

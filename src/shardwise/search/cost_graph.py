@@ -414,7 +414,8 @@ class _Builder:
     def _whole_sums(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
         """[made, nodes] Bytes of a parameter's gradient that adds up over the passes in a larger layout than that in
         which it is stored."""
-        if not is_once or self.domains.prices.passes == 1 or self.again.gathered != "once":
+        has_sums = is_once and routes.tensor.differentiable  # a frozen parameter has none
+        if not has_sums or self.domains.prices.passes == 1 or self.again.gathered != "once":
             return 0.0
         whole = routes.numel[nodes][None, :] * routes.tensor.grad_itemsize
         return np.where(keeps_size(routes, made, nodes), 0.0, whole)

@@ -8,6 +8,7 @@ All are ordinary modules: they are planned, split and run as any other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,9 @@ class Caches(torch.nn.Module):
 
     def __init__(self, config: Any, sizes: Sizes, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config, self.sizes = config.get_text_config(decoder=True), sizes
+        self.config, self.sizes = copy.deepcopy(config.get_text_config(decoder=True)), sizes
+        if (deep := getattr(self.config, "num_decoder_layers", None)) is not None:
+            self.config.num_hidden_layers = deep  # T5 counts those of its encoder
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         for kind, length in (("", sizes.length), ("source_", sizes.source)):

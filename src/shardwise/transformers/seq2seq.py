@@ -54,7 +54,8 @@ class ShardwiseSeq2SeqTrainer(ShardwiseTrainer, transformers.Seq2SeqTrainer):
             limit = getattr(front.config, "max_position_embeddings", None)
             source = source if limit is None or limit < wanted[1] else min(source, limit)
             assert self._parallel is not None, "the model is split by now"
-            self._writers.pop(rows, None)  # before another one takes its memory
+            self._writers.pop(rows, None)
+            writer = None  # its memory goes before another one takes as much
             while len(self._writers) > 1:
                 del self._writers[next(iter(self._writers))]
             with same_random_numbers():
